@@ -1,0 +1,1 @@
+"""The bench client and its parts. No torch."""

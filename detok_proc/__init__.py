@@ -1,0 +1,1 @@
+"""Turns token ids into text, a step at a time."""

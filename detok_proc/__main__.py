@@ -1,0 +1,3 @@
+from detok_proc.main import main
+
+main()

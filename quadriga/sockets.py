@@ -1,0 +1,217 @@
+"""ZeroMQ patterns and the codec. The only file that imports zmq.
+
+Inner links are PUSH/PULL without a high-water mark: admission bounds what is under way. Every
+socket gets its linger at creation, so that closing never hangs on unsent data.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+
+from quadriga.errors import AddressInUse, ConfigError
+from quadriga.messages import MAX_FRAME_BYTES
+
+LINGER_MS = 2000
+CLIENT_QUEUE_MESSAGES = 4096
+"""A client with so many unread messages is cut off."""
+HEARTBEAT_MS = 5000
+RECONNECT_MS = 20
+
+MessageT = TypeVar("MessageT")
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+
+class Inbox(Generic[MessageT]):
+    """A bound PULL socket that decodes what it receives."""
+
+    def __init__(self, address: str, message_type: Any) -> None:
+        self.socket = _socket(zmq.PULL)
+        self.socket.rcvhwm = 0
+        _bind(self.socket, address)
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
+
+    def receive(self) -> MessageT:
+        """Block for the next message."""
+        return self._decode(self.socket.recv())  # type: ignore[no-any-return]
+
+    def drain(self) -> Iterator[MessageT]:
+        """Everything that has arrived, without blocking."""
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decode(frame)
+
+
+class Outbox:
+    """A connected PUSH socket. Sending never blocks."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = _socket(zmq.PUSH)
+        self.socket.sndhwm = 0
+        self.socket.reconnect_ivl = RECONNECT_MS
+        self.socket.connect(address)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.socket.send(encode(message))
+
+    def send_frames(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+
+def bind_frames(address: str) -> "zmq.Socket[bytes]":
+    """A bound PULL socket for multipart messages that nobody needs to decode."""
+    socket = _socket(zmq.PULL)
+    socket.rcvhwm = 0
+    _bind(socket, address)
+    return socket
+
+
+def bind_front_door(address: str) -> "zmq.Socket[bytes]":
+    """The public ROUTER: an unreachable or a full client is an error, not a silent drop."""
+    socket = _socket(zmq.ROUTER)
+    socket.router_mandatory = True
+    socket.router_handover = True
+    socket.sndhwm = CLIENT_QUEUE_MESSAGES
+    socket.rcvhwm = CLIENT_QUEUE_MESSAGES
+    socket.maxmsgsize = 10 * MAX_FRAME_BYTES
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = 3 * HEARTBEAT_MS
+    socket.handshake_ivl = 2 * HEARTBEAT_MS
+    _bind(socket, address)
+    return socket
+
+
+def connect_front_door(address: str, routing_id: bytes) -> "zmq.Socket[bytes]":
+    """A client's DEALER, with an address of its own that survives a reconnect."""
+    socket = _socket(zmq.DEALER)
+    socket.routing_id = routing_id
+    socket.sndhwm = 0
+    socket.rcvhwm = CLIENT_QUEUE_MESSAGES
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = 3 * HEARTBEAT_MS
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"endpoint {address!r} is not an address: {error}") from None
+    return socket
+
+
+def _socket(kind: int) -> "zmq.Socket[bytes]":
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = LINGER_MS
+    return socket
+
+
+def _bind(socket: "zmq.Socket[bytes]", address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        if error.errno == zmq.EADDRINUSE:
+            raise AddressInUse(
+                f"{address} is taken by another process; stop it, or choose another address"
+                " with --endpoint, for example tcp://127.0.0.1:5556"
+            ) from None
+        raise ConfigError(f"cannot bind {address}: {error}") from None
+
+
+class Poller:
+    """Blocks until one of several inboxes or plain file descriptors has something to read."""
+
+    def __init__(self, *sources: Any) -> None:
+        self._poller = zmq.Poller()
+        for source in sources:
+            self._poller.register(getattr(source, "socket", source), zmq.POLLIN)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """timeout: seconds; None waits for ever."""
+        self._poller.poll(None if timeout is None else max(0.0, timeout * 1000))
+
+
+class AsyncPort:
+    """Multipart send and receive of one socket on an asyncio loop, without a task per message.
+
+    ZeroMQ's file descriptor is edge-triggered and shared by both directions, so whoever sends
+    must look for received messages again afterwards; `_pump` is scheduled for that.
+    """
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None]
+    ) -> None:
+        self.socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._scheduled = False
+        self._file_descriptor = int(socket.getsockopt(zmq.FD))  # type: ignore[call-overload]
+        self._loop.add_reader(self._file_descriptor, self._pump)
+        self._schedule()
+
+    def send(self, *frames: bytes) -> bool:
+        """False where the peer does not read (its queue is full). Unreachable where it is gone."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            return True
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise Unreachable from None
+            raise
+        finally:
+            self._schedule()
+
+    def close(self, linger: float | None = None) -> None:
+        """linger: seconds that unsent messages may take."""
+        if not self.socket.closed:
+            self._loop.remove_reader(self._file_descriptor)
+            self.socket.close(linger=None if linger is None else int(linger * 1000))
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self, most: int = 64) -> None:
+        self._scheduled = False
+        for _ in range(most):
+            if self.socket.closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+        self._schedule()
+
+
+class Unreachable(Exception):
+    """The peer of a ROUTER's send is not connected."""
+
+
+class DisconnectWatch:
+    """Calls back when the connection of a socket (one of a ROUTER's) is lost."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_disconnect: Callable[[], None]) -> None:
+        self._watched = socket
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._port = AsyncPort(monitor, lambda frames: on_disconnect())
+
+    def close(self) -> None:
+        """Call before the watched socket is closed."""
+        if not self._watched.closed:
+            self._watched.disable_monitor()
+        self._port.close(linger=0)
+
+
+def close_all() -> None:
+    """Close every socket of this process, waiting at most each one's linger for unsent data."""
+    zmq.Context.instance().destroy(linger=LINGER_MS)

@@ -1,0 +1,1 @@
+"""Encodes text, checks requests, owns the public socket."""

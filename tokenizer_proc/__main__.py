@@ -1,0 +1,3 @@
+from tokenizer_proc.main import main
+
+main()

@@ -1,0 +1,3 @@
+from worker_proc.main import main
+
+main()

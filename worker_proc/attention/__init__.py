@@ -1,0 +1,1 @@
+"""Attention over pages: a contract, and a backend a file."""

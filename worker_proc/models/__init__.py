@@ -1,0 +1,1 @@
+"""Model architectures, one readable file each."""
