@@ -1,0 +1,125 @@
+"""tokenizer.json and tokenizer_config.json out of a GGUF's metadata.
+
+Source: the GGUF specification (ggml, docs/gguf.md); the pre-tokenizers are those of the models'
+published tokenizer.json files. Byte-level BPE only.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quadriga.errors import ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+CONTROL, USER_DEFINED = 3, 4
+"""Values of tokenizer.ggml.token_type."""
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+"""Control tokens that end an answer, whatever the header's one eos_token_id is."""
+
+
+def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
+    """Write both files. ModelError for a kind of tokenizer that is not known for certain."""
+    build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
+    text = json.dumps(_tokenizer_config(metadata), ensure_ascii=False, indent=1)
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
+    """The fast tokenizer that these metadata describe."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(
+            f"the GGUF's tokenizer is of kind {kind!r}, only byte-level BPE ('gpt2') can be read"
+            " from a GGUF; use the model's Hugging Face directory, which has a tokenizer.json"
+        )
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3_NAMES))
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        from tokenizers.normalizers import NFC
+
+        tokenizer.normalizer = NFC()
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    added = [
+        AddedToken(token, special=kind == CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    _add_bos(tokenizer, metadata, default=pre in _LLAMA3_NAMES)
+    return tokenizer
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Every id that ends an answer: the header's own, and control tokens known by their names."""
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    known = [
+        token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in _END_OF_TURN
+    ]
+    return list(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
+
+
+def _pre_tokenizer(name: str) -> "PreTokenizer":
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name in ("default", "gpt-2"):
+        return ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if name in (*_LLAMA3_NAMES, "qwen2"):
+        words = _QWEN2_WORDS if name == "qwen2" else _LLAMA3_WORDS
+        split = Split(Regex(words), behavior="isolated")
+        return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise ModelError(
+        f"the GGUF's pre-tokenizer {name!r} is not known (known: default, gpt-2, smollm,"
+        f" {', '.join(_LLAMA3_NAMES)}, qwen2); use the model's Hugging Face directory"
+    )
+
+
+def _add_bos(tokenizer: "Tokenizer", metadata: Mapping[str, Any], default: bool) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos_id is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
+        return
+    bos = metadata["tokenizer.ggml.tokens"][bos_id]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
+    )
+
+
+def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    for role, short in roles.items():
+        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None:
+            config[f"{short}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config

@@ -1,0 +1,58 @@
+"""What a usable model directory holds, and what is said about one that lacks something."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ModelError
+
+_SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+
+
+def find_problem(directory: Path, weights: bool) -> str | None:
+    """What is missing and what to do about it, in words that follow the directory's name."""
+    if not (directory / "config.json").is_file():
+        ggufs = sorted(directory.glob("*.gguf"))
+        if ggufs:
+            return f"has no config.json; to serve its GGUF type --model {ggufs[0]}"
+        return "has no config.json: it is not a model's directory"
+    if not (directory / "tokenizer.json").is_file():
+        return _tokenizer_problem(directory)
+    return _weights_problem(directory) if weights else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no file. ModelError where it is broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"cannot read {path}: it should hold a JSON object")
+    return content
+
+
+def _tokenizer_problem(directory: Path) -> str:
+    slow = [name for name in _SLOW_TOKENIZERS if (directory / name).is_file()]
+    if not slow:
+        return "has no tokenizer.json"
+    return (
+        f"has a slow tokenizer only ({slow[0]}) and no tokenizer.json; make one with transformers:"
+        " AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+    )
+
+
+def _weights_problem(directory: Path) -> str | None:
+    index = read_json(directory / "model.safetensors.index.json")
+    if index:
+        shards = set(index.get("weight_map", {}).values())
+        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+        return f"lacks {len(missing)} weight files ({missing[0]}, ...)" if missing else None
+    if any(directory.glob("*.safetensors")):
+        return None
+    return (
+        "has no *.safetensors weights (other formats are not read); for random weights add"
+        " --load-format dummy"
+    )
