@@ -71,9 +71,13 @@ def _export(path: Path, directory: Path) -> None:
 def _open(path: Path) -> "GGUFReader":
     from gguf import GGUFReader
 
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:

@@ -49,7 +49,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3_NAMES))
+    try:
+        model = models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3_NAMES)
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"the GGUF's vocabulary and merges do not fit together: {error}") from None
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":

@@ -1,0 +1,57 @@
+"""A GGUF of a few kilobytes with a byte-level vocabulary, for tests of everything around it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+from tokenizers.pre_tokenizers import ByteLevel
+
+BYTES = sorted(ByteLevel.alphabet())
+MERGES = ["Ġ a", "a b", "Ġ ab", "1 2"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+TOKENS = [*SPECIAL, "<user-defined>", *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
+CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
+TYPES = [CONTROL] * len(SPECIAL) + [USER_DEFINED] + [NORMAL] * (len(BYTES) + len(MERGES))
+
+
+def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
+    """overrides: `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
+    `scaling`."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    if architecture == "llama":
+        writer.add_head_count_kv(2)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10000.0)
+    else:
+        writer.add_layer_norm_eps(1e-5)
+    if "scaling" in overrides:
+        writer.add_string(f"{architecture}.rope.scaling.type", overrides["scaling"])
+    _add_tokenizer(writer, overrides)
+    writer.add_tensor("token_embd.weight", np.zeros((len(TOKENS), 32), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_k.weight", np.zeros((16, 32), dtype=np.float16))
+    if overrides.get("output"):
+        writer.add_tensor("output.weight", np.ones((len(TOKENS), 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: GGUFWriter, overrides: dict[str, Any]) -> None:
+    writer.add_tokenizer_model(overrides.get("kind", "gpt2"))
+    writer.add_tokenizer_pre(overrides.get("pre", "smollm"))
+    writer.add_token_list(TOKENS)
+    writer.add_token_types(TYPES)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages }}")
+    if "add_bos" in overrides:
+        writer.add_add_bos_token(overrides["add_bos"])
