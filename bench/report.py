@@ -1,0 +1,208 @@
+"""The printed block of a run, and the JSON file of a whole bench."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bench.metrics import MS, Record, Spread, Summary, percentile
+from bench.options import Options
+from bench.resources import Cost
+
+UNKNOWN = "n/a"
+HEADING = "=== streaming benchmark ==="
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run: its figures, what it cost, its records, and what the server said after it."""
+
+    summary: Summary
+    cost: Cost
+    records: Sequence[Record]
+    info: Mapping[str, Any]
+
+
+def block(options: Options, result: Result) -> str:
+    """The lines of one measured run: the known ones in their known order, then ours."""
+    lines = [
+        HEADING,
+        *_server_lines(options, result.info),
+        *_load_lines(options, result.summary),
+        *_time_lines(result.summary),
+        *_own_lines(options, result),
+    ]
+    return "\n".join(lines)
+
+
+def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
+    pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
+    backend = info.get("attention_backend", UNKNOWN)
+    return [
+        f"Model: {info.get('model', UNKNOWN)}",
+        f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
+        f"Pretok: {_pretok(options)}",
+        f"Tokenize workers: {_setting(options, info, 'front_door', 'tokenize_workers')}",
+        f"Stream interval: {_setting(options, info, 'detok', 'stream_interval')}",
+        f"Paged attention: on, always (backend {backend}{pages})",
+        f"CUDA Graph: {_switch(info, 'cuda_graph', 'cuda_graph' in options.asked)}",
+        f"NVTX: {_switch(info, 'nvtx', False)}",
+    ]
+
+
+def _load_lines(options: Options, summary: Summary) -> list[str]:
+    schedule = options.schedule
+    kind = "absolute" if schedule.absolute else "relative"
+    lag = _spread(summary.submit_lag) if schedule.absolute else f"{UNKNOWN} (relative schedule)"
+    return [
+        f"Requests: {summary.requests}",
+        f"Prompt tokens (total): {summary.prompt_tokens}",
+        f"Completion tokens (total): {summary.completion_tokens}",
+        f"Submit wall: {summary.submit_wall * MS:.2f} ms",
+        f"Submit interval/schedule: {schedule.interval * MS:g} ms / {kind}",
+        f"Submit lag p50/p95/p99: {lag}",
+        f"add_request latency p50/p95/p99: {_spread(summary.add_request, digits=3)}",
+    ]
+
+
+def _time_lines(summary: Summary) -> list[str]:
+    return [
+        f"Tokenize p50/p95/p99: {_spread(summary.tokenize)}",
+        f"Queue wait (post-tok) p50/p95/p99: {_spread(summary.queue_wait)}",
+        f"Prefill->first token p50/p95/p99: {_spread(summary.prefill)}",
+        f"TTFT p50/p95/p99: {_spread(summary.ttft)}",
+        f"TPOT p50/p95/p99: {_spread(summary.tpot)}",
+        f"ITL p50/p95/p99: {_spread(summary.itl)}",
+        f"Latency p50/p95/p99: {_spread(summary.latency)}",
+        f"Throughput (completion,total): {_number(summary.throughput)} tokens/s",
+    ]
+
+
+def _own_lines(options: Options, result: Result) -> list[str]:
+    summary, cost = result.summary, result.cost
+    share = cost.busy_share
+    return [
+        f"Client->server p50/p95/p99: {_spread(summary.to_server)}",
+        f"Detok + delivery p50/p95/p99: {_spread(summary.delivery)}",
+        f"ITL as received p50/p95/p99: {_spread(summary.itl_received)}",
+        f"Sum of the parts - TTFT: {_parts_gap(summary)}",
+        f"Prefix cache: {_prefix_cache(options, result.info)}",
+        f"Prefix cache hits: {summary.cached_tokens} tokens",
+        f"Worker busy: {UNKNOWN if share is None else f'{share:.1%}'}"
+        f" ({UNKNOWN if cost.steps is None else cost.steps} steps)",
+        f"Step gap p50/p99: {_number(cost.step_gap_ms_p50, 3)}/{_number(cost.step_gap_ms_p99, 3)}"
+        " ms",
+        f"CPU time per completion token: {_cpu(cost, summary.completion_tokens)}",
+        failures(summary),
+    ]
+
+
+def failures(summary: Summary) -> str:
+    """How many requests failed, and the first error."""
+    first = f" (first error: {summary.first_error})" if summary.first_error else ""
+    return f"Failed requests: {summary.failed}{first}"
+
+
+def over_runs(results: Sequence[Result]) -> str:
+    """The median of the p50s of repeated runs, with their range."""
+    rows: list[tuple[str, str, Callable[[Summary], float | None]]] = [
+        ("TTFT p50", "ms", lambda s: _p50(s.ttft)),
+        ("TPOT p50", "ms", lambda s: _p50(s.tpot)),
+        ("Latency p50", "ms", lambda s: _p50(s.latency)),
+        ("Throughput (completion,total)", "tokens/s", lambda s: s.throughput),
+    ]
+    lines = [f"=== median (lowest to highest) of {len(results)} runs ==="]
+    for name, unit, value_of in rows:
+        values = [v for v in (value_of(result.summary) for result in results) if v is not None]
+        middle = f"{percentile(values, 50):.2f}" if values else UNKNOWN
+        span = f" ({min(values):.2f} to {max(values):.2f})" if values else ""
+        lines.append(f"{name}: {middle}{span} {unit}")
+    return "\n".join(lines)
+
+
+def write_json(
+    path: Path,
+    options: Options,
+    info: Mapping[str, Any],
+    results: Sequence[Result],
+    warmups: Sequence[Summary],
+) -> None:
+    """Everything that was measured, with what it was measured on. Times as in the dataclasses."""
+    document = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "flags": options.flags,
+        "server_flags": dataclasses.asdict(options.server) if options.server else None,
+        "server_info": dict(info),
+        "warmups": [dataclasses.asdict(summary) for summary in warmups],
+        "runs": [_run_as_dict(result, options.details) for result in results],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _run_as_dict(result: Result, details: bool) -> dict[str, Any]:
+    run: dict[str, Any] = {
+        "summary": dataclasses.asdict(result.summary),
+        "cost": dataclasses.asdict(result.cost),
+        "server_info": dict(result.info),
+    }
+    if details:
+        run["records"] = [dataclasses.asdict(record) for record in result.records]
+    return run
+
+
+def _pretok(options: Options) -> str:
+    if options.workload.random_ids is not None:
+        return "on (random token ids)"
+    return "on" if options.pretok else "off"
+
+
+def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:
+    """What the server says of a setting of its own, else what it was started with."""
+    if name in info or options.server is None:
+        return str(info.get(name, UNKNOWN))
+    return str(getattr(getattr(options.server, group), name))
+
+
+def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
+    """A server that does not speak of a feature does not have it."""
+    state = "on" if info.get(name) else "off"
+    return f"{state} (asked for, but the server has it not)" if asked and state == "off" else state
+
+
+def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
+    state = "on" if info.get("prefix_cache") else "off"
+    if state == "on" and "no_prefix_cache" in options.asked:
+        return "on (asked to be off, but the server has no switch for it)"
+    return state
+
+
+def _spread(spread: Spread | None, digits: int = 2) -> str:
+    if spread is None:
+        return UNKNOWN
+    return "/".join(f"{v:.{digits}f}" for v in (spread.p50, spread.p95, spread.p99)) + " ms"
+
+
+def _p50(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.p50
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _parts_gap(summary: Summary) -> str:
+    gap = summary.parts_gap
+    return UNKNOWN if gap is None else f"{gap:.3f} ms at most, over all requests"
+
+
+def _cpu(cost: Cost, tokens: int) -> str:
+    if tokens == 0:
+        return UNKNOWN
+    parts = [
+        f"{name} {UNKNOWN if seconds is None else f'{seconds * MS / tokens:.3f} ms'}"
+        for name, seconds in cost.cpu.items()
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,92 @@
+"""What a run cost the processes: the worker's busy time, its gaps, and CPU time of each process."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOCAL_HOSTS = ("127.", "localhost", "[::1]")
+BENCH = "bench client"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The counters at one moment. time: Unix seconds; info: as the server tells; cpu: seconds."""
+
+    time: float
+    info: Mapping[str, Any]
+    cpu: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Between two readings; None where it is not known.
+
+    busy_share: share of the time in which the worker computed, 0 to 1. step gaps: ms between one
+    step and the next, over recent steps. cpu: seconds of each process and its threads.
+    """
+
+    steps: int | None
+    busy_share: float | None
+    step_gap_ms_p50: float | None
+    step_gap_ms_p99: float | None
+    cpu: dict[str, float | None]
+
+
+def cost_between(before: Reading, after: Reading) -> Cost:
+    """What happened from one reading to the other."""
+    steps = _difference(before.info.get("steps"), after.info.get("steps"))
+    busy = _difference(before.info.get("busy_seconds"), after.info.get("busy_seconds"))
+    wall = after.time - before.time
+    return Cost(
+        steps=None if steps is None else int(steps),
+        busy_share=min(1.0, busy / wall) if busy is not None and wall > 0 else None,
+        step_gap_ms_p50=after.info.get("step_gap_ms_p50"),
+        step_gap_ms_p99=after.info.get("step_gap_ms_p99"),
+        cpu={name: _difference(before.cpu.get(name), end) for name, end in after.cpu.items()},
+    )
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether the server at `endpoint` runs on this machine, so that its pids mean something."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "ipc" or address.startswith(LOCAL_HOSTS)
+
+
+def pids_of(info: Mapping[str, Any], endpoint: str) -> dict[str, int]:
+    """The server's processes where they are on this machine, and the bench client itself."""
+    pids = info.get("pids") if is_local(endpoint) else None
+    named = {str(name): int(pid) for name, pid in pids.items()} if isinstance(pids, dict) else {}
+    return {**named, BENCH: os.getpid()}
+
+
+def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float | None]:
+    """User and system time of each process and its threads so far; None where it is not known."""
+    return {name: _of_process(pid) for name, pid in pids.items()}
+
+
+def _difference(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def _of_process(pid: int) -> float | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _by_psutil(pid)
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
+
+
+def _by_psutil(pid: int) -> float | None:
+    """Where there is no /proc. psutil is optional."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return float(times.user + times.system)

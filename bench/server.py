@@ -1,0 +1,145 @@
+"""A server of the bench's own: a `python launcher.py` that lives as long as the bench."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from quadriga.config import ServerConfig
+from quadriga.errors import DeadlineExceeded, ServerFailed, ServerUnreachable
+
+LAUNCHER = Path(__file__).resolve().parent.parent / "launcher.py"
+STOP_SECONDS = 15.0
+"""How long each signal may take before the next, harder one. Seconds."""
+CHILDREN_SECONDS = 3.0
+LOG_LINES = 20
+RETRY_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+Attempt = Callable[[], Awaitable[dict[str, Any]]]
+"""Asks the server for its info; ServerUnreachable or DeadlineExceeded while it cannot answer."""
+
+
+class OwnServer:
+    """Starts on entering, is gone after leaving. `log`: a file, or None for our standard error.
+
+    The server has a session of its own, so that a Ctrl-C at the terminal reaches only the bench,
+    which then stops it in order.
+    """
+
+    def __init__(
+        self, config: ServerConfig, log: Path | None = None, launcher: Path = LAUNCHER
+    ) -> None:
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self._config = config.replace(endpoint=self.endpoint)
+        self._log_path = log
+        self._launcher = launcher
+        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "OwnServer":
+        if self._log_path is not None:
+            self._log = self._log_path.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(self._launcher), *self._config.to_argv()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log or sys.stderr.fileno(),
+            stderr=self._log or sys.stderr.fileno(),
+            start_new_session=True,
+            preexec_fn=_die_with_parent if _libc is not None else None,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._stop()
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    async def wait_ready(self, attempt: Attempt) -> dict[str, Any]:
+        """The info of the server, as soon as it answers.
+
+        ServerFailed where it ends before, or is not ready within --start-timeout.
+        """
+        limit = self._config.launch.start_timeout
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            self.check()
+            with suppress(ServerUnreachable, DeadlineExceeded):
+                info = await attempt()
+                if info.get("ready", True):
+                    return info
+            await asyncio.sleep(RETRY_SECONDS)
+        raise ServerFailed(f"the server is not ready after {limit:g} s{self._last_lines()}")
+
+    def check(self) -> None:
+        """ServerFailed with the last lines of the log if the server has ended."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise ServerFailed(f"the server ended with exit code {code}{self._last_lines()}")
+
+    def _stop(self) -> None:
+        """SIGINT lets it finish, a second signal forces it, and the third cannot be refused.
+
+        Its children leave when the launcher is gone, and are given the time to clean up.
+        """
+        assert self._process is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if self._process.poll() is not None:
+                break
+            self._process.send_signal(number)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.kill()
+        self._process.wait()
+        deadline = time.monotonic() + CHILDREN_SECONDS
+        while _signal_group(self._process.pid, 0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _signal_group(self._process.pid, signal.SIGKILL)
+
+    def _last_lines(self) -> str:
+        if self._log_path is None:
+            return "; its log is above"
+        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return f"; the end of {self._log_path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """False if nobody is left in it."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the bench dies, however it dies."""
+    assert _libc is not None
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,204 @@
+"""The bench client: `python -m bench.serving --model gpt2 --num-requests 32 ...`.
+
+Sends requests to a server as a streaming client does and prints what the client saw of it.
+Exit codes: 0 all requests finished, 1 some failed, 2 bad flags, 3 no server, 130 interrupted.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tqdm import tqdm
+
+from bench import report
+from bench.drive import drive
+from bench.metrics import Summary, summarize
+from bench.options import Options, parse
+from bench.report import Result
+from bench.resources import Reading, cost_between, cpu_seconds, pids_of
+from bench.server import OwnServer
+from bench.workload import Prompt, pretokenize
+from quadriga.client import AsyncClient
+from quadriga.config import ModelArgs
+from quadriga.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    QuadrigaError,
+    ServerUnreachable,
+)
+
+EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+CONNECT_SECONDS = 5.0
+START_CONNECT_SECONDS = 1.0
+"""Per attempt, while a server of our own starts."""
+START_INFO_SECONDS = 2.0
+Encode = Callable[[str], list[int]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench of a command line; the exit code."""
+    try:
+        options = parse(list(sys.argv[1:] if argv is None else argv))
+        encode = tokenizer_of(options) if options.pretok and options.server else None
+        return _run_until_signal(bench(options, encode))
+    except (ConfigError, InvalidRequest, ModelError) as error:
+        return _say(error, EXIT_USAGE)
+    except QuadrigaError as error:
+        return _say(error, EXIT_NO_SERVER)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return _say("interrupted", EXIT_INTERRUPTED)
+
+
+async def bench(options: Options, encode: Encode | None = None) -> int:
+    """Start or find the server, run warm-ups and measured runs, print and write the results."""
+    async with AsyncExitStack() as stack:
+        endpoint, info = await _server(options, stack)
+        clients = [
+            await stack.enter_async_context(AsyncClient(endpoint, CONNECT_SECONDS))
+            for _ in range(options.num_clients)
+        ]
+        if options.pretok and encode is None:
+            encode = tokenizer_of(options, str(info.get("model", "")))
+        runs = Runs(options, clients, info, encode)
+        warmups = [await runs.warm_up(number) for number in range(options.warmup_runs)]
+        results = [await runs.measure(number) for number in range(options.repeat_runs)]
+    if len(results) > 1:
+        print(report.over_runs(results))
+    if options.json_path is not None:
+        report.write_json(options.json_path, options, info, results, warmups)
+    failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
+    return EXIT_FAILED_REQUESTS if failed else EXIT_OK
+
+
+class Runs:
+    """The runs of one bench, on connections that stay open."""
+
+    def __init__(
+        self,
+        options: Options,
+        clients: Sequence[AsyncClient],
+        info: Mapping[str, Any],
+        encode: Encode | None = None,
+    ) -> None:
+        self._options = options
+        self._clients = clients
+        self._vocab_size = info.get("vocab_size")
+        self._encode = encode
+
+    async def warm_up(self, number: int) -> Summary:
+        """One warm-up, with prompts that no measured run uses."""
+        print(f"=== warmup {number + 1}/{self._options.warmup_runs} ===", flush=True)
+        prompts = self._prompts(self._options.repeat_runs + number)
+        summary = (await self._run(prompts, "warmup")).summary
+        if summary.failed:
+            print(report.failures(summary), flush=True)
+        return summary
+
+    async def measure(self, number: int) -> Result:
+        """One measured run, printed."""
+        runs = self._options.repeat_runs
+        if runs > 1:
+            print(f"=== run {number + 1}/{runs} ===", flush=True)
+        result = await self._run(self._prompts(number), "run")
+        print(report.block(self._options, result), flush=True)
+        return result
+
+    def _prompts(self, run: int) -> list[Prompt]:
+        prompts = self._options.workload.prompts(run, self._vocab_size)
+        return pretokenize(prompts, self._encode) if self._encode else prompts
+
+    async def _run(self, prompts: Sequence[Prompt], title: str) -> Result:
+        options = self._options
+        before = await self._read()
+        hidden = not sys.stderr.isatty()
+        with tqdm(total=len(prompts), desc=title, unit="req", leave=False, disable=hidden) as bar:
+            run = await drive(
+                self._clients,
+                prompts,
+                options.params,
+                options.schedule,
+                options.truncate,
+                on_done=lambda: bar.update(),
+            )
+        after = await self._read()
+        summary = summarize(run.records, run.submit_wall)
+        return Result(summary, cost_between(before, after), run.records, after.info)
+
+    async def _read(self) -> Reading:
+        """The counters now. A server that is gone has none; its requests tell what happened."""
+        client = self._clients[0]
+        try:
+            info = await client.info()
+        except QuadrigaError:
+            info = {}
+        return Reading(time.time(), info, cpu_seconds(pids_of(info, client.endpoint)))
+
+
+async def _server(options: Options, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
+    """Endpoint and info of the server to measure, which serves from now on."""
+    if options.server is None:
+        info = await _ask(options.endpoint, CONNECT_SECONDS, CONNECT_SECONDS)
+        if not info.get("ready", True):
+            raise ServerUnreachable(f"the server at {options.endpoint} is still starting")
+        return options.endpoint, info
+    server = stack.enter_context(OwnServer(options.server, options.server_log))
+    info = await server.wait_ready(
+        lambda: _ask(server.endpoint, START_CONNECT_SECONDS, START_INFO_SECONDS)
+    )
+    return server.endpoint, info
+
+
+async def _ask(endpoint: str, connect_timeout: float, info_timeout: float) -> dict[str, Any]:
+    async with AsyncClient(endpoint, connect_timeout) as client:
+        return await client.info(info_timeout)
+
+
+def tokenizer_of(options: Options, served: str = "") -> Encode:
+    """Text → ids, as the front door does it. served: the running server's name of its model."""
+    model = options.server.model if options.server else ModelArgs(model=options.model or served)
+    try:
+        from quadriga.model_source import resolve_model
+        from quadriga.text import load_tokenizer
+
+        tokenizer = load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)
+    except ImportError as error:
+        raise ConfigError(
+            f"--pretok needs a tokenizer on this side, and {error.name} is not installed:"
+            " pip install 'quadriga[serve]', or use --random-input-len"
+        ) from None
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _run_until_signal(work: Coroutine[Any, Any, int]) -> int:
+    """asyncio.run, on uvloop where it is installed; a signal cancels the work in order."""
+
+    async def cancel_on_signal() -> int:
+        task = asyncio.ensure_future(work)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await task
+
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(cancel_on_signal())
+    uvloop.install()
+    return asyncio.run(cancel_on_signal())
+
+
+def _say(what: object, code: int) -> int:
+    print(f"bench.serving: {what}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
