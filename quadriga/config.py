@@ -1,4 +1,4 @@
-"""ServerConfig: small frozen dataclasses, one per process; the command line is made of their fields.
+"""ServerConfig: small frozen dataclasses, and the command line that is made of their fields.
 
 A field `max_batch_size: int = flag(8, "…")` is the flag `--max-batch-size`. Every process takes
 the same flags, so that each can be started by itself and `ps` shows how it was started.
@@ -48,7 +48,7 @@ class FrontDoorArgs:
     """tokenizer_proc."""
 
     endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket")
-    tokenize_workers: int = flag(1, "threads that encode text")
+    tokenize_workers: int = flag(2, "threads that encode text")
     allow_auto_truncate: bool = flag(False, "keep the last tokens of a prompt that is too long")
 
     def validate(self) -> None:
@@ -73,8 +73,13 @@ class SchedulerArgs:
     max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
 
     def validate(self) -> None:
-        for name in ("max_batch_size", "prefill_max_batch_size", "prefill_max_tokens",
-                     "max_running_requests", "max_queued_requests"):
+        for name in (
+            "max_batch_size",
+            "prefill_max_batch_size",
+            "prefill_max_tokens",
+            "max_running_requests",
+            "max_queued_requests",
+        ):
             _positive(name, getattr(self, name))
 
     @property
@@ -152,10 +157,11 @@ class ServerConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        for group in self._groups():
+        for group in self.groups():
             group.validate()
 
-    def _groups(self) -> list[Any]:
+    def groups(self) -> list[Any]:
+        """The groups of flags, one per process."""
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def replace(self, **flags: Any) -> "ServerConfig":
@@ -172,7 +178,7 @@ class ServerConfig:
     def to_argv(self) -> list[str]:
         """The flags that make this config again, without those at their default."""
         argv = []
-        for group in self._groups():
+        for group in self.groups():
             for field in dataclasses.fields(group):
                 value = getattr(group, field.name)
                 if value == field.default:
@@ -188,9 +194,9 @@ def flag_name(field_name: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of ServerConfig; absent ones stay out of the namespace."""
-    for group_field in dataclasses.fields(ServerConfig):
-        section = parser.add_argument_group(group_field.default.__doc__ or group_field.name)
-        for field in dataclasses.fields(group_field.default):
+    for group in ServerConfig().groups():
+        section = parser.add_argument_group(group.__doc__ or "")
+        for field in dataclasses.fields(group):
             _add_flag(section, field)
 
 
@@ -218,11 +224,7 @@ def _value_type(annotation: Any) -> Any:
 
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     """The validated config of the flags in a parsed command line; others are left alone."""
-    known = {
-        field.name
-        for group in dataclasses.fields(ServerConfig)
-        for field in dataclasses.fields(group.default)
-    }
+    known = {f.name for group in ServerConfig().groups() for f in dataclasses.fields(group)}
     config = ServerConfig().replace(**{k: v for k, v in vars(namespace).items() if k in known})
     config.validate()
     return config

@@ -150,7 +150,7 @@ class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A message that never entered: the terminal message of its request, if it had a readable id."""
+    """A message that never entered; the terminal message of its request, if it had an id."""
 
     request_id: str
     error: ErrorInfo
@@ -174,11 +174,14 @@ class ServerGone(msgspec.Struct, tag="server_gone", array_like=True, frozen=True
     error: ErrorInfo
 
 
+InfoValues = dict[str, str | int | float | bool | dict[str, int] | None]
+
+
 class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """`values` is a map; its keys are listed in docs/protocol.md."""
 
     request_id: str
-    values: dict[str, str | int | float | bool | None | list[int] | dict[str, int | float]]
+    values: InfoValues
 
 
 ServerMessage = Chunks | Refused | Pong | Probe | ServerGone | Info
@@ -216,10 +219,11 @@ class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
 
 
 class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
-    """A client's GetInfo, on its way round the ring."""
+    """A client's GetInfo, on its way round the ring: each process adds what it knows."""
 
     client: bytes
     request_id: str
+    values: InfoValues
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
@@ -292,6 +296,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     num_slots: int
     dtype: str
     device: str
+    pid: int = 0
 
 
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):

@@ -37,11 +37,11 @@ class Inbox(Generic[MessageT]):
 
     def receive(self) -> MessageT:
         """Block for the next message."""
-        return self._decode(self.socket.recv())  # type: ignore[no-any-return]
+        return self._decode(self.socket.recv())
 
-    def drain(self) -> Iterator[MessageT]:
-        """Everything that has arrived, without blocking."""
-        while True:
+    def drain(self, most: int = 1 << 30) -> Iterator[MessageT]:
+        """What has arrived, at most so many messages, without blocking."""
+        for _ in range(most):
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -91,7 +91,7 @@ def bind_front_door(address: str) -> "zmq.Socket[bytes]":
 def connect_front_door(address: str, routing_id: bytes) -> "zmq.Socket[bytes]":
     """A client's DEALER, with an address of its own that survives a reconnect."""
     socket = _socket(zmq.DEALER)
-    socket.routing_id = routing_id
+    socket.setsockopt(zmq.ROUTING_ID, routing_id)
     socket.sndhwm = 0
     socket.rcvhwm = CLIENT_QUEUE_MESSAGES
     socket.reconnect_ivl = RECONNECT_MS
@@ -106,7 +106,7 @@ def connect_front_door(address: str, routing_id: bytes) -> "zmq.Socket[bytes]":
 
 
 def _socket(kind: int) -> "zmq.Socket[bytes]":
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.linger = LINGER_MS
     return socket
 
@@ -134,7 +134,7 @@ class Poller:
 
     def wait(self, timeout: float | None = None) -> None:
         """timeout: seconds; None waits for ever."""
-        self._poller.poll(None if timeout is None else max(0.0, timeout * 1000))
+        self._poller.poll(None if timeout is None else max(0, round(timeout * 1000)))
 
 
 class AsyncPort:
@@ -151,7 +151,7 @@ class AsyncPort:
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
-        self._file_descriptor = int(socket.getsockopt(zmq.FD))  # type: ignore[call-overload]
+        self._file_descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file_descriptor, self._pump)
         self._schedule()
 

@@ -1,0 +1,29 @@
+# make serve: set up, fetch the built-in model, serve it.   make test: set up, run the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+FLAGS ?=
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup serve test lint clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[serve,test]'
+	touch $@
+
+serve: setup
+	$(BIN)/python launcher.py $(FLAGS)
+
+test: setup
+	$(BIN)/python -m pytest $(FLAGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info

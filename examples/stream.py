@@ -1,0 +1,23 @@
+"""Stream a chat, then ask several prompts at once.
+
+python examples/stream.py [ENDPOINT]
+"""
+
+import sys
+
+from quadriga.client import Client, SamplingParams
+
+endpoint = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5555"
+greedy = SamplingParams(temperature=0, max_new_tokens=32)
+
+with Client(endpoint) as client:
+    for chunk in client.stream(
+        [{"role": "user", "content": "What is the capital of France?"}], greedy
+    ):
+        print(chunk.text, end="", flush=True)
+    print()
+
+    prompts = ["One, two, three,", "The sun rises in the", [504, 3575, 282, 4649, 314]]
+    for completion in client.generate(prompts, greedy):
+        seconds = completion.timings.delivered - completion.timings.submitted
+        print(f"{completion.finish_reason} in {seconds:.2f} s: {completion.text!r}")

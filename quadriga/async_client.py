@@ -1,0 +1,307 @@
+"""AsyncClient: one connection to a server, any number of requests at once."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, overload
+
+import msgspec
+
+from quadriga import errors, sockets
+from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
+from quadriga.config import DEFAULT_ENDPOINT
+from quadriga.errors import DeadlineExceeded, InvalidRequest, ServerUnreachable
+from quadriga.handle import Handle
+from quadriga.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    Chunks,
+    ErrorInfo,
+    Generate,
+    GetInfo,
+    Info,
+    Ping,
+    Pong,
+    Probe,
+    Refused,
+    ServerGone,
+    ServerMessage,
+)
+from quadriga.sampling import SamplingParams
+
+RECONNECT_GRACE = 1.0
+"""Seconds after a lost connection until the open requests are given up."""
+
+
+class AsyncClient:
+    """One connection to a server; any number of requests at once. Use it on one event loop.
+
+    endpoint: the server's public socket. connect_timeout: seconds until ServerUnreachable.
+    """
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, connect_timeout: float = 5.0) -> None:
+        self.endpoint = endpoint
+        self._connect_timeout = connect_timeout
+        self._identity = uuid.uuid4()
+        self._counter = 0
+        self._handles: dict[str, Handle] = {}
+        self._infos: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
+        self._port: sockets.AsyncPort | None = None
+        self._watch: sockets.DisconnectWatch | None = None
+        self._pong: asyncio.Future[Pong] | None = None
+        self._instance = ""
+        self._max_frame_bytes = MAX_FRAME_BYTES
+        self._check: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "AsyncClient":
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- connection -------------------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Find the server. Raises ServerUnreachable after connect_timeout."""
+        if self._port is not None:
+            return
+        socket = sockets.connect_front_door(self.endpoint, self._identity.bytes)
+        self._port = sockets.AsyncPort(socket, self._on_frames)
+        self._watch = sockets.DisconnectWatch(socket, self._on_disconnect)
+        try:
+            self._instance = (await self._ping(self._connect_timeout)).instance
+        except asyncio.TimeoutError:
+            await self._close(linger=0)
+            raise ServerUnreachable(
+                f"no answer from {self.endpoint} within {self._connect_timeout} s;"
+                " is the server running there?  python launcher.py"
+            ) from None
+
+    async def close(self) -> None:
+        """Abort what is under way and disconnect."""
+        if self._handles and self._port is not None:
+            self._send(Abort(PROTOCOL_VERSION, ""))
+        self._fail_all(ErrorInfo("aborted", "the client was closed"))
+        await self._close(linger=1)
+
+    async def _close(self, linger: float) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        if self._watch is not None:
+            self._watch.close()
+        if self._port is not None:
+            self._port.close(linger)
+        self._port = self._watch = None
+
+    async def _ping(self, timeout: float) -> Pong:
+        self._pong = asyncio.get_running_loop().create_future()
+        self._send(Ping(PROTOCOL_VERSION))
+        pong = await asyncio.wait_for(self._pong, timeout)
+        self._max_frame_bytes = pong.max_frame_bytes
+        return pong
+
+    def _on_disconnect(self) -> None:
+        if self._check is None or self._check.done():
+            self._check = asyncio.get_running_loop().create_task(self._check_connection())
+
+    async def _check_connection(self) -> None:
+        """The connection broke: the server is back within the grace, or all requests end."""
+        lost = f"lost the connection to {self.endpoint}: its tokenizer process is gone"
+        try:
+            pong = await self._ping(RECONNECT_GRACE)
+        except asyncio.TimeoutError:
+            self._fail_all(ErrorInfo("server_unreachable", lost))
+        else:
+            if pong.instance != self._instance:
+                self._instance = pong.instance
+                self._fail_all(ErrorInfo("server_unreachable", f"{lost}; a new server is there"))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        timeout: float | None = None,
+        truncate_prompt: bool | None = None,
+    ) -> Handle:
+        """Send a request at once. The client must be connected.
+
+        Raises InvalidRequest for a prompt of a wrong type or a message over the frame limit.
+        """
+        request_id = f"{self._identity.hex}-{self._counter}"
+        self._counter += 1
+        handle = Handle(request_id, timeout, self._drop)
+        self._send(
+            Generate(
+                PROTOCOL_VERSION,
+                request_id,
+                wire_prompt(prompt),
+                params or SamplingParams(),
+                stream,
+                truncate_prompt,
+            )
+        )
+        self._handles[request_id] = handle
+        return handle
+
+    @overload
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        truncate_prompt: bool | None = None,
+    ) -> Completion: ...
+    @overload
+    async def generate(
+        self,
+        prompt: list[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        truncate_prompt: bool | None = None,
+    ) -> list[Completion]: ...
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        truncate_prompt: bool | None = None,
+    ) -> Completion | list[Completion]:
+        """The whole completion of a prompt, or of each of a list of prompts.
+
+        timeout: seconds for all of it; then DeadlineExceeded, and the request is aborted. Of a
+        list, all prompts are run to their end before the first error is raised.
+        """
+        await self.connect()
+        single = not is_list_of_prompts(prompt)
+        prompts: list[Any] = [prompt] if single else list(prompt)
+        handles = [
+            self.submit(p, params, stream=False, timeout=timeout, truncate_prompt=truncate_prompt)
+            for p in prompts
+        ]
+        try:
+            results = await asyncio.gather(
+                *(handle.completion() for handle in handles), return_exceptions=True
+            )
+        finally:
+            for handle in handles:
+                handle.abort()
+        completions = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            completions.append(result)
+        return completions[0] if single else completions
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        truncate_prompt: bool | None = None,
+    ) -> AsyncIterator[StreamChunk]:
+        """The chunks of a completion as they come. Leaving the loop early aborts the request."""
+        await self.connect()
+        handle = self.submit(prompt, params, timeout=timeout, truncate_prompt=truncate_prompt)
+        try:
+            async for chunk in handle:
+                yield chunk
+        finally:
+            handle.abort()
+
+    async def abort(self, request_id: str = "") -> None:
+        """End a request of this client; without an id, all of them. They end with "abort"."""
+        await self.connect()
+        self._send(Abort(PROTOCOL_VERSION, request_id))
+
+    async def info(self, timeout: float = 10.0) -> dict[str, Any]:
+        """Gauges and counters of the server; the question travels the whole ring."""
+        await self.connect()
+        request_id = f"info-{self._counter}"
+        self._counter += 1
+        answer = self._infos[request_id] = asyncio.get_running_loop().create_future()
+        self._send(GetInfo(PROTOCOL_VERSION, request_id))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(f"no info from {self.endpoint} within {timeout} s") from None
+        finally:
+            self._infos.pop(request_id, None)
+
+    # --- wire -------------------------------------------------------------------------------------
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._port is None:
+            raise ServerUnreachable(f"not connected to {self.endpoint}; call connect() first")
+        frame = sockets.encode(message)
+        if len(frame) > self._max_frame_bytes:
+            raise InvalidRequest(
+                f"the request is {len(frame)} bytes: the server takes at most"
+                f" {self._max_frame_bytes}; shorten the prompt",
+                "prompt",
+            )
+        self._port.send(frame)
+
+    def _drop(self, handle: Handle) -> None:
+        """A caller lost interest: the server is told, and nothing of it is kept."""
+        if self._handles.pop(handle.request_id, None) is not None and self._port is not None:
+            self._send(Abort(PROTOCOL_VERSION, handle.request_id))
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        now = time.time()
+        try:
+            message = self._decode(frames[0])
+        except msgspec.DecodeError as error:
+            self._fail_all(ErrorInfo("error", f"unreadable message from {self.endpoint}: {error}"))
+            return
+        match message:
+            case Chunks():
+                for chunk in message.chunks:
+                    handle = self._handles.get(chunk.request_id)
+                    if handle is not None:
+                        handle.take_chunk(chunk, now)
+                        self._forget_if_done(handle)
+            case Refused():
+                self._refused(message)
+            case ServerGone():
+                self._fail_all(message.error)
+            case Info():
+                self._answer(self._infos.get(message.request_id), message.values)
+            case Pong():
+                self._answer(self._pong, message)
+            case Probe():
+                pass
+
+    def _refused(self, message: Refused) -> None:
+        handle = self._handles.get(message.request_id)
+        if handle is not None:
+            handle.fail(message.error)
+            self._forget_if_done(handle)
+
+    def _forget_if_done(self, handle: Handle) -> None:
+        if handle.done:
+            self._handles.pop(handle.request_id, None)
+
+    def _fail_all(self, error: ErrorInfo) -> None:
+        handles, self._handles = list(self._handles.values()), {}
+        for handle in handles:
+            handle.fail(error)
+        for future in self._infos.values():
+            if not future.done():
+                future.set_exception(errors.from_code(error.code, error.message))
+
+    @staticmethod
+    def _answer(future: "asyncio.Future[Any] | None", value: Any) -> None:
+        if future is not None and not future.done():
+            future.set_result(value)

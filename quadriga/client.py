@@ -1,0 +1,91 @@
+"""The client library.
+
+    with Client() as client:
+        print(client.generate("The capital of France is").text)
+
+A prompt is a string, a list of token ids, or a chat as a list of {"role", "content"} maps. A list
+of prompts gives a list of completions in the same order. AsyncClient is the same on an event loop.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar, overload
+
+from quadriga.async_client import AsyncClient
+from quadriga.completion import Completion, Prompt, StreamChunk, Timings
+from quadriga.config import DEFAULT_ENDPOINT
+from quadriga.sampling import SamplingParams
+
+__all__ = ["AsyncClient", "Client", "Completion", "SamplingParams", "StreamChunk", "Timings"]
+
+T = TypeVar("T")
+
+
+class Client:
+    """AsyncClient for programs without an event loop; its methods may be called from any thread."""
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, connect_timeout: float = 5.0) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="quadriga-client", daemon=True
+        )
+        self._thread.start()
+        self._async = AsyncClient(endpoint, connect_timeout)
+
+    def __enter__(self) -> "Client":
+        self._run(self._async.connect())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is under way, disconnect and end the thread."""
+        if self._loop.is_running():
+            self._run(self._async.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: list[Prompt], params: SamplingParams | None = None, **options: Any
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Any
+    ) -> Completion | list[Completion]:
+        """As AsyncClient.generate."""
+        result: Completion | list[Completion] = self._run(
+            self._async.generate(prompt, params, **options)
+        )
+        return result
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[StreamChunk]:
+        """As AsyncClient.stream."""
+        chunks = self._async.stream(prompt, params, **options)
+        try:
+            while True:
+                try:
+                    yield self._run(anext(chunks))  # type: ignore[arg-type]
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._run(chunks.aclose())  # type: ignore[attr-defined]
+
+    def abort(self, request_id: str = "") -> None:
+        """As AsyncClient.abort."""
+        self._run(self._async.abort(request_id))
+
+    def info(self, timeout: float = 10.0) -> dict[str, Any]:
+        """As AsyncClient.info."""
+        return self._run(self._async.info(timeout))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

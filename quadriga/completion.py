@@ -1,0 +1,86 @@
+"""What a client gives and gets: prompts, completions, chunks, timings."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quadriga.errors import InvalidRequest
+from quadriga.messages import ChatMessage, Usage, pack_ids
+
+Chat = list[dict[str, str]]
+Prompt = str | list[int] | Chat
+"""A text, its token ids, or a chat of {role, content} maps."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """When the request passed each stage, in Unix seconds; 0.0 where it never came there.
+
+    submitted and delivered are the client's, the others the server's clock. token_times has the
+    end of the step that gave each token.
+    """
+
+    submitted: float
+    received: float = 0.0
+    tokenized: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    detokenized: float = 0.0
+    delivered: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request. finish_reason: stop, length or abort."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    matched_stop: str | int | None = None
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """What is new of a request. received_at: Unix seconds. completion: on the last chunk only."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    token_times: list[float]
+    received_at: float
+    completion: Completion | None = None
+
+
+def is_list_of_prompts(prompt: Any) -> bool:
+    """True for a list whose elements are prompts themselves."""
+    return (
+        isinstance(prompt, list | tuple)
+        and bool(prompt)
+        and isinstance(prompt[0], str | list | tuple)
+    )
+
+
+def wire_prompt(prompt: Any) -> str | bytes | list[ChatMessage]:
+    """A prompt as Generate carries it. Raises InvalidRequest for any other type or value."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+        try:
+            return msgspec.convert(list(prompt), list[ChatMessage])
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"prompt is no chat: {error}", "prompt") from None
+    if isinstance(prompt, list | tuple):
+        try:
+            return pack_ids(prompt)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(f"prompt is no list of token ids: {error}", "prompt") from None
+    raise InvalidRequest(
+        f"prompt is a {type(prompt).__name__}: it must be a string, a list of token ids, or a list"
+        " of {role, content} maps",
+        "prompt",
+    )

@@ -1,0 +1,39 @@
+"""Counters of the scheduler, for Info and for the bench."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from quadriga.messages import StepResult
+from scheduler_proc.batch import ForwardMode, ScheduleBatch
+
+RECENT_STEPS = 4096
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Totals since start. Gaps: worker idle time between two steps, the second already planned."""
+
+    steps: int = 0
+    prefill_steps: int = 0
+    busy_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    ended: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _last_ended: float = 0.0
+
+    def count_step(self, batch: ScheduleBatch, result: StepResult) -> None:
+        self.steps += 1
+        self.prefill_steps += batch.mode is ForwardMode.EXTEND
+        self.busy_seconds += result.ended - result.began
+        if batch.planned_at < self._last_ended:
+            self._gaps.append(result.began - self._last_ended)
+        self._last_ended = result.ended
+
+    def gap_ms(self, share: float) -> float:
+        """A percentile of the recent gaps in ms; 0.0 where there was none."""
+        gaps = sorted(self._gaps)
+        return 1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] if gaps else 0.0

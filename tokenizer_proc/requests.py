@@ -1,0 +1,101 @@
+"""A client's bytes to a checked request: each rule names the field, the value and the limit."""
+
+import secrets
+from array import array
+from typing import Any
+
+import msgspec
+
+from quadriga.errors import InvalidRequest, PromptTooLong
+from quadriga.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, unpack_ids
+from quadriga.model_source import ModelFiles
+from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_SEED, SamplingParams
+
+MAX_REQUEST_ID = 128
+
+_decode = msgspec.msgpack.Decoder(ClientMessage).decode
+_decode_anything = msgspec.msgpack.Decoder().decode
+
+
+def parse(frames: list[bytes]) -> ClientMessage:
+    """One message from its frames. Raises InvalidRequest for whatever is not one."""
+    if len(frames) != 1:
+        raise InvalidRequest(f"a message is 1 frame, this one has {len(frames)}")
+    if len(frames[0]) > MAX_FRAME_BYTES:
+        raise InvalidRequest(
+            f"the message is {len(frames[0])} bytes: at most {MAX_FRAME_BYTES} are taken;"
+            " shorten the prompt",
+            "prompt",
+        )
+    try:
+        message: ClientMessage = _decode(frames[0])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"unreadable message: {error}; see docs/protocol.md") from None
+    if message.version != PROTOCOL_VERSION:
+        raise InvalidRequest(
+            f"version is {message.version}: this server speaks {PROTOCOL_VERSION};"
+            " use a client of the same release",
+            "version",
+        )
+    return message
+
+
+def salvage_request_id(frames: list[bytes]) -> str:
+    """The id that a refused message would have had, or "": its sender may be waiting for it."""
+    try:
+        fields: Any = _decode_anything(frames[0])
+        request_id = fields[2]
+    except Exception:
+        return ""
+    return request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else ""
+
+
+def check_request_id(request_id: str) -> None:
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID:
+        raise InvalidRequest(
+            f"request_id has {len(request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed",
+            "request_id",
+        )
+
+
+def check_ids(packed: bytes, vocab_size: int) -> "array[int]":
+    """Prompt token ids from the wire. Raises InvalidRequest."""
+    if len(packed) % 4:
+        raise InvalidRequest(
+            f"prompt is {len(packed)} bytes: token ids are int32, 4 bytes each", "prompt"
+        )
+    ids = unpack_ids(packed)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(
+            f"prompt holds token id {wrong}: ids of this model are 0 to {vocab_size - 1}", "prompt"
+        )
+    return ids
+
+
+def fit(
+    ids: "array[int]", params: SamplingParams, model: ModelFiles, truncate: bool
+) -> "tuple[array[int], SamplingParams]":
+    """Prompt and params as they will run: never empty, within the context, nothing left open.
+
+    With `truncate` the last context - 1 tokens of a long prompt are kept, and max_new_tokens is
+    what the context then leaves. Raises PromptTooLong.
+    """
+    limit = model.context_length
+    if not ids:
+        ids = array("i", [min(model.eos_token_ids, default=0)])
+    if truncate:
+        ids = ids[-(limit - 1) :]
+    room = limit - len(ids)
+    wanted = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
+    if truncate:
+        wanted = min(wanted, room)
+    if wanted > room:
+        raise PromptTooLong(
+            f"prompt has {len(ids)} tokens, max_new_tokens is {wanted}, the model's context is"
+            f" {limit}; shorten the prompt, ask for fewer tokens, or start the server with"
+            " --allow-auto-truncate",
+            "prompt" if len(ids) >= limit else "max_new_tokens",
+        )
+    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+    return ids, msgspec.structs.replace(params, max_new_tokens=wanted, seed=seed)
