@@ -191,8 +191,7 @@ def _run_until_signal(work: Coroutine[Any, Any, int]) -> int:
         import uvloop
     except ImportError:
         return asyncio.run(cancel_on_signal())
-    uvloop.install()
-    return asyncio.run(cancel_on_signal())
+    return uvloop.run(cancel_on_signal())
 
 
 def _say(what: object, code: int) -> int:
