@@ -138,14 +138,16 @@ class AsyncClient:
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
         handle = Handle(request_id, timeout, self._drop)
+        wire = wire_prompt(prompt)
         self._send(
             Generate(
                 PROTOCOL_VERSION,
                 request_id,
-                wire_prompt(prompt),
+                wire.prompt,
                 params or SamplingParams(),
                 stream,
                 truncate_prompt,
+                wire.token_ids,
             )
         )
         self._handles[request_id] = handle

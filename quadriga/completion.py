@@ -1,7 +1,7 @@
 """What a client gives and gets: prompts, completions, chunks, timings."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,18 +65,25 @@ def is_list_of_prompts(prompt: Any) -> bool:
     )
 
 
-def wire_prompt(prompt: Any) -> str | bytes | list[ChatMessage]:
-    """A prompt as Generate carries it. Raises InvalidRequest for any other type or value."""
+class WirePrompt(NamedTuple):
+    """A prompt as Generate carries it: text or chat, or packed token ids."""
+
+    prompt: str | list[ChatMessage]
+    token_ids: bytes | None = None
+
+
+def wire_prompt(prompt: Any) -> WirePrompt:
+    """Raises InvalidRequest for a type or value that is no prompt."""
     if isinstance(prompt, str):
-        return prompt
+        return WirePrompt(prompt)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
         try:
-            return msgspec.convert(list(prompt), list[ChatMessage])
+            return WirePrompt(msgspec.convert(list(prompt), list[ChatMessage]))
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"prompt is no chat: {error}", "prompt") from None
     if isinstance(prompt, list | tuple):
         try:
-            return pack_ids(prompt)
+            return WirePrompt("", pack_ids(prompt))
         except (TypeError, OverflowError) as error:
             raise InvalidRequest(f"prompt is no list of token ids: {error}", "prompt") from None
     raise InvalidRequest(

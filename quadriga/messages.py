@@ -49,18 +49,20 @@ class ChatMessage(msgspec.Struct):
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     """Ask for one completion.
 
-    prompt: a string, token ids as int32 bytes, or a chat as a list of {role, content} maps.
+    prompt: a string, or a chat as a list of {role, content} maps.
     stream: chunks as tokens come; else one chunk at the end.
     truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as
         the server was started (--allow-auto-truncate).
+    prompt_token_ids: int32 bytes, instead of a prompt, which is then empty: nothing is encoded.
     """
 
     version: int
     request_id: str
-    prompt: str | bytes | list[ChatMessage]
+    prompt: str | list[ChatMessage]
     params: SamplingParams = SamplingParams()
     stream: bool = True
     truncate_prompt: bool | None = None
+    prompt_token_ids: bytes | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -14,8 +14,9 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
-                     forbid_unknown_fields=True):
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Sampling and stopping of one request. On the wire a map; absent fields take the defaults.
 
     max_new_tokens: at most so many tokens are generated (>= 1). None: 128, or as many as the
@@ -51,29 +52,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest for the first value out of its range."""
-        _check(self.max_new_tokens is None or self.max_new_tokens >= 1,
-               "max_new_tokens", self.max_new_tokens, "must be at least 1")
-        _check(math.isfinite(self.temperature) and self.temperature >= 0,
-               "temperature", self.temperature, "must be a finite number >= 0; 0 is greedy")
+        _check(
+            self.max_new_tokens is None or self.max_new_tokens >= 1,
+            "max_new_tokens",
+            self.max_new_tokens,
+            "must be at least 1",
+        )
+        _check(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "must be a finite number >= 0; 0 is greedy",
+        )
         _check(self.top_k >= -1, "top_k", self.top_k, "must be >= 1, or -1 for off")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]; 1 is off")
-        _check(self.seed is None or 0 <= self.seed <= MAX_SEED,
-               "seed", self.seed, f"must be from 0 to {MAX_SEED}")
+        _check(
+            self.seed is None or 0 <= self.seed <= MAX_SEED,
+            "seed",
+            self.seed,
+            f"must be from 0 to {MAX_SEED}",
+        )
         self._validate_stops(vocab_size)
 
     def _validate_stops(self, vocab_size: int) -> None:
         strings = self.stop_strings
-        _check(len(strings) <= MAX_STOP_STRINGS, "stop", f"{len(strings)} strings",
-               f"at most {MAX_STOP_STRINGS} are allowed")
+        _check(
+            len(strings) <= MAX_STOP_STRINGS,
+            "stop",
+            f"{len(strings)} strings",
+            f"at most {MAX_STOP_STRINGS} are allowed",
+        )
         for string in strings:
             _check(string != "", "stop", '""', "must not hold an empty string")
-            _check(len(string) <= MAX_STOP_STRING_LENGTH, "stop", f"{len(string)} characters",
-                   f"at most {MAX_STOP_STRING_LENGTH} are allowed for a string")
-        _check(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids",
-               f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
+            _check(
+                len(string) <= MAX_STOP_STRING_LENGTH,
+                "stop",
+                f"{len(string)} characters",
+                f"at most {MAX_STOP_STRING_LENGTH} are allowed for a string",
+            )
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)} ids",
+            f"at most {MAX_STOP_TOKEN_IDS} are allowed",
+        )
         for token_id in self.stop_token_ids:
-            _check(0 <= token_id < vocab_size, "stop_token_ids", token_id,
-                   f"ids of this model are 0 to {vocab_size - 1}")
+            _check(
+                0 <= token_id < vocab_size,
+                "stop_token_ids",
+                token_id,
+                f"ids of this model are 0 to {vocab_size - 1}",
+            )
 
 
 def _check(holds: bool, field: str, value: object, rule: str) -> None:

@@ -99,8 +99,8 @@ class FrontDoor:
             raise ServerStopping("the server is stopping and takes no new requests")
         requests.check_request_id(message.request_id)
         message.params.validate(self._model.vocab_size)
-        if isinstance(message.prompt, bytes):
-            ids = requests.check_ids(message.prompt, self._model.vocab_size)
+        if message.prompt_token_ids is not None:
+            ids = requests.check_ids(message, self._model.vocab_size)
             self._submit(client, message, ids, received)
             return
         key = (client, message.request_id)

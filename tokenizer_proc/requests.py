@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, unpack_ids
+from quadriga.messages import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate, unpack_ids
 from quadriga.model_source import ModelFiles
 from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_SEED, SamplingParams
 
@@ -58,17 +58,24 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def check_ids(packed: bytes, vocab_size: int) -> "array[int]":
-    """Prompt token ids from the wire. Raises InvalidRequest."""
+def check_ids(message: Generate, vocab_size: int) -> "array[int]":
+    """The token ids that a request carries in place of a text. Raises InvalidRequest."""
+    packed = message.prompt_token_ids or b""
+    if message.prompt:
+        raise InvalidRequest(
+            "prompt and prompt_token_ids are both given: leave one of them empty", "prompt"
+        )
     if len(packed) % 4:
         raise InvalidRequest(
-            f"prompt is {len(packed)} bytes: token ids are int32, 4 bytes each", "prompt"
+            f"prompt_token_ids is {len(packed)} bytes: token ids are int32, 4 bytes each",
+            "prompt_token_ids",
         )
     ids = unpack_ids(packed)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(
-            f"prompt holds token id {wrong}: ids of this model are 0 to {vocab_size - 1}", "prompt"
+            f"prompt_token_ids holds {wrong}: ids of this model are 0 to {vocab_size - 1}",
+            "prompt_token_ids",
         )
     return ids
 

@@ -1,0 +1,73 @@
+"""The command line is made of the config's fields, and each value is checked at start."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from quadriga import config as configuration
+from quadriga.config import ServerConfig
+from quadriga.errors import ConfigError
+
+
+def parse(*argv: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    configuration.add_flags(parser)
+    return configuration.from_namespace(parser.parse_args(argv))
+
+
+def test_no_flags_give_the_defaults() -> None:
+    assert parse() == ServerConfig()
+
+
+def test_flags_reach_their_group_and_come_back_as_the_same_command_line() -> None:
+    argv = ["--model", "gpt2", "--allow-auto-truncate", "--max-batch-size", "3",
+            "--mem-fraction-static", "0.5", "--stream-interval", "8"]  # fmt: skip
+    config = parse(*argv)
+    assert config.model.model == "gpt2"
+    assert config.front_door.allow_auto_truncate
+    assert config.scheduler.max_batch_size == 3
+    assert config.worker.mem_fraction_static == 0.5
+    assert config.to_argv() == argv[:3] + argv[3:]
+    assert parse(*config.to_argv()) == config
+
+
+def test_every_field_is_a_flag_with_a_help_text() -> None:
+    for group in ServerConfig().groups():
+        for field in dataclasses.fields(group):
+            assert field.metadata["help"], field.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max-batch-size", "prefill-max-batch-size", "prefill-max-tokens", "max-running-requests",
+     "max-queued-requests", "tokenize-workers", "stream-interval", "page-size",
+     "max-total-tokens", "context-length", "worker-threads"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_knob_that_is_not_positive_is_an_error_with_its_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--{name}", value)
+    assert f"{name.replace('-', '_')} must be positive" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "1.5", "-0.1"])
+def test_a_memory_fraction_out_of_range_is_an_error(value: str) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        parse("--mem-fraction-static", value)
+
+
+def test_an_endpoint_without_a_transport_is_an_error_with_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5555"):
+        parse("--endpoint", "localhost:5555")
+
+
+def test_the_prefill_width_is_the_decode_width_where_unset() -> None:
+    assert parse("--max-batch-size", "5").scheduler.prefill_width == 5
+    config = parse("--max-batch-size", "5", "--prefill-max-batch-size", "7")
+    assert config.scheduler.prefill_width == 7
+
+
+def test_an_unknown_flag_in_replace_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no such flag: bogus"):
+        ServerConfig().replace(bogus=1)

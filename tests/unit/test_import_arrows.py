@@ -1,0 +1,80 @@
+"""Arrows run one way: the processes meet only in quadriga/, and torch lives in the worker."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc")
+HEAVY = {"torch", "transformers"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def roots_of(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path)}
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", PROCESSES)
+def test_no_process_imports_another(folder: str) -> None:
+    others = set(PROCESSES) - {folder} | {"bench", "launcher", "tests"}
+    for path in files(folder):
+        assert not roots_of(path) & others, path
+
+
+def test_quadriga_imports_no_process_and_nothing_heavy() -> None:
+    for path in files("quadriga"):
+        allowed = {"launcher"} if path.name == "__main__.py" else set()
+        assert not roots_of(path) & ({*PROCESSES, "bench", "tests", "launcher"} - allowed), path
+        assert not roots_of(path) & HEAVY, path
+
+
+@pytest.mark.parametrize("folder", ["tokenizer_proc", "scheduler_proc", "detok_proc", "bench"])
+def test_torch_and_transformers_live_in_the_worker_only(folder: str) -> None:
+    for path in [*files(folder), ROOT / "launcher.py"]:
+        assert not roots_of(path) & HEAVY, path
+
+
+def test_the_scheduler_sees_no_text_library() -> None:
+    for path in files("scheduler_proc"):
+        assert not roots_of(path) & {"tokenizers", "jinja2", "numpy"}, path
+
+
+def test_only_sockets_imports_zmq() -> None:
+    for folder in (*PROCESSES, "quadriga", "bench"):
+        for path in files(folder):
+            if path.name != "sockets.py":
+                assert "zmq" not in roots_of(path), path
+
+
+def test_layers_inside_quadriga() -> None:
+    layers = ["errors", "sampling", "messages", "sockets", "process"]
+    for index, name in enumerate(layers):
+        above = {f"quadriga.{other}" for other in layers[index + 1 :]}
+        assert not imports_of(ROOT / "quadriga" / f"{name}.py") & above, name
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["launcher", "quadriga.client", "scheduler_proc.main", "tokenizer_proc.main",
+     "detok_proc.main", "bench.serving"],
+)  # fmt: skip
+def test_importing_it_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in {sorted(HEAVY)}))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
