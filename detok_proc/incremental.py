@@ -1,0 +1,185 @@
+"""Token ids to text, one token at a time.
+
+What the pieces give joined together is what `tokenizer.decode` gives for all ids at once, also
+where the bytes are no valid UTF-8; no piece ends within a character; and each token costs a
+bounded amount of work, however long the text and however broken its bytes.
+"""
+
+import codecs
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+WINDOW_TOKENS = 32
+"""So many tokens are held back, at most, in the hope that they become whole characters."""
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TextDecoder(Protocol):
+    """The text of one request."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now, often empty."""
+
+    def flush(self) -> str:
+        """The rest; nothing may be pushed afterwards."""
+
+
+class DecoderFactory:
+    """Makes a TextDecoder for each request of one tokenizer."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._bytes = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
+        self._vocabulary = Vocabulary(tokenizer)
+
+    def make(self, skip_special_tokens: bool) -> TextDecoder:
+        skipped = self._vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        if self._bytes is not None:
+            return ByteLevelDecoder(self._bytes, skipped)
+        return WindowedDecoder(self._vocabulary, skipped)
+
+
+class Vocabulary:
+    """What the decoders ask about single ids."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        ids = range(tokenizer.get_vocab_size())
+        self.plain_id = next(
+            (i for i in ids if i not in added and self.is_known(i) and not self.is_byte(i)), 0
+        )
+
+    def is_known(self, token_id: int) -> bool:
+        """A model's vocabulary may be padded beyond its tokenizer's; such ids leave no text."""
+        return self.tokenizer.id_to_token(token_id) is not None
+
+    def is_byte(self, token_id: int) -> bool:
+        """One byte, as SentencePiece spells it: <0xE4>."""
+        token = self.tokenizer.id_to_token(token_id)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class ByteTable:
+    """The bytes of each id of a byte-level tokenizer, filled as ids come up."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id)
+            known = self._known[token_id] = b"" if token is None else _token_bytes(token)
+        return known
+
+
+def _token_bytes(token: str) -> bytes:
+    """An added token with a character outside the alphabet stands for itself."""
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode("utf-8")
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for every byte. Source: Radford et al. (2019), encoder.py:
+    printable Latin-1 stands for itself, the others follow from U+0100 on, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+class ByteLevelDecoder:
+    """For GPT-2, Llama 3, Qwen, SmolLM: tokens are bytes, so that text is UTF-8 decoding."""
+
+    __slots__ = ("_bytes", "_skipped", "_utf8")
+
+    def __init__(self, table: ByteTable, skipped: frozenset[int]) -> None:
+        self._bytes = table
+        self._skipped = skipped
+        self._utf8 = _Utf8Decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._utf8.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class WindowedDecoder:
+    """For every other decoder, SentencePiece's above all: only `tokenizer.decode` knows its rules.
+
+    Such rules look at a token's neighbours (a run of byte tokens is text only as a whole) and at
+    the beginning of a text (whose space is stripped), so that the ids since the last certain text
+    are decoded behind one token before them, the anchor. They are held back while they may still
+    become other characters, but never more than WINDOW_TOKENS of them; only where so many bytes
+    in a row are no valid UTF-8 may the text then have another number of U+FFFD than decode's.
+    """
+
+    __slots__ = ("_anchor", "_skipped", "_vocabulary", "_window")
+
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._anchor: list[int] = []
+        self._window: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped or not self._vocabulary.is_known(token_id):
+            return ""
+        self._window.append(token_id)
+        if len(self._window) >= WINDOW_TOKENS:
+            return self._commit_whole_characters()
+        if self._vocabulary.is_byte(token_id):
+            return ""
+        text = self._text_of(self._window)
+        return "" if text.endswith(REPLACEMENT) else self._commit(len(self._window), text)
+
+    def flush(self) -> str:
+        return self._text_of(self._window)
+
+    def _text_of(self, ids: list[int]) -> str:
+        decode = self._vocabulary.decode
+        return decode(self._anchor + ids)[len(decode(self._anchor)) :]
+
+    def _commit_whole_characters(self) -> str:
+        """A character has up to four bytes: the last three tokens may be the begin of one."""
+        longest = len(self._window)
+        for count in range(longest, longest - 4, -1):
+            text = self._text_of(self._window[:count])
+            if not text.endswith(REPLACEMENT):
+                return self._commit(count, text)
+        return self._commit(longest, self._text_of(self._window))
+
+    def _commit(self, count: int, text: str) -> str:
+        """A byte cannot be an anchor: it would join the run of bytes behind it."""
+        plain = [i for i in self._window[:count] if not self._vocabulary.is_byte(i)]
+        self._anchor = plain[-1:] or self._anchor or [self._vocabulary.plain_id]
+        del self._window[:count]
+        return text
+
+
+def _is_byte_level(tokenizer: "Tokenizer") -> bool:
+    if tokenizer.decoder is None:
+        return False
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [step["type"] for step in steps] == ["ByteLevel"]

@@ -1,0 +1,203 @@
+"""Incremental decoding: the pieces joined are tokenizer.decode's text, for any ids."""
+
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+from detok_proc.incremental import WINDOW_TOKENS, DecoderFactory, WindowedDecoder
+
+SPACE = "\u2581"
+
+
+def byte_level_tokenizer():
+    """Single bytes, a few longer tokens, and added tokens inside and outside the alphabet."""
+    tokens = [*sorted(ByteLevel.alphabet()), "Ġa", "ĠĠ", "ðŁ", "ðŁİ", "ab"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken("<|end|>", special=True),
+            AddedToken("Ġspecial", special=True),
+            AddedToken("two words", special=False),
+            AddedToken("日本", special=False),
+            AddedToken("é", special=False),
+        ]
+    )
+    return tokenizer
+
+
+def sentencepiece_decoder(*last):
+    return decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+
+
+def sentencepiece_tokenizer(decoder):
+    """Llama 2's kind: a token for each byte, a mark for the space."""
+    words = [SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", "é", "日", "\ufffd", "x\ufffd", " ", "."]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    return tokenizer
+
+
+def word_tokenizer(decoder):
+    tokens = ["[UNK]", "[CLS]", "un", "##do", "##ne", ".", "don", "'", "t", "do</w>", "a</w>"]
+    tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]"])
+    return tokenizer
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+WINDOWED = {
+    "llama 2": sentencepiece_tokenizer(sentencepiece_decoder(decoders.Strip(" ", 1, 0))),
+    "no strip": sentencepiece_tokenizer(sentencepiece_decoder()),
+    "metaspace": sentencepiece_tokenizer(decoders.Metaspace()),
+    "wordpiece": word_tokenizer(decoders.WordPiece()),
+    "bpe suffix": word_tokenizer(decoders.BPEDecoder("</w>")),
+    "byte level in a sequence": byte_level_tokenizer(),
+    "none": word_tokenizer(None),
+}
+WINDOWED["byte level in a sequence"].decoder = decoders.Sequence(
+    [decoders.ByteLevel(), decoders.Fuse()]
+)
+
+
+def pieces(tokenizer, ids, skip=True):
+    decoder = DecoderFactory(tokenizer).make(skip)
+    return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
+
+
+def ids_of(tokenizer, max_size):
+    """Also ids beyond the vocabulary, as a padded model can sample them."""
+    return st.lists(st.integers(0, tokenizer.get_vocab_size() + 4), max_size=max_size)
+
+
+def test_byte_level_decoders_are_recognised():
+    assert not isinstance(DecoderFactory(BYTE_LEVEL).make(True), WindowedDecoder)
+    for tokenizer in WINDOWED.values():
+        assert isinstance(DecoderFactory(tokenizer).make(True), WindowedDecoder)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(ids=ids_of(BYTE_LEVEL, 60), skip=st.booleans())
+def test_byte_level_pieces_joined_are_the_whole_decoded(ids, skip):
+    expected = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+    assert "".join(pieces(BYTE_LEVEL, ids, skip)) == expected
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.sampled_from([0x20, 0x41, 0x80, 0xBF, 0xC2, 0xC0, 0xE0, 0xA0, 0xED, 0x9F, 0xEF,
+                                 0xF0, 0x90, 0x8F, 0xF4, 0xF5, 0xFF]), max_size=12))  # fmt: skip
+@example([0xF0, 0x9F])
+@example([0xED, 0xA0, 0x80])
+@example([0xF4, 0x90, 0x80, 0x80])
+def test_broken_utf8_is_replaced_as_the_tokenizer_does(values):
+    characters = {value: piece for piece, value in byte_characters().items()}
+    ids = [BYTE_LEVEL.token_to_id(characters[value]) for value in values]
+    assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+def byte_characters():
+    from detok_proc.incremental import _byte_alphabet
+
+    return _byte_alphabet()
+
+
+def test_the_byte_alphabet_is_the_tokenizers_own():
+    assert set(byte_characters()) == set(ByteLevel.alphabet())
+    assert sorted(byte_characters().values()) == list(range(256))
+
+
+def test_no_piece_ends_within_a_character():
+    ids = [BYTE_LEVEL.token_to_id(token) for token in ["ðŁ", "İ", "ī", "ab"]]
+    assert pieces(BYTE_LEVEL, ids) == ["", "", "🎉", "ab", ""]
+
+
+def test_half_a_character_at_the_end_is_flushed():
+    ids = [BYTE_LEVEL.token_to_id("ðŁ")]
+    assert pieces(BYTE_LEVEL, ids) == ["", "\ufffd"]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_windowed_pieces_joined_are_the_whole_decoded(name, data, skip):
+    tokenizer = WINDOWED[name]
+    ids = data.draw(ids_of(tokenizer, WINDOW_TOKENS - 1))
+    expected = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(pieces(tokenizer, ids, skip)) == expected
+
+
+@pytest.mark.parametrize("name", ["llama 2", "no strip"])
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=150), st.integers(0, 3))
+def test_windowed_text_of_any_length_comes_whole(name, text, words):
+    tokenizer = WINDOWED[name]
+    ids = [tokenizer.token_to_id(f"{SPACE}a")] * words + [
+        tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode("utf-8")
+    ]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_long_run_of_bytes_is_not_held_back_for_ever():
+    tokenizer = WINDOWED["llama 2"]
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in ("日" * 100).encode()]
+    seen, lag = "", 0
+    decoder = DecoderFactory(tokenizer).make(True)
+    for count, token_id in enumerate(ids, 1):
+        seen += decoder.push(token_id)
+        assert "\ufffd" not in seen
+        lag = max(lag, count - len(seen.encode()))
+    assert lag <= WINDOW_TOKENS
+    assert seen + decoder.flush() == "日" * 100
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, *WINDOWED.values()])
+def test_special_tokens_and_unknown_ids_between_words_leave_no_trace(tokenizer):
+    ids = [4, 5, 1, tokenizer.get_vocab_size() + 100, 4, 1, 1, 5]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["llama 2", "byte level in a sequence"])
+def test_broken_bytes_without_end_cost_the_same_for_each_token(name):
+    tokenizer = WINDOWED[name]
+    token = "<0xFF>" if name == "llama 2" else "ÿ"
+    counted = Counting(tokenizer)
+    decoder = DecoderFactory(counted).make(True)
+    for _ in range(5000):
+        decoder.push(counted.token_to_id(token))
+    assert counted.decoded <= 5000 * (WINDOW_TOKENS + 8)
+
+
+class Counting:
+    """A tokenizer that counts the ids it is asked to decode."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids, **options):
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, **options)
+
+
+def test_a_byte_level_token_costs_microseconds():
+    decoder = DecoderFactory(BYTE_LEVEL).make(True)
+    ids = [BYTE_LEVEL.token_to_id(token) for token in ["ðŁ", "Ġa", "ab", "ÿ"]] * 5000
+    began = time.perf_counter()
+    for token_id in ids:
+        decoder.push(token_id)
+    assert (time.perf_counter() - began) / len(ids) < 50e-6

@@ -1,0 +1,84 @@
+"""Stop strings: the way a text is cut into pieces never changes the result."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detok_proc.stop_strings import StopStrings
+
+LETTERS = st.text("abc", max_size=30)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def search(text, stops):
+    """The specification: the match that ends first, of these the longest, cuts the text."""
+    for end in range(1, len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            longest = max(matches, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def feed(pieces, stops):
+    """(everything that was sent, the match, what was sent after each piece)."""
+    search_in_pieces, sent, trail = StopStrings(stops), "", []
+    for piece in pieces:
+        text, matched = search_in_pieces.push(piece)
+        sent += text
+        trail.append(sent)
+        if matched is not None:
+            return sent, matched, trail
+    return sent + search_in_pieces.flush(), None, trail
+
+
+def cut(text, places):
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+@settings(max_examples=2000)
+@given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
+def test_any_cutting_gives_what_a_search_of_the_whole_gives(text, stops, places):
+    sent, matched, _ = feed(cut(text, places), stops)
+    assert (sent, matched) == search(text, stops)
+
+
+@settings(max_examples=500)
+@given(LETTERS, STOPS)
+def test_no_more_is_held_back_than_may_become_a_stop_string(text, stops):
+    _, _, trail = feed(list(text), stops)
+    for count, sent in enumerate(trail, 1):
+        if search(text[:count], stops)[1] is None:
+            beginnings = [stop[:n] for stop in stops for n in range(1, len(stop))]
+            possible = max((len(b) for b in beginnings if text[:count].endswith(b)), default=0)
+            assert len(sent) == count - possible
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "expected"),
+    [
+        (["Hello wor", "ld!"], ["world"], ("Hello ", "world")),
+        (["a\n", "\nb"], ["\n\n"], ("a", "\n\n")),
+        (["abcd"], ["abcd", "bc"], ("a", "bc")),
+        (["xyz"], ["z", "yz", "xyz"], ("", "xyz")),
+        (["aa", "ab"], ["aab"], ("a", "aab")),
+        (["日本", "語"], ["本語"], ("日", "本語")),
+        (["almost sto"], ["stop"], ("almost sto", None)),
+        (["text"], [], ("text", None)),
+    ],
+)
+def test_examples(pieces, stops, expected):
+    assert feed(pieces, stops)[:2] == expected
+
+
+def test_a_hostile_text_takes_linear_time():
+    import time
+
+    search_in_pieces = StopStrings(["a" * 255 + str(n % 10) for n in range(16)])
+    began = time.perf_counter()
+    for _ in range(2000):
+        search_in_pieces.push("aaaa")
+    assert time.perf_counter() - began < 5
