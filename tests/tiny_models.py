@@ -1,0 +1,106 @@
+"""Tiny random models as real Hugging Face directories: weights, configs and a tokenizer.
+
+They speak nonsense, but the same nonsense every time, and load in an instant.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 512
+CONTEXT_LENGTH = 128
+END_OF_TEXT = "<|endoftext|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+SENTENCES = [
+    "Four horses abreast draw the chariot: tokenizer, scheduler, worker and detokenizer.",
+    "The quick brown fox jumps over the lazy dog, and the dog doesn't mind at all.",
+    "A token is a piece of a word; a word is a piece of a thought; 0 1 2 3 4 5 6 7 8 9.",
+    "Grüße aus dem Süden: 你好, привет, こんにちは, 👋🏽 — and a line\nbreak, too.",
+    "def main() -> None:\n    print('hello, world')\n",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def tiny_gpt2(directory: Path) -> Path:
+    """A GPT-2 of 2 layers, 4 heads of 12; context 128. Returns the directory."""
+    end = write_tokenizer(directory)
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=CONTEXT_LENGTH,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=end,
+        eos_token_id=end,
+    )
+    return _save(GPT2LMHeadModel, config, directory)
+
+
+def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
+    """A Llama of 3 layers, 6 heads of 16 over 2 key/value heads; context 256. Returns the
+    directory. changes: further fields of LlamaConfig."""
+    end = write_tokenizer(directory)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 2 * CONTEXT_LENGTH,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tie,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        **changes,
+    }
+    return _save(LlamaForCausalLM, LlamaConfig(**fields), directory)
+
+
+def write_tokenizer(directory: Path) -> int:
+    """Train a byte-level BPE on a few sentences. Returns the id that ends a text."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "model_max_length": CONTEXT_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    return int(tokenizer.token_to_id(END_OF_TEXT))
+
+
+def _save(model_class: Any, config: Any, directory: Path) -> Path:
+    """Weights large enough that the likeliest token stands clear of the others."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20)
+        model = model_class(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 2 and name not in ("lm_head.weight",):
+                    weight.normal_(0.0, 0.12)
+                elif weight.dim() == 1:
+                    weight.add_(torch.randn(weight.shape) * 0.05)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,122 @@
+"""Drives a Runner as a scheduler would: keeps slots and pages, makes plans, collects tokens."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quadriga.config import ModelArgs, ServerConfig
+from quadriga.messages import DECODE, EXTEND, MIXED, NewSlot, StepPlan, pack_ids, unpack_ids
+from quadriga.model_source import resolve_model
+from worker_proc.runner import Runner, make_runner
+
+
+def runner_of(directory: Path, **flags: Any) -> Runner:
+    """A float32 runner on the CPU with 8 slots, pages of 4 tokens and a pool of 2048 tokens."""
+    defaults = {
+        "device": "cpu",
+        "dtype": "float32",
+        "page_size": 4,
+        "max_total_tokens": 2048,
+        "max_running_requests": 8,
+    }
+    config = ServerConfig().replace(**{**defaults, **flags})
+    return make_runner(config, resolve_model(ModelArgs(model=str(directory))))
+
+
+@dataclass
+class Request:
+    """One request: what it was given, and what the runner answered."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    room: int
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    known: int = 0
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def left_of_prompt(self) -> int:
+        return max(0, len(self.prompt) - self.computed)
+
+
+class Driver:
+    """Pages are handed out in random order."""
+
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        self.runner = runner
+        table = runner.table
+        self.free_pages = list(range(table.num_pages))
+        random.Random(seed).shuffle(self.free_pages)
+        self.free_slots = list(range(table.num_slots))
+        random.Random(seed).shuffle(self.free_slots)
+        self._new: list[NewSlot] = []
+        self._released: list[int] = []
+        self._step = 0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        room: int = 64,
+        temperature: float = 0.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Request:
+        """Take a slot, and pages for the prompt and `room` more tokens."""
+        size, table = self.runner.table.page_size, self.runner.table
+        length = min(len(prompt) + room, table.context_length)
+        request = Request(list(prompt), {}, room, self.free_slots.pop(), known=len(prompt))
+        request.pages = [self.free_pages.pop() for _ in range(-(-length // size))]
+        self._new.append(
+            NewSlot(
+                request.slot, pack_ids(prompt), 0, pack_ids(request.pages),
+                temperature, top_k, top_p, seed,
+            )
+        )  # fmt: skip
+        return request
+
+    def release(self, request: Request) -> None:
+        """Slot and pages go back, to be used again at once."""
+        self._released.append(request.slot)
+        self.free_slots.append(request.slot)
+        self.free_pages.extend(request.pages)
+
+    def plan(self, rows: Sequence[tuple[Request, int]]) -> StepPlan:
+        counts = [count for _, count in rows]
+        modes = {DECODE if request.left_of_prompt == 0 else EXTEND for request, _ in rows}
+        plan = StepPlan(
+            self._step,
+            MIXED if len(modes) > 1 else modes.pop(),
+            pack_ids(request.slot for request, _ in rows),
+            pack_ids(counts),
+            self._new,
+            pack_ids(self._released),
+        )
+        self._step, self._new, self._released = self._step + 1, [], []
+        for request, count in rows:
+            request.computed += count
+            request.known += request.computed == request.known
+        return plan
+
+    def step(self, *rows: tuple[Request, int]) -> list[int]:
+        """Run one step of (request, tokens) rows and note what was sampled."""
+        result = self.runner.run(self.plan(rows))
+        tokens = list(unpack_ids(result.token_ids))
+        for (request, _), token in zip(rows, tokens, strict=True):
+            if token >= 0:
+                request.output.append(token)
+        return tokens
+
+    def generate(self, requests: Sequence[Request], count: int, chunk: int = 10**6) -> None:
+        """Until each has `count` tokens: prompts in chunks, decode rows beside them."""
+        while unfinished := [r for r in requests if len(r.output) < count]:
+            self.step(*((r, min(r.left_of_prompt, chunk) or 1) for r in unfinished))
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0, vocab_size: int = 400) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,88 @@
+"""Device, dtype and threads: what `auto` means on this machine."""
+
+import os
+
+import psutil
+import torch
+
+from quadriga.config import WorkerArgs
+from quadriga.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """auto takes cuda, then mps, then cpu. ConfigError for a device that is not there."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps"
+        ) from None
+    if device.type == "cuda":
+        return _cuda(device)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device is mps, but torch finds none here; start with --device cpu")
+    if device.type not in ("cpu", "mps"):
+        raise ConfigError(f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+def _cuda(device: torch.device) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+        raise ConfigError(
+            f"device is {device}, but torch finds {count} CUDA devices here{build};"
+            " start with --device cpu"
+        )
+    return torch.device("cuda", index)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto takes bfloat16 where the hardware multiplies it fast. ConfigError for float16 on cpu."""
+    if name == "auto":
+        return torch.bfloat16 if _fast_bfloat16(device) else torch.float32
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError(
+            "dtype float16 is slow and overflows on a cpu; use --dtype bfloat16 or float32"
+        )
+    return DTYPES[name]
+
+
+def _fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        return any(
+            getattr(torch.cpu, probe, lambda: False)()
+            for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        )
+    return False
+
+
+def set_threads(args: WorkerArgs) -> int:
+    """Set torch's CPU threads and return their number: --worker-threads, else the physical cores
+    that this process may run on."""
+    threads = args.worker_threads
+    if threads is None:
+        allowed = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+        threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,67 @@
+"""A plan as tensors: which tokens at which positions, in which rows, and who samples."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from quadriga.messages import StepPlan
+from worker_proc.attention.base import Ints, Rows
+from worker_proc.kv_pool import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step, its rows reordered so that similar ones are neighbours (see `Rows`).
+
+    token_ids: [tokens] int32, positions: [tokens] int64, on the device.
+    sampled_slots: [samples], sampled_rows: [samples] as the plan numbers them,
+    sample_positions: [samples] the index in its request of the token to be sampled; on the host.
+    last_tokens: [samples] where in the step each sampling row ends, on the device; None where
+    that is every token, in order.
+    """
+
+    rows: Rows
+    token_ids: Tensor
+    positions: Tensor
+    sampled_slots: Ints
+    sampled_rows: Ints
+    sample_positions: Ints
+    last_tokens: Tensor | None
+
+
+def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
+    """ValueError where the plan asks for tokens that nobody knows yet, or for a slot not held."""
+    slots = np.frombuffer(plan.slots, dtype="<i4").astype(np.int64)
+    num_tokens = np.frombuffer(plan.num_tokens, dtype="<i4").astype(np.int64)
+    _check(slots, num_tokens, table)
+    computed = table.computed[slots]
+    many = num_tokens > 1
+    order = np.lexsort((computed, num_tokens, many & (computed > 0), many))
+    slots, num_tokens, computed = slots[order], num_tokens[order], computed[order]
+    ends = np.cumsum(num_tokens)
+    slot_of_token = np.repeat(slots, num_tokens)
+    positions = np.repeat(computed - ends + num_tokens, num_tokens) + np.arange(ends[-1])
+    on_device = table.to_device(positions)
+    samples = np.flatnonzero(computed + num_tokens == table.known[slots])
+    last_tokens = None if len(samples) == len(positions) else table.to_device(ends[samples] - 1)
+    return StepInputs(
+        rows=Rows(table.pages, slots, computed, num_tokens),
+        token_ids=table.tokens[table.to_device(slot_of_token), on_device],
+        positions=on_device,
+        sampled_slots=slots[samples],
+        sampled_rows=order[samples],
+        sample_positions=table.known[slots[samples]],
+        last_tokens=last_tokens,
+    )
+
+
+def _check(slots: Ints, num_tokens: Ints, table: SlotTable) -> None:
+    if len(slots) == 0 or len(slots) != len(num_tokens) or num_tokens.min() < 1:
+        raise ValueError(f"a plan of {len(slots)} slots with {num_tokens.tolist()} tokens")
+    if not table.held[slots].all():
+        raise ValueError(f"the plan computes for slots {slots.tolist()}, not all of them held")
+    if len(np.unique(slots)) != len(slots):
+        raise ValueError(f"the plan has two rows for one slot: {slots.tolist()}")
+    if (table.computed[slots] + num_tokens > table.known[slots]).any():
+        raise ValueError(f"the plan runs ahead of the known tokens of slots {slots.tolist()}")

@@ -1,0 +1,133 @@
+"""The size of the KV pool, and what the worker keeps of each slot."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quadriga.config import WorkerArgs
+from quadriga.errors import ConfigError
+from quadriga.messages import NewSlot
+from quadriga.sampling import GREEDY_BELOW_TEMPERATURE
+from worker_proc.attention.base import AttentionShape, Ints
+from worker_proc.hardware import free_memory
+
+CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
+"""Share of the free memory for the KV pool where --mem-fraction-static does not say."""
+
+
+def pages_of_pool(
+    args: WorkerArgs,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    most_tokens: int,
+) -> int:
+    """How many pages the pool gets: at most `most_tokens`, the tokens that all slots together may
+    have. ConfigError where there is not room for one page."""
+    page_bytes = shape.bytes_per_token(dtype) * args.page_size
+    if args.max_total_tokens is not None:
+        return args.max_total_tokens // args.page_size
+    fraction = args.mem_fraction_static
+    if fraction is None:
+        fraction = CUDA_FRACTION if device.type == "cuda" else OTHER_FRACTION
+    free = free_memory(device)
+    pages = min(int(free * fraction) // page_bytes, -(-most_tokens // args.page_size))
+    if pages < 1:
+        raise ConfigError(
+            f"mem_fraction_static is {fraction}: of {free / 2**20:.0f} MiB free memory that does"
+            f" not hold one page of {page_bytes / 2**20:.1f} MiB; raise it, or lower --page-size"
+        )
+    return pages
+
+
+class SlotTable:
+    """Tokens, pages, progress and sampling parameters of every slot.
+
+    On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
+    adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
+    int64, filled up with the spare page; temperature, top_k (0 is off), top_p and seed [slots].
+    On the host, in numpy [slots]: known and computed (tokens), held, greedy.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        context_length: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        self.context_length = context_length
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = device
+        max_pages = -(-context_length // page_size)
+        self.tokens = torch.zeros(num_slots, context_length + 1, dtype=torch.int32, device=device)
+        self.pages = torch.full((num_slots, max_pages), num_pages, device=device)
+        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.known = np.zeros(num_slots, dtype=np.int64)
+        self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.held = np.zeros(num_slots, dtype=np.bool_)
+        self.greedy = np.zeros(num_slots, dtype=np.bool_)
+
+    def release(self, slots: Ints) -> None:
+        """Forget these slots. ValueError where one is not held."""
+        if not self.held[slots].all():
+            raise ValueError(f"the plan releases slots {slots.tolist()}, not all of them held")
+        self.held[slots] = False
+
+    def admit(self, new: Sequence[NewSlot]) -> None:
+        """Take in requests. ValueError where the plan does not fit what is kept here."""
+        if not new:
+            return
+        token_ids = [np.frombuffer(one.token_ids, dtype="<i4") for one in new]
+        pages = [np.frombuffer(one.pages, dtype="<i4") for one in new]
+        for one, ids, own_pages in zip(new, token_ids, pages, strict=True):
+            self._check(one, len(ids), own_pages)
+            self.held[one.slot] = True
+            self.known[one.slot] = len(ids)
+            self.computed[one.slot] = one.computed
+            self.greedy[one.slot] = one.temperature < GREEDY_BELOW_TEMPERATURE or one.top_k == 1
+        slots = np.array([one.slot for one in new], dtype=np.int64)
+        self._scatter(self.tokens, slots, token_ids)
+        self.pages[self.to_device(slots)] = self.num_pages
+        self._scatter(self.pages, slots, pages)
+        self._set_sampling(self.to_device(slots), new)
+
+    def to_device(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _check(self, one: NewSlot, known: int, pages: Ints) -> None:
+        if not 0 <= one.slot < self.num_slots or self.held[one.slot]:
+            raise ValueError(f"the plan admits to slot {one.slot}, which is held or does not exist")
+        if not 0 <= one.computed < known <= self.context_length:
+            raise ValueError(
+                f"slot {one.slot}: {one.computed} tokens computed of {known} known,"
+                f" the context is {self.context_length}"
+            )
+        if len(pages) > self.pages.shape[1] or len(pages) * self.page_size < known:
+            raise ValueError(f"slot {one.slot}: {len(pages)} pages for {known} tokens")
+        if pages.min() < 0 or pages.max() >= self.num_pages:
+            raise ValueError(f"slot {one.slot}: pages must be 0 to {self.num_pages - 1}")
+
+    def _scatter(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
+        """Write rows of different length to the beginnings of these rows of a table."""
+        lengths = np.array([len(row) for row in rows])
+        columns = np.concatenate([np.arange(length) for length in lengths])
+        where = self.to_device(np.repeat(slots, lengths)), self.to_device(columns)
+        table[where] = self.to_device(np.concatenate(rows).astype(np.int64)).to(table.dtype)
+
+    def _set_sampling(self, slots: Tensor, new: Sequence[NewSlot]) -> None:
+        for table, values in (
+            (self.temperature, [one.temperature for one in new]),
+            (self.top_k, [max(one.top_k, 0) for one in new]),
+            (self.top_p, [one.top_p for one in new]),
+            (self.seed, [one.seed for one in new]),
+        ):
+            table[slots] = torch.tensor(values, dtype=table.dtype, device=self.device)

@@ -1,0 +1,63 @@
+"""The worker: receive a plan, run it, send what came out."""
+
+import time
+from typing import TYPE_CHECKING
+
+from quadriga.messages import ResultMessage, StepPlan, WorkerMessage, WorkerReady
+from quadriga.model_source import resolve_model
+from quadriga.process import Child, run_child
+from quadriga.sockets import Inbox, Outbox
+
+if TYPE_CHECKING:
+    from worker_proc.runner import Runner
+
+
+def main() -> None:
+    run_child("worker_proc", body)
+
+
+def body(child: Child) -> None:
+    """Bind first, so that nobody waits for a socket while the model loads."""
+    inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.worker, WorkerMessage)
+    results = Outbox(child.endpoints.results)
+    runner = start(child, results)
+    receive, run, send = inbox.receive, runner.run, results.send
+    while isinstance(plan := receive(), StepPlan):
+        send(run(plan))
+
+
+def start(child: Child, results: Outbox) -> "Runner":
+    """Load and warm up; tell the scheduler what the pool came out as, and the launcher that this
+    process is ready."""
+    clock = _PhaseClock(child)
+    from worker_proc.hardware import set_threads
+    from worker_proc.runner import make_runner
+
+    threads = set_threads(child.config.worker)
+    clock.end_of("import torch")
+    runner = make_runner(child.config, resolve_model(child.config.model))
+    clock.end_of("load weights")
+    runner.warm_up()
+    clock.end_of("warm up")
+    table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")
+    device = str(table.device)
+    ready: ResultMessage = WorkerReady(
+        table.num_pages, table.page_size, table.num_slots, dtype, device
+    )
+    results.send(ready)
+    tokens = table.num_pages * table.page_size
+    child.ready(dtype=dtype, device=device, tokens=tokens, threads=threads)
+    return runner
+
+
+class _PhaseClock:
+    """Reports how long each phase of the start took."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._since = time.perf_counter()
+
+    def end_of(self, what: str) -> None:
+        now = time.perf_counter()
+        self._child.phase(what, now - self._since)
+        self._since = now

@@ -1,0 +1,59 @@
+"""What every architecture offers to the rest of the worker."""
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from quadriga.errors import ModelError
+from worker_proc.attention.base import AttentionShape, StepAttention
+
+
+class Model(nn.Module):
+    """A decoder over a flat row of tokens, which may belong to many requests.
+
+    It is built without storage (on the meta device), then given storage in its dtype, then filled
+    through `checkpoint_tensors`, then finished.
+    """
+
+    attention_shape: AttentionShape
+    vocab_size: int
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """token_ids, positions: [tokens] integers. Returns hidden states [tokens, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden]. Returns [rows, vocab_size]."""
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The names of a checkpoint's tensors, and for each the view of a parameter that it fills:
+        a part of a fused one, or a transposed one."""
+
+    @abstractmethod
+    def canonical_name(self, name: str) -> str | None:
+        """A checkpoint's name as `checkpoint_tensors` has it; None for one that is not needed."""
+
+    def finish_loading(self, context_length: int) -> None:
+        """Work out what does not come from the checkpoint, for positions below context_length."""
+
+
+def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
+    """A value of config.json; ModelError where it is missing and has no default."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"the model's config.json has no {key!r}")
+    return value
+
+
+def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    """ModelError where config.json asks for what this architecture's file does not do. An absent
+    key means the first of `allowed`."""
+    value = config.get(key, allowed[0])
+    if value not in allowed:
+        shown = ", ".join(repr(choice) for choice in allowed)
+        raise ModelError(f"the model's config.json has {key} = {value!r}; supported: {shown}")

@@ -1,0 +1,129 @@
+"""GPT-2: learned positions, LayerNorm before each block, fused QKV, GELU.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_proc.attention.base import AttentionShape, StepAttention
+from worker_proc.models.base import Model, require, setting
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, TiedHead
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Config:
+    vocab_size: int
+    context: int
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    epsilon: float
+    tied: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
+        """From config.json. Raises ModelError for what this file does not do."""
+        require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+        require(config, "scale_attn_weights", (True,))
+        require(config, "scale_attn_by_inverse_layer_idx", (False, None))
+        require(config, "add_cross_attention", (False, None))
+        hidden = setting(config, "n_embd")
+        return cls(
+            vocab_size=setting(config, "vocab_size"),
+            context=setting(config, "n_positions"),
+            hidden=hidden,
+            layers=setting(config, "n_layer"),
+            heads=setting(config, "n_head"),
+            inner=setting(config, "n_inner", 4 * hidden),
+            epsilon=setting(config, "layer_norm_epsilon", 1e-5),
+            tied=setting(config, "tie_word_embeddings", True),
+        )
+
+
+class GPT2(Model):
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        super().__init__()
+        config = GPT2Config.from_hf(hf_config)
+        self.vocab_size = config.vocab_size
+        self.attention_shape = AttentionShape(
+            config.layers, config.heads, config.heads, config.hidden // config.heads
+        )
+        self.tied = config.tied
+        self.token_embedding = Embedding(config.vocab_size, config.hidden)
+        self.position_embedding = Embedding(config.context, config.hidden)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.final_norm = LayerNorm(config.hidden, config.epsilon)
+        self.lm_head = (
+            TiedHead(self.token_embedding)
+            if config.tied
+            else Linear(config.hidden, config.vocab_size)
+        )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        x = self.token_embedding(token_ids) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x, attention)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.final_norm(hidden))
+
+    def canonical_name(self, name: str) -> str | None:
+        name = name.removeprefix("transformer.")
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            return None  # the causal mask of old checkpoints
+        return None if name == "lm_head.weight" and self.tied else name
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        tensors = {
+            "wte.weight": self.token_embedding.weight,
+            "wpe.weight": self.position_embedding.weight,
+            "ln_f.weight": self.final_norm.weight,
+            "ln_f.bias": self.final_norm.bias,
+        }
+        if isinstance(self.lm_head, Linear):
+            tensors["lm_head.weight"] = self.lm_head.weight
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            for name, tensor in block.checkpoint_tensors().items():
+                tensors[f"h.{layer}.{name}"] = tensor
+        return tensors
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.layer = layer
+        self.heads = config.heads
+        self.attention_norm = LayerNorm(hidden, config.epsilon)
+        self.qkv_proj = Linear(hidden, 3 * hidden, bias=True)
+        self.out_proj = Linear(hidden, hidden, bias=True)
+        self.mlp_norm = LayerNorm(hidden, config.epsilon)
+        self.up_proj = Linear(hidden, config.inner, bias=True, gelu=True)
+        self.down_proj = Linear(config.inner, hidden, bias=True)
+
+    def forward(self, x: Tensor, attention: StepAttention) -> Tensor:
+        qkv = self.qkv_proj(self.attention_norm(x)).view(len(x), 3, self.heads, -1)
+        x = x + self.out_proj(attention.attend(self.layer, qkv[:, 0], qkv[:, 1:]))
+        return x + self.down_proj(self.up_proj(self.mlp_norm(x)))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, norm in (("ln_1", self.attention_norm), ("ln_2", self.mlp_norm)):
+            tensors |= {f"{name}.weight": norm.weight, f"{name}.bias": norm.bias}
+        for name, linear in (
+            ("attn.c_attn", self.qkv_proj),
+            ("attn.c_proj", self.out_proj),
+            ("mlp.c_fc", self.up_proj),
+            ("mlp.c_proj", self.down_proj),
+        ):
+            assert isinstance(linear.bias, torch.Tensor)
+            # The checkpoint keeps these as [inputs, outputs].
+            tensors |= {f"{name}.weight": linear.weight.t(), f"{name}.bias": linear.bias}
+        return tensors

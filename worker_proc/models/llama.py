@@ -1,0 +1,201 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; rotary positions of Su et al. 2021,
+https://arxiv.org/abs/2104.09864, in the form that rotates the first half of a head against the
+second; scaled positions as in Llama 3.1 (https://arxiv.org/abs/2407.21783).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadriga.errors import ModelError
+from worker_proc.attention.base import AttentionShape, StepAttention
+from worker_proc.models.base import Model, require, setting
+from worker_proc.models.layers import Embedding, Linear, RMSNorm, TiedHead
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    vocab_size: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    rope: dict[str, Any]
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
+        """From config.json. Raises ModelError for what this file does not do."""
+        require(config, "hidden_act", ("silu", "swish"))
+        hidden, heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
+        rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+        rope |= config.get("rope_scaling") or {}
+        rope |= config.get("rope_parameters") or {}
+        return cls(
+            vocab_size=setting(config, "vocab_size"),
+            hidden=hidden,
+            inner=setting(config, "intermediate_size"),
+            layers=setting(config, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=setting(config, "num_key_value_heads", heads),
+            head_dim=setting(config, "head_dim", hidden // heads),
+            epsilon=setting(config, "rms_norm_eps", 1e-6),
+            rope=rope,
+            attention_bias=setting(config, "attention_bias", False),
+            mlp_bias=setting(config, "mlp_bias", False),
+            tied=setting(config, "tie_word_embeddings", False),
+        )
+
+
+class Llama(Model):
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config = LlamaConfig.from_hf(hf_config)
+        self.vocab_size = config.vocab_size
+        self.attention_shape = AttentionShape(
+            config.layers, config.heads, config.kv_heads, config.head_dim
+        )
+        inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
+        self.embedding = Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.final_norm = RMSNorm(config.hidden, config.epsilon)
+        self.lm_head = (
+            TiedHead(self.embedding) if config.tied else Linear(config.hidden, config.vocab_size)
+        )
+        self.cosines = self.sines = torch.empty(0)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        x = self.embedding(token_ids)
+        cosines = self.cosines.index_select(0, positions)
+        sines = self.sines.index_select(0, positions)
+        for block in self.blocks:
+            x = block(x, cosines, sines, attention)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.final_norm(hidden))
+
+    def finish_loading(self, context_length: int) -> None:
+        """Tables [context_length, 1, head_dim], the sines signed for `rotate`."""
+        weight = self.embedding.weight
+        frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
+        angles = torch.outer(torch.arange(context_length).float(), frequencies).unsqueeze(1)
+        cosines, sines = angles.cos(), angles.sin()
+        self.cosines = torch.cat((cosines, cosines), -1).to(weight.device, weight.dtype)
+        self.sines = torch.cat((-sines, sines), -1).to(weight.device, weight.dtype)
+
+    def canonical_name(self, name: str) -> str | None:
+        if name.endswith(".rotary_emb.inv_freq"):
+            return None  # a constant that old checkpoints carry
+        return None if name == "lm_head.weight" and self.config.tied else name
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        tensors = {
+            "model.embed_tokens.weight": self.embedding.weight,
+            "model.norm.weight": self.final_norm.weight,
+        }
+        if isinstance(self.lm_head, Linear):
+            tensors["lm_head.weight"] = self.lm_head.weight
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            for name, tensor in block.checkpoint_tensors().items():
+                tensors[f"model.layers.{layer}.{name}"] = tensor
+        return tensors
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_dim, self.inner = config.head_dim, config.inner
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.attention_norm = RMSNorm(config.hidden, config.epsilon)
+        self.qkv_proj = Linear(config.hidden, q_size + 2 * kv_size, config.attention_bias)
+        self.out_proj = Linear(q_size, config.hidden, config.attention_bias)
+        self.mlp_norm = RMSNorm(config.hidden, config.epsilon)
+        self.gate_up_proj = Linear(config.hidden, 2 * config.inner, config.mlp_bias)
+        self.down_proj = Linear(config.inner, config.hidden, config.mlp_bias)
+
+    def forward(
+        self, x: Tensor, cosines: Tensor, sines: Tensor, attention: StepAttention
+    ) -> Tensor:
+        qkv = self.qkv_proj(self.attention_norm(x)).view(len(x), -1, self.head_dim)
+        rotate(qkv[:, : self.heads + self.kv_heads], cosines, sines)
+        kv = qkv[:, self.heads :].unflatten(1, (2, self.kv_heads))
+        x = x + self.out_proj(attention.attend(self.layer, qkv[:, : self.heads], kv))
+        gate, up = self.gate_up_proj(self.mlp_norm(x)).split(self.inner, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        tensors = {
+            "input_layernorm.weight": self.attention_norm.weight,
+            "post_attention_layernorm.weight": self.mlp_norm.weight,
+        }
+        for linear, parts in (
+            (self.qkv_proj, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}),
+            (self.out_proj, {"o_proj": len(self.out_proj.weight)}),
+        ):
+            tensors |= _parts("self_attn", linear, parts)
+        for linear, parts in (
+            (self.gate_up_proj, {"gate_proj": self.inner, "up_proj": self.inner}),
+            (self.down_proj, {"down_proj": len(self.down_proj.weight)}),
+        ):
+            tensors |= _parts("mlp", linear, parts)
+        return tensors
+
+
+def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """The checkpoint's names of the row ranges of a fused projection."""
+    tensors = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
+                tensors[f"{prefix}.{name}.{kind}"] = part
+    return tensors
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Turn each pair (i, i + head_dim / 2) of x [tokens, heads, head_dim] by its angle, in place.
+
+    cosines, sines: [tokens, 1, head_dim]; the sines of the first half are negated.
+    """
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    x.mul_(cosines).addcmul_(swapped, sines)
+
+
+def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
+    """[head_dim / 2] radians per position. ModelError for an unknown kind of scaling."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / setting(rope, "factor")
+    if kind == "llama3":
+        return _llama3(frequencies, rope)
+    raise ModelError(
+        f"the model scales its positions by {kind!r}; supported: default, linear, llama3"
+    )
+
+
+def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Long waves are slowed down by `factor`, short ones kept, those between interpolated."""
+    factor, context = setting(rope, "factor"), setting(rope, "original_max_position_embeddings")
+    low, high = setting(rope, "low_freq_factor"), setting(rope, "high_freq_factor")
+    turns = context * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)

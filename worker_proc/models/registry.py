@@ -1,0 +1,32 @@
+"""Architectures by the model_type that config.json names."""
+
+from typing import Any
+
+import torch
+
+from quadriga.errors import ModelError
+from worker_proc.models.base import Model
+from worker_proc.models.gpt2 import GPT2
+from worker_proc.models.llama import Llama
+
+ARCHITECTURES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
+CLASS_NAMES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}
+
+
+def build_model(config: dict[str, Any]) -> Model:
+    """The model of a config.json, without storage. ModelError where it is not supported."""
+    with torch.device("meta"):
+        return _architecture(config)(config)
+
+
+def _architecture(config: dict[str, Any]) -> type[Model]:
+    names = [config.get("model_type"), *(config.get("architectures") or [])]
+    for name in names:
+        kind = CLASS_NAMES.get(str(name), str(name))
+        if kind in ARCHITECTURES:
+            return ARCHITECTURES[kind]
+    shown = ", ".join(str(name) for name in names if name) or "nothing"
+    raise ModelError(
+        f"config.json names {shown} as its architecture; supported: "
+        + ", ".join(sorted(ARCHITECTURES))
+    )

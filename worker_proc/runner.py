@@ -1,0 +1,97 @@
+"""Runs the steps that the scheduler plans."""
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quadriga.config import ServerConfig
+from quadriga.messages import DECODE, EXTEND, NewSlot, StepPlan, StepResult, pack_ids
+from quadriga.model_source import ModelFiles
+from worker_proc.attention.base import AttentionBackend
+from worker_proc.attention.registry import make_attention
+from worker_proc.hardware import choose_device, choose_dtype
+from worker_proc.inputs import StepInputs, make_inputs
+from worker_proc.kv_pool import SlotTable, pages_of_pool
+from worker_proc.loader import load_model
+from worker_proc.models.base import Model
+from worker_proc.sampler import SamplingRows, sample
+
+
+class Runner:
+    """A model, its KV pages and its slots. One `run` at a time."""
+
+    def __init__(
+        self, model: Model, attention: AttentionBackend, table: SlotTable, dtype: torch.dtype
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.table = table
+        self.dtype = dtype
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step. ValueError where the plan contradicts what is kept of the slots."""
+        began = time.time()
+        self.table.release(np.frombuffer(plan.released, dtype="<i4"))
+        self.table.admit(plan.new)
+        if not plan.slots:
+            return StepResult(plan.step, b"", began, time.time())
+        inputs = make_inputs(plan, self.table)
+        hidden = self.model(
+            inputs.token_ids, inputs.positions, self.attention.begin_step(inputs.rows)
+        )
+        self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
+        token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
+        if len(inputs.sampled_slots):
+            sampled = self._sample(inputs, hidden)
+            token_ids[inputs.sampled_rows] = sampled.cpu().numpy()
+        return StepResult(plan.step, token_ids.tobytes(), began, time.time())
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        """Draw a token for each sampling row and add it to what is known of its slot."""
+        if inputs.last_tokens is not None:
+            hidden = hidden.index_select(0, inputs.last_tokens)
+        table, slots = self.table, inputs.sampled_slots
+        slots_there, positions = table.to_device(slots), table.to_device(inputs.sample_positions)
+        rows = None
+        if not table.greedy[slots].all():
+            rows = SamplingRows(
+                greedy=torch.from_numpy(table.greedy[slots]).to(table.device),
+                temperature=table.temperature[slots_there],
+                top_k=table.top_k[slots_there],
+                top_p=table.top_p[slots_there],
+                seed=table.seed[slots_there],
+                position=positions,
+            )
+        sampled = sample(self.model.logits(hidden), rows)
+        table.tokens[slots_there, positions] = sampled.to(table.tokens.dtype)
+        table.known[slots] += 1
+        return sampled
+
+    def warm_up(self) -> None:
+        """One short extend and one decode, which leave nothing behind."""
+        count = min(self.table.page_size, self.table.context_length - 1, 8)
+        slot = pack_ids([0])
+        new = NewSlot(0, pack_ids([0] * max(count, 1)), 0, slot, 0.0, -1, 1.0, 0)
+        self.run(StepPlan(-1, EXTEND, slot, pack_ids([max(count, 1)]), [new], b""))
+        if count < self.table.page_size:
+            self.run(StepPlan(-1, DECODE, slot, pack_ids([1]), [], b""))
+        self.run(StepPlan(-1, DECODE, b"", b"", [], slot))
+
+
+def make_runner(config: ServerConfig, files: ModelFiles) -> Runner:
+    """Load the model and give the memory that is left to the KV pool.
+
+    Raises ConfigError for a device, dtype or size that cannot work, ModelError for the model.
+    """
+    args = config.worker
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, device)
+    model = load_model(files, dtype, device)
+    shape = model.attention_shape
+    slots, context = config.scheduler.max_running_requests, files.context_length
+    pages = pages_of_pool(args, shape, dtype, device, slots * context)
+    attention = make_attention(args.attention_backend, shape, pages, args.page_size, dtype, device)
+    return Runner(model, attention, SlotTable(slots, context, pages, args.page_size, device), dtype)

@@ -1,0 +1,119 @@
+"""One token per row: a function of (seed, position, logits), whatever else is in the batch.
+
+The order is that of transformers: temperature, then top_k, then top_p. Both filters are kept as
+a least logit, so that tokens of equal logits stand or fall together and no sorting order shows.
+A row's one random number comes from hashing (seed, position); the token is where the cumulated
+probabilities pass it (inversion).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LIKELY_TOKENS = 256
+"""top_p looks at so many of the likeliest tokens first, and sorts a whole row only if it must."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """[rows] each. temperature > 0 where `greedy` is not set; top_k: 0 is off; top_p: 1 is off;
+    position: the index of the token to be sampled in its request."""
+
+    greedy: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+
+def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
+    """logits: [rows, vocab_size]; `rows` None: all are greedy. Returns token ids [rows] int64."""
+    logits = logits.float()
+    likeliest = logits.argmax(-1)
+    if rows is None:
+        return likeliest
+    scores = logits / torch.where(rows.greedy, 1.0, rows.temperature).unsqueeze(1)
+    least = _least_kept(scores, rows)
+    if least is not None:
+        scores.masked_fill_(scores < least.unsqueeze(1), float("-inf"))
+    drawn = _invert(scores, uniform(rows.seed, rows.position))
+    return torch.where(rows.greedy, likeliest, drawn)
+
+
+def _invert(scores: Tensor, draws: Tensor) -> Tensor:
+    """The first token whose cumulated weight exceeds draws[row] of the whole. [rows]"""
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    cumulated = weights.cumsum(-1)
+    targets = draws.unsqueeze(1) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+
+
+def _least_kept(scores: Tensor, rows: SamplingRows) -> Tensor | None:
+    """The least score [rows] that top_k and top_p leave; None where neither is on."""
+    by_k, by_p = (rows.top_k > 0) & ~rows.greedy, (rows.top_p < 1) & ~rows.greedy
+    if not bool((by_k | by_p).any()):
+        return None
+    vocab_size = scores.shape[1]
+    top_k = torch.where(by_k, rows.top_k, vocab_size).clamp(max=vocab_size)
+    most = int(torch.where(by_k, top_k, LIKELY_TOKENS).max())
+    top = scores.topk(min(most, vocab_size), -1).values
+    least = torch.full_like(rows.top_p, float("-inf"))
+    kth = top.gather(1, (top_k.clamp(max=top.shape[1]) - 1).unsqueeze(1)).squeeze(1)
+    least = torch.where(by_k, kth, least)
+    if bool(by_p.any()):
+        least = torch.where(by_p, _least_by_mass(scores, top, top_k, rows.top_p), least)
+    return least
+
+
+def _least_by_mass(scores: Tensor, top: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The score [rows] of the last token that top_p still needs among the top_k likeliest.
+
+    top: [rows, n], the greatest scores in falling order. A row that needs more than n tokens is
+    sorted as a whole.
+    """
+    greatest = top[:, :1]
+    mass = _cumulated(top, greatest, top_k)
+    unlimited = top_k >= scores.shape[1]
+    whole = torch.where(unlimited, (scores - greatest).exp().sum(-1), mass[:, -1])
+    needed = top_p * whole
+    enough = mass[:, -1] >= needed
+    if not bool(enough.all()) and top.shape[1] < scores.shape[1]:
+        top = scores.sort(-1, descending=True).values
+        mass = _cumulated(top, greatest, top_k)
+    last = torch.searchsorted(mass, needed.unsqueeze(1)).clamp(max=top.shape[1] - 1)
+    last = torch.minimum(last, top_k.unsqueeze(1) - 1)
+    return top.gather(1, last).squeeze(1)
+
+
+def _cumulated(top: Tensor, greatest: Tensor, top_k: Tensor) -> Tensor:
+    weights = (top - greatest).exp_()
+    outside = torch.arange(top.shape[1], device=top.device) >= top_k.unsqueeze(1)
+    return weights.masked_fill_(outside, 0.0).cumsum(-1)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """[rows] int64 seeds and positions to [rows] float32 in [0, 1), multiples of 2^-24.
+
+    splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"):
+    its output function, applied to the seed, is where the sequence of positions begins.
+    """
+    start = _mix(seed + GOLDEN_GAMMA)
+    bits = _mix(start + (position + 1) * GOLDEN_GAMMA)
+    return _shift(bits, 40).float() * 2.0**-24
+
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 divided by the golden ratio, as a signed number."""
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shift(z, 27)) * (0x94D049BB133111EB - 2**64)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Unsigned shift to the right."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,133 @@
+"""Where tensors come from: safetensors, GGUF, or a random generator.
+
+A source yields (name, tensor) pairs, one at a time, so that never more than one tensor is held
+beside the model.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quadriga.errors import ModelError
+from worker_proc.models.base import Model
+
+DUMMY_SEED = 0
+DUMMY_STANDARD_DEVIATION = 0.02
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+
+
+def from_safetensors(directory: Path) -> NamedTensors:
+    """Every tensor of a directory's *.safetensors. ModelError where there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _shards(directory)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {file}: {error}") from None
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The files that the index names; without an index, all there are."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [directory / name for name in sorted(names)]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {index.name}")
+        return files
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no *.safetensors file")
+    return files
+
+
+def from_gguf(file: Path, tensor_index: Path, config: dict[str, Any]) -> NamedTensors:
+    """Every tensor of a llama-architecture GGUF in float32, under its Hugging Face name.
+
+    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if config.get("model_type") != "llama":
+        raise ModelError(
+            f"{file} is a GGUF of architecture {config.get('model_type')}; supported: llama"
+        )
+    data = np.memmap(file, mode="r", dtype=np.uint8)
+    heads = {"attn_q": config["num_attention_heads"]}
+    heads["attn_k"] = config.get("num_key_value_heads") or heads["attn_q"]
+    for name, entry in json.loads(tensor_index.read_text()).items():
+        kind, shape = GGMLQuantizationType[entry["type"]], entry["shape"]
+        raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
+        try:
+            values = dequantize(_as_stored(raw, kind.name, shape), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{file}: tensor {name} has the unsupported type {kind.name}"
+            ) from None
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        yield hf_name(name), _undo_interleaving(tensor, heads[part]) if part in heads else tensor
+
+
+def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
+    """Rows of the element type; quantised ones stay bytes, [rows, bytes of a row]."""
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+    return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
+
+
+def _undo_interleaving(weight: Tensor, heads: int) -> Tensor:
+    """GGUF keeps the rotary pairs of Q and K side by side; here they are half a head apart."""
+    pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+_GGUF_PARTS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown ones as they are."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _GGUF_PARTS:
+        return name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{_GGUF_PARTS[match[2]]}.{match[3]}"
+
+
+def fill_at_random(model: Model) -> None:
+    """Normal weights (standard deviation 0.02), norms of one, biases of zero; always the same."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, DUMMY_STANDARD_DEVIATION, generator=generator)
