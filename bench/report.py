@@ -40,7 +40,7 @@ def block(options: Options, result: Result) -> str:
 
 def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
     pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
-    backend = info.get("attention_backend", UNKNOWN)
+    backend = _setting(options, info, "worker", "attention_backend")
     return [
         f"Model: {info.get('model', UNKNOWN)}",
         f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
