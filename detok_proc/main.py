@@ -1,11 +1,20 @@
 """The detokenizer process: blocks for a step's ids, sends each client its text."""
 
 import logging
+import os
 import time
 from itertools import chain
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages import Chunks, DetokMessage, InfoReply, StepOutput, StopDetok, StopFound
+from quadriga.messages import (
+    Chunks,
+    DetokMessage,
+    Info,
+    InfoReply,
+    StepOutput,
+    StopDetok,
+    StopFound,
+)
 from quadriga.model_source import resolve_model
 from quadriga.process import Child, run_child
 from quadriga.sockets import Inbox, Outbox, encode
@@ -41,9 +50,16 @@ def serve(
                 logging.debug("leaving with %d open requests", detokenizer.open_requests)
                 return
             if isinstance(message, InfoReply):
-                delivery.send_frames(message.client, encode(message.info))
+                delivery.send_frames(message.client, encode(_with_own_pid(message.info)))
             else:
                 deliver(message, detokenizer, delivery, scheduler)
+
+
+def _with_own_pid(info: Info) -> Info:
+    pids = info.values.get("pids")
+    if isinstance(pids, dict):
+        info.values["pids"] = pids | {"detok_proc": os.getpid()}
+    return info
 
 
 def deliver(

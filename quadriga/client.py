@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 from quadriga.async_client import AsyncClient
 from quadriga.completion import Completion, Prompt, StreamChunk, Timings
 from quadriga.config import DEFAULT_ENDPOINT
+from quadriga.handle import Handle
 from quadriga.sampling import SamplingParams
 
 __all__ = ["AsyncClient", "Client", "Completion", "SamplingParams", "StreamChunk", "Timings"]
@@ -69,15 +70,22 @@ class Client:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamChunk]:
         """As AsyncClient.stream."""
-        chunks = self._async.stream(prompt, params, **options)
+        handle = self._run(self._submit(prompt, params, options))
         try:
             while True:
                 try:
-                    yield self._run(anext(chunks))  # type: ignore[arg-type]
+                    yield self._run(anext(handle))
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(chunks.aclose())  # type: ignore[attr-defined]
+            if self._loop.is_running():
+                self._loop.call_soon_threadsafe(handle.abort)
+
+    async def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
+    ) -> Handle:
+        await self._async.connect()
+        return self._async.submit(prompt, params, **options)
 
     def abort(self, request_id: str = "") -> None:
         """As AsyncClient.abort."""

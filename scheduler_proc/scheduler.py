@@ -5,6 +5,7 @@ process_batch_result. It knows no socket and no clock of its own: both are passe
 same code runs under test with a simulated worker and simulated time.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -177,8 +178,7 @@ class Scheduler:
                     if seq in self._requests:
                         self._finish(self._requests[seq], "stop")
             case Inspect():
-                info = Info(message.request_id, message.values | self.info())
-                self._detok.send(InfoReply(message.client, info))
+                self._inspect(message)
             case Drain():
                 self._draining = True
             case AbortAll():
@@ -267,6 +267,14 @@ class Scheduler:
         self.stopped = True
 
     # --- what it says of itself -------------------------------------------------------------------
+
+    def _inspect(self, message: Inspect) -> None:
+        values = message.values | self.info()
+        pids = message.values.get("pids")
+        if isinstance(pids, dict):
+            worker = self._worker_facts.pid if self._worker_facts else 0
+            values["pids"] = pids | {"scheduler_proc": os.getpid(), "worker_proc": worker}
+        self._detok.send(InfoReply(message.client, Info(message.request_id, values)))
 
     def info(self) -> InfoValues:
         """Gauges and counters, as docs/protocol.md lists them."""

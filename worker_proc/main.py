@@ -1,5 +1,6 @@
 """The worker: receive a plan, run it, send what came out."""
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def start(child: Child, results: Outbox) -> "Runner":
     table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")
     device = str(table.device)
     ready: ResultMessage = WorkerReady(
-        table.num_pages, table.page_size, table.num_slots, dtype, device
+        table.num_pages, table.page_size, table.num_slots, dtype, device, os.getpid()
     )
     results.send(ready)
     tokens = table.num_pages * table.page_size

@@ -69,7 +69,7 @@ def test_default_parameters_are_valid() -> None:
         (["generate", 1, 17, "x", {}], "$[2]"),
         (["no_such_tag", 1, "id"], "no_such_tag"),
         (["generate", 99, "id", "x"], "version is 99"),
-        (["generate"], "length 3"),
+        (["generate"], "length 4"),
         ({"tag": "generate"}, "array"),
         (17, "array"),
     ],

@@ -1,0 +1,29 @@
+"""Servers and checkpoints that several tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server import Server, running_server
+from tests.tiny_models import tiny_gpt2, tiny_llama
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gpt2(tmp_path_factory.mktemp("tiny-gpt2"))
+
+
+@pytest.fixture(scope="session")
+def server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A float32 server of the tiny Llama that tests share; none of them may break it."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--max-batch-size", "16"]
+    with running_server(log, *flags) as running:
+        yield running

@@ -1,0 +1,139 @@
+"""Whatever process dies, however: every client hears of it, and nothing is left behind."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quadriga.client import Client, SamplingParams
+from quadriga.errors import QuadrigaError, ServerFailed, ServerStopping, ServerUnreachable
+from quadriga.process import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
+from tests.server import Server, running_server, stop, wait_until
+
+LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
+CLIENTS = 4
+STREAMS = 4
+
+
+class Crowd:
+    """Clients that keep many requests under way, and remember how each of them ended."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.errors: list[QuadrigaError] = []
+        self.ended_at: list[float] = []
+        self.finished = 0
+        self.started = threading.Barrier(CLIENTS + 1)
+        self._endpoint = endpoint
+        self._threads = [threading.Thread(target=self._run) for _ in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+        self.started.wait(30)
+
+    def _run(self) -> None:
+        with Client(self._endpoint) as client:
+            first = client.stream([5, 6, 7], LONG)
+            next(first)
+            self.started.wait(30)
+            try:
+                while True:
+                    client.generate([[n + 3] * 9 for n in range(STREAMS)], LONG)
+                    self.finished += STREAMS
+            except QuadrigaError as error:
+                self.errors.append(error)
+                self.ended_at.append(time.monotonic())
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a client hangs"
+
+
+@pytest.fixture
+def own_server(llama_dir: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    with running_server(tmp_path / "log", *flags, "--max-total-tokens", "8192") as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_child_that_dies_under_load_is_named_to_every_client_within_two_seconds(
+    own_server: Server, name: str, number: signal.Signals
+) -> None:
+    crowd = Crowd(own_server.endpoint)
+    os.kill(own_server.pids[name], number)
+    killed_at = time.monotonic()
+    assert own_server.process.wait(10) == EXIT_CHILD_DIED
+    crowd.join()
+    assert len(crowd.errors) == CLIENTS
+    assert max(crowd.ended_at) - killed_at < 2.0
+    expected = ServerUnreachable if name == "tokenizer_proc" else ServerFailed
+    for error in crowd.errors:
+        assert isinstance(error, expected)
+        assert name.replace("_proc", "") in str(error)
+    log = own_server.log.read_text()
+    assert f"{name} died (killed by {number.name})" in log
+    own_server.wait_for_nothing_left()
+
+
+def test_a_killed_launcher_leaves_no_process_and_no_socket_file(own_server: Server) -> None:
+    crowd = Crowd(own_server.endpoint)
+    own_server.process.kill()
+    killed_at = time.monotonic()
+    own_server.process.wait(5)
+    own_server.wait_for_nothing_left(2.0)
+    crowd.join()
+    assert max(crowd.ended_at) - killed_at < 2.0
+    assert len(crowd.errors) == CLIENTS
+
+
+def test_a_stop_signal_lets_running_requests_finish_and_refuses_new_ones(
+    own_server: Server,
+) -> None:
+    with Client(own_server.endpoint) as client:
+        stream = client.stream([5, 6, 7], LONG)
+        chunks = [next(stream)]
+        own_server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping" in own_server.log.read_text(), 5)
+        with pytest.raises((ServerStopping, ServerUnreachable)):
+            while True:
+                client.generate([9], SamplingParams(max_new_tokens=1))
+        chunks += stream
+    assert chunks[-1].completion is not None
+    assert len(chunks[-1].completion.token_ids) == 240
+    assert own_server.process.wait(10) == EXIT_OK
+    own_server.wait_for_nothing_left()
+
+
+def test_what_does_not_finish_within_the_shutdown_timeout_is_aborted_with_a_reason(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(llama_dir), "--worker-threads", "1", "--shutdown-timeout", "0"]
+    with running_server(tmp_path / "log", *flags) as server, Client(server.endpoint) as client:
+        stream = client.stream([5, 6, 7], LONG)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ServerStopping, match="stopped before this request had finished"):
+            list(stream)
+        assert server.process.wait(10) == EXIT_OK
+
+
+def test_a_second_signal_stops_at_once(own_server: Server) -> None:
+    crowd = Crowd(own_server.endpoint)
+    os.kill(own_server.pids["worker_proc"], signal.SIGSTOP)  # so that nothing can finish
+    own_server.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping" in own_server.log.read_text(), 5)
+    own_server.process.send_signal(signal.SIGINT)
+    assert own_server.process.wait(5) == EXIT_FORCED
+    own_server.wait_for_nothing_left()
+    crowd.join()
+
+
+def test_an_idle_server_stops_quickly_and_says_so(own_server: Server) -> None:
+    began = time.monotonic()
+    assert stop(own_server.process) == EXIT_OK
+    assert time.monotonic() - began < 3
+    assert own_server.log.read_text().rstrip().endswith("stopped")
