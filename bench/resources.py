@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 LOCAL_HOSTS = ("127.", "localhost", "[::1]")
@@ -60,8 +59,6 @@ def pids_of(info: Mapping[str, Any], endpoint: str) -> dict[str, int]:
     """The server's processes where they are on this machine, and the bench client itself."""
     pids = info.get("pids") if is_local(endpoint) else None
     named = {str(name): int(pid) for name, pid in pids.items()} if isinstance(pids, dict) else {}
-    if "launcher" in named:
-        named = {**_children(named["launcher"]), **named}
     return {**named, BENCH: os.getpid()}
 
 
@@ -72,19 +69,6 @@ def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float | None]:
 
 def _difference(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
-
-
-def _children(pid: int) -> dict[str, int]:
-    """The children of a process that were started by `python -m NAME`, on Linux."""
-    named = {}
-    try:
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            if "-m" in words:
-                named[words[words.index("-m") + 1]] = int(child)
-    except OSError:
-        return named
-    return named
 
 
 def _of_process(pid: int) -> float | None:

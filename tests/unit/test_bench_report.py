@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +140,6 @@ def test_cpu_time_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
     seconds = cpu_seconds({"self": os.getpid(), "nobody": 2**22 + 1})
     assert seconds["self"] is not None and seconds["self"] > 0
     assert seconds["nobody"] is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_the_children_of_the_launcher_are_found_by_their_module() -> None:
-    child = subprocess.Popen([sys.executable, "-m", "code", "-q"], stdin=subprocess.PIPE)
-    try:
-        found = pids_of({"pids": {"launcher": os.getpid()}}, "ipc://x")
-        assert found["code"] == child.pid
-        assert found["launcher"] == os.getpid()
-    finally:
-        child.communicate(b"")
 
 
 def test_pids_count_only_on_this_machine() -> None:
