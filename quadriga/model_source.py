@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quadriga import gpt2_sizes
-from quadriga.builtin_model import builtin_weights
 from quadriga.config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.gguf_header import header_files
-from quadriga.hub import cached_snapshot, snapshot
-from quadriga.model_directory import find_problem, read_json
+from quadriga.sources import gpt2_sizes
+from quadriga.sources.builtin import builtin_weights
+from quadriga.sources.directory import find_problem, read_json
+from quadriga.sources.gguf_header import header_files
+from quadriga.sources.hub import cached_snapshot, snapshot
 
 
 @dataclass(frozen=True, slots=True)

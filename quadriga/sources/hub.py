@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from quadriga.errors import ModelError
-from quadriga.gpt2_sizes import find_size
-from quadriga.model_directory import find_problem
+from quadriga.sources.directory import find_problem
+from quadriga.sources.gpt2_sizes import find_size
 
 ANSWER_SECONDS = 8.0
 """So long may the Hub take to say whether it has a model; name resolution counts."""

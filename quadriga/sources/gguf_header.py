@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
-from quadriga.gguf_tokenizer import end_token_ids, write_tokenizer
-from quadriga.model_cache import cache_directory, publish_directory, scratch_directory
+from quadriga.sources.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.sources.gguf_tokenizer import end_token_ids, write_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

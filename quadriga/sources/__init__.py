@@ -1,0 +1,1 @@
+"""Where models come from: directories, GGUF files, the Hub, the built-in one, random weights."""
