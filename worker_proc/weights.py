@@ -78,7 +78,7 @@ def from_gguf(file: Path, tensor_index: Path, config: dict[str, Any]) -> NamedTe
             raise ModelError(
                 f"{file}: tensor {name} has the unsupported type {kind.name}"
             ) from None
-        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+        tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
         part = name.split(".")[2] if name.startswith("blk.") else ""
         yield hf_name(name), _undo_interleaving(tensor, heads[part]) if part in heads else tensor
 
