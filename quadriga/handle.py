@@ -22,7 +22,6 @@ class Handle:
         self._timeout = timeout
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError] = asyncio.Queue()
         self._texts: list[str] = []
-        self._length = 0
         self._token_ids: list[int] = []
         self._timings = Timings(submitted=time.time())
         self.done = False
@@ -65,17 +64,14 @@ class Handle:
             self._on_abort(self)
 
     def take_chunk(self, chunk: Chunk, received_at: float) -> None:
-        """A chunk came; one that was seen before (same text offset) shows nothing twice."""
-        skip = self._length - chunk.text_offset
-        text = chunk.text[skip:] if skip > 0 else chunk.text
+        """A chunk came."""
         token_ids = unpack_ids(chunk.token_ids).tolist()
-        self._texts.append(text)
-        self._length += len(text)
+        self._texts.append(chunk.text)
         self._token_ids += token_ids
         self._timings.token_times += chunk.token_times
         completion = self._finish(chunk.end, received_at) if chunk.end else None
         item = StreamChunk(
-            self.request_id, text, token_ids, chunk.token_times, received_at, completion
+            self.request_id, chunk.text, token_ids, chunk.token_times, received_at, completion
         )
         if chunk.end and chunk.end.error:
             self.fail(chunk.end.error)

