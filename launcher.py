@@ -181,7 +181,7 @@ class Launcher:
         python = os.path.relpath(sys.executable)
         python = python if len(python) < len(sys.executable) else sys.executable
         where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
-        say(f'ask it: {python} -m quadriga ask{where} "What is the capital of France?"')
+        say(f'ask it: {python} -m quadriga ask{where} "Name the capital of France."')
 
     @property
     def _model_name(self) -> str:

@@ -18,7 +18,7 @@ socket.setsockopt(zmq.LINGER, 0)
 socket.connect(endpoint)
 
 request_id = uuid.uuid4().hex
-prompt = [{"role": "user", "content": "What is the capital of France?"}]
+prompt = [{"role": "user", "content": "Name the capital of France."}]
 params = {"max_new_tokens": 32, "temperature": 0.0}
 socket.send(msgpack.packb(["generate", 1, request_id, prompt, params]))
 

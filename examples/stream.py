@@ -12,7 +12,7 @@ greedy = SamplingParams(temperature=0, max_new_tokens=32)
 
 with Client(endpoint) as client:
     for chunk in client.stream(
-        [{"role": "user", "content": "What is the capital of France?"}], greedy
+        [{"role": "user", "content": "Name the capital of France."}], greedy
     ):
         print(chunk.text, end="", flush=True)
     print()
