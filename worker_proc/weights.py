@@ -5,7 +5,6 @@ beside the model.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,32 +54,28 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def from_gguf(file: Path, tensor_index: Path, config: dict[str, Any]) -> NamedTensors:
-    """Every tensor of a llama-architecture GGUF in float32, under its Hugging Face name.
+    """Every tensor of a GGUF in float32, as a Hugging Face checkpoint has it.
 
-    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
+    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}. ModelError for an
+    architecture or a kind of quantisation that is not supported.
     """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    if config.get("model_type") != "llama":
-        raise ModelError(
-            f"{file} is a GGUF of architecture {config.get('model_type')}; supported: llama"
-        )
+    architecture = str(config.get("model_type"))
+    if architecture not in _GGUF_NAMES:
+        supported = ", ".join(sorted(_GGUF_NAMES))
+        raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
     data = np.memmap(file, mode="r", dtype=np.uint8)
-    heads = {"attn_q": config["num_attention_heads"]}
-    heads["attn_k"] = config.get("num_key_value_heads") or heads["attn_q"]
     for name, entry in json.loads(tensor_index.read_text()).items():
         kind, shape = GGMLQuantizationType[entry["type"]], entry["shape"]
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
         try:
             values = dequantize(_as_stored(raw, kind.name, shape), kind)
         except NotImplementedError:
-            raise ModelError(
-                f"{file}: tensor {name} has the unsupported type {kind.name}"
-            ) from None
+            raise ModelError(f"{file}: {name} has the unsupported type {kind.name}") from None
         tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
-        part = name.split(".")[2] if name.startswith("blk.") else ""
-        yield hf_name(name), _undo_interleaving(tensor, heads[part]) if part in heads else tensor
+        yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
 
 
 def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
@@ -89,35 +84,59 @@ def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
     return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
 
 
-def _undo_interleaving(weight: Tensor, heads: int) -> Tensor:
-    """GGUF keeps the rotary pairs of Q and K side by side; here they are half a head apart."""
-    pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+def _undo_conversion(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """What the converter to GGUF did to a layer's weights beside quantising them.
+
+    Llama: the rotary pairs of Q and K lie side by side, here half a head apart. GPT-2: weights are
+    [outputs, inputs], its checkpoints keep [inputs, outputs].
+    """
+    if config["model_type"] == "gpt2":
+        return tensor.t() if name.startswith("blk.") and tensor.dim() == 2 else tensor
+    heads = config["num_attention_heads"]
+    if ".attn_k." in name:
+        heads = config.get("num_key_value_heads") or heads
+    elif ".attn_q." not in name:
+        return tensor
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-_GGUF_PARTS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_GGUF_NAMES = {
+    "llama": {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "blk": "model.layers",
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    "gpt2": {
+        "token_embd": "wte",
+        "position_embd": "wpe",
+        "output_norm": "ln_f",
+        "output": "lm_head",
+        "blk": "h",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
 }
 
 
-def hf_name(name: str) -> str:
-    """blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown ones as they are."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _GGUF_PARTS:
-        return name
-    layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{_GGUF_PARTS[match[2]]}.{match[3]}"
+def hf_name(name: str, architecture: str) -> str:
+    """blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown parts stay."""
+    names = _GGUF_NAMES[architecture]
+    return ".".join(names.get(part, part) for part in name.split("."))
 
 
 def fill_at_random(model: Model) -> None:

@@ -1,6 +1,7 @@
 """Loading: what fits is found in place, and what does not is named."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,32 +141,28 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
 
 
 def write_gguf(directory: Path, file: Path) -> None:
-    """A tiny Llama as the converter of llama.cpp would write it: Q and K interleaved."""
+    """A tiny model's tensors as the converter of llama.cpp would write them: Q and K of a Llama
+    interleaved, GPT-2's projections as [outputs, inputs]; large ones in Q8_0."""
     config = json.loads((directory / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    is_llama = config["model_type"] == "llama"
+    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.GPT2
+    writer = gguf.GGUFWriter(file, config["model_type"])
+    names = gguf.get_tensor_name_map(architecture, 3)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
         if ".q_proj." in name or ".k_proj." in name:
-            count = heads if ".q_proj." in name else kv_heads
+            count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(count, 2, -1, values.shape[1])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        stored = names.get_name(name, try_suffixes=(".weight",))
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = values.T
+        values = np.ascontiguousarray(values)
+        stored = names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
         kind = gguf.GGMLQuantizationType.Q8_0
-        if values.ndim == 1 or "o_proj" in name:
-            writer.add_tensor(stored, values.astype(np.float32))
-        else:
+        if values.ndim == 2 and values.shape[1] % 32 == 0:
             writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -189,8 +186,11 @@ def gguf_files(directory: Path, file: Path) -> ModelFiles:
     return ModelFiles(file.name, str(file), config, {}, directory, file, index_file)
 
 
-def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(tmp_path: Path) -> None:
-    directory = tiny_llama(tmp_path / "hf", tie=False)
+@pytest.mark.parametrize("build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False)])
+def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    directory = build(tmp_path / "hf")
     file = tmp_path / "tiny.gguf"
     write_gguf(directory, file)
     loaded = load_model(gguf_files(directory, file), torch.float32, CPU).state_dict()
@@ -203,9 +203,9 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     (tmp_path / "tiny.json").write_text("{}")
     directory = tiny_gpt2(tmp_path / "hf")
-    config = json.loads((directory / "config.json").read_text())
+    config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
     files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
-    with pytest.raises(ModelError, match="architecture gpt2; supported: llama"):
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gpt2, llama"):
         load_model(files, torch.float32, CPU)
 
 

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quadriga.config import ModelArgs, ServerConfig
 from quadriga.messages import DECODE, EXTEND, MIXED, NewSlot, StepPlan, pack_ids, unpack_ids
 from quadriga.model_source import resolve_model
 from worker_proc.runner import Runner, make_runner
+
+torch.set_num_threads(1)  # nothing here is large, and threads wait for each other on a busy machine
 
 
 def runner_of(directory: Path, **flags: Any) -> Runner:

@@ -25,9 +25,9 @@ from worker_proc.attention.base import (
 
 PADDING_ALLOWANCE = 2048
 """Query-key pairs that a group may waste before the rule below looks at it."""
-MOST_GATHERED_BYTES = 8 * 1024 * 1024
+MOST_GATHERED_BYTES = 4 * 1024 * 1024
 """Keys and values of one group and layer: few enough to stay in the last-level cache."""
-MOST_SCORES = 8 * 1024 * 1024
+MOST_SCORES = 16 * 1024 * 1024
 """Scores (query-key pairs of all heads) that are written out."""
 
 
