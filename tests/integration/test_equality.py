@@ -1,0 +1,119 @@
+"""Greedy float32 output through the whole server equals `transformers` generate, token for token.
+
+32 prompts of mixed lengths, from one token to the context limit, are sent at once in random
+order, with aborts in between. QUADRIGA_TEST_CONTEXT sets the built-in model's context (it has
+8,192 tokens; a smaller one saves minutes).
+"""
+
+import asyncio
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
+
+from quadriga.client import AsyncClient, SamplingParams
+from quadriga.config import ModelArgs
+from quadriga.model_source import resolve_model
+from tests.server import running_server, settle
+
+NEW_TOKENS = 12
+
+
+def lengths_up_to(most: int) -> list[int]:
+    """32 lengths: 1, 2, ..., most, denser where they are small."""
+    return sorted({max(1, round(most ** (i / 31))) for i in range(32)} | {2, 3}) + [most] * 2
+
+
+def prompts_of(lengths: list[int], vocab_size: int) -> list[list[int]]:
+    chosen = random.Random(5)
+    lengths = (lengths * 32)[:32]
+    return [[chosen.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def reference(model: Any, prompt: list[int]) -> list[int]:
+    """What transformers gives to this prompt alone, without stopping at an end-of-text token."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        suppress_tokens=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+async def serve_all(endpoint: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Every prompt at once in random order, with as many requests between them that are aborted."""
+    greedy = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    order = list(range(len(prompts)))
+    chosen = random.Random(6)
+    chosen.shuffle(order)
+    async with AsyncClient(endpoint) as client:
+        handles, doomed = {}, []
+        for index in order:
+            handles[index] = client.submit(prompts[index], greedy)
+            doomed.append(client.submit(prompts[chosen.randrange(len(prompts))], greedy))
+        for number, handle in enumerate(doomed):
+            await asyncio.sleep(0.002 * (number % 3))
+            handle.abort()
+        completions = [await handles[index].completion() for index in range(len(prompts))]
+    return [completion.token_ids for completion in completions]
+
+
+def check(model: Any, prompts: list[list[int]], log: Path, *flags: str) -> None:
+    expected = [reference(model, prompt) for prompt in prompts]
+    with running_server(log, *flags, "--dtype", "float32") as server:
+        got = asyncio.run(serve_all(server.endpoint, prompts))
+        settle(server.endpoint, 60)
+    wrong = [len(p) for p, e, g in zip(prompts, expected, got, strict=True) if e != g]
+    assert not wrong, f"{len(wrong)} of {len(prompts)} differ; prompt lengths {wrong}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("flags", [[], ["--max-batch-size", "3", "--prefill-max-batch-size", "5"]])
+def test_a_tiny_model_of_each_family(
+    family: str, flags: list[str], gpt2_dir: Path, llama_dir: Path, tmp_path: Path
+) -> None:
+    directory = {"gpt2": gpt2_dir, "llama": llama_dir}[family]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    context = model.config.max_position_embeddings
+    prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), 512)
+    check(model, prompts, tmp_path / "log", "--model", str(directory),
+          "--worker-threads", "1", "--page-size", "4", *flags)  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_gpt2_at_full_size_with_random_weights(tmp_path: Path, gpt2_dir: Path) -> None:
+    directory = tmp_path / "gpt2"
+    torch.manual_seed(3)
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)).eval()
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(gpt2_dir / name, directory / name)
+    prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS), 50257)
+    check(model, prompts, tmp_path / "log", "--model", str(directory))
+
+
+@pytest.mark.timeout(600)
+def test_the_built_in_model(tmp_path: Path) -> None:
+    files = resolve_model(ModelArgs())
+    assert files.weights is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        files.weights.parent,
+        gguf_file=files.weights.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
+    prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
+    check(model, prompts, tmp_path / "log", "--context-length", str(context))
