@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quadriga.errors import ConfigError
 
-DEFAULT_PROMPT = "Four horses abreast pull one chariot, and none of them waits for another."
+DEFAULT_PROMPT = "Hello, my name is"
 
 Prompt = str | list[int]
 """Text, or token ids."""

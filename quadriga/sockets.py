@@ -132,9 +132,9 @@ class Poller:
         for source in sources:
             self._poller.register(getattr(source, "socket", source), zmq.POLLIN)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """timeout: seconds; None waits for ever."""
-        self._poller.poll(None if timeout is None else max(0, round(timeout * 1000)))
+    def wait(self, timeout: float | None = None) -> bool:
+        """timeout: seconds; None waits for ever. False where nothing came."""
+        return bool(self._poller.poll(None if timeout is None else max(0, round(timeout * 1000))))
 
 
 class AsyncPort:

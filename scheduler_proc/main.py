@@ -3,7 +3,7 @@
 import gc
 import time
 
-from quadriga.messages import AbortAll, ResultMessage, SchedulerMessage
+from quadriga.messages import AbortAll, ResultMessage, SchedulerMessage, Submit
 from quadriga.model_source import resolve_model
 from quadriga.process import ABORT, Child, run_child
 from quadriga.sockets import Inbox, Outbox, Poller
@@ -11,6 +11,11 @@ from scheduler_proc.scheduler import Scheduler
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
+QUIET_SECONDS = 0.001
+MOST_GATHERING_SECONDS = 0.004
+"""While the worker has nothing to do, requests that come together are waited for, until none has
+come for the first time, at most for the second: a step costs much the same for one row as for
+several, so that whoever just misses it waits for a whole step."""
 
 
 def main() -> None:
@@ -35,4 +40,16 @@ def serve(child: Child) -> None:
         for order, reason in child.lifeline.take_orders():
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
-        scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())
+        messages = list(inbox.drain(MESSAGES_A_ROUND))
+        if scheduler.idle and any(isinstance(message, Submit) for message in messages):
+            messages += _gather(inbox)
+        scheduler.iterate(messages, results.drain())
+
+
+def _gather(inbox: "Inbox[SchedulerMessage]") -> list[SchedulerMessage]:
+    """What else comes at the same time."""
+    messages: list[SchedulerMessage] = []
+    poller, deadline = Poller(inbox), time.monotonic() + MOST_GATHERING_SECONDS
+    while time.monotonic() < deadline and poller.wait(QUIET_SECONDS):
+        messages += inbox.drain(MESSAGES_A_ROUND)
+    return messages

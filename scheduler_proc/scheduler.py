@@ -102,6 +102,11 @@ class Scheduler:
         if self._draining and not self._requests and not self._outstanding:
             self._stop()
 
+    @property
+    def idle(self) -> bool:
+        """The worker has nothing to do."""
+        return not self._outstanding
+
     def _get_next_batch_to_run(self) -> ScheduleBatch:
         """Prefill first; else the decode group whose turn it is."""
         if self.admission is not None and len(self.waiting):
