@@ -1,0 +1,104 @@
+"""Bytes that are no request, clients that do not read: an answer each, and nobody else notices."""
+
+import os
+import random
+import time
+
+import msgpack
+import pytest
+import zmq
+
+from quadriga.client import Client, SamplingParams
+from quadriga.messages import MAX_FRAME_BYTES
+from tests.server import Server, settle
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+
+
+class RawClient:
+    """A DEALER that sends whatever it likes."""
+
+    def __init__(self, endpoint: str, receive_queue: int = 1000) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, os.urandom(16))
+        self.socket.rcvhwm = receive_queue
+        self.socket.sndhwm = 0
+        self.socket.linger = 0
+        self.socket.connect(endpoint)
+
+    def __enter__(self) -> "RawClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def receive(self, seconds: float = 20.0) -> list:  # type: ignore[type-arg]
+        assert self.socket.poll(int(seconds * 1000)), "no answer"
+        return msgpack.unpackb(self.socket.recv())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def alive(server: Server):  # type: ignore[no-untyped-def]
+    """After each of these the server still answers, with nothing running and no page held."""
+    yield
+    with Client(server.endpoint) as client:
+        assert len(client.generate("The quick", GREEDY).token_ids) == 8
+    settle(server.endpoint)
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        ([b""], "unreadable message"),
+        ([os.urandom(500)], "unreadable message"),
+        ([b"\xdd\xff\xff\xff\xff"], "truncated"),
+        ([b"a", b"b", b"c"], "this one has 3"),
+        ([msgpack.packb(["shutdown", 1])], "shutdown"),
+        ([msgpack.packb(["generate", 2, "r", "x"])], "version is 2: this server speaks 1"),
+        ([msgpack.packb(["generate", 1, "", "x"])], "request_id has 0 characters"),
+        ([msgpack.packb(["generate", 1, "r", "x", {"n": 5}])], "unknown field `n`"),
+        ([msgpack.packb(["generate", 1, "r", "x", {"max_new_tokens": "5"}])], "max_new_tokens"),
+    ],
+)
+def test_what_is_no_request_is_refused_by_name(
+    server: Server, frames: list[bytes], named: str
+) -> None:
+    with RawClient(server.endpoint) as client:
+        client.send(*frames)
+        tag, _, error = client.receive()
+        assert tag == "refused"
+        assert named in error[1]
+
+
+def test_a_100_mb_frame_is_refused_with_size_and_limit(server: Server) -> None:
+    with RawClient(server.endpoint) as client:
+        client.send(b"\x95" + b"x" * 100_000_000)
+        tag, _, error = client.receive()
+        assert tag == "refused"
+        assert f"100000001 bytes: at most {MAX_FRAME_BYTES}" in error[1]
+
+
+def test_a_flood_of_random_frames_disturbs_no_stream(server: Server) -> None:
+    chosen = random.Random(1)
+    with Client(server.endpoint) as client, RawClient(server.endpoint) as hostile:
+        expected = client.generate("The quick", GREEDY).token_ids
+        for _ in range(20_000):
+            hostile.send(chosen.randbytes(chosen.randrange(40)))
+        assert client.generate("The quick", GREEDY, timeout=30).token_ids == expected
+
+
+def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:
+    with RawClient(server.endpoint, receive_queue=1) as lazy, Client(server.endpoint) as client:
+        ping = msgpack.packb(["ping", 1])
+        deadline = time.monotonic() + 60
+        while "cut off" not in server.log.read_text():
+            assert time.monotonic() < deadline, "never cut off"
+            for _ in range(10_000):
+                lazy.send(ping)
+        assert len(client.generate("The quick", GREEDY).token_ids) == 8
+        while (message := lazy.receive())[0] != "server_gone":
+            assert message[0] == "pong"
+        assert message[1][0] == "slow_reader"
