@@ -100,5 +100,5 @@ def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:
                 lazy.send(ping)
         assert len(client.generate("The quick", GREEDY).token_ids) == 8
         while (message := lazy.receive())[0] != "server_gone":
-            assert message[0] == "pong"
+            assert message[0] in ("pong", "probe")
         assert message[1][0] == "slow_reader"
