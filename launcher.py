@@ -36,6 +36,7 @@ from quadriga.process import (
     FAIL,
 )
 
+BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 FAREWELL_TIMEOUT = 1.5
@@ -105,7 +106,6 @@ class Launcher:
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
         self._config = config
         self._model = model
-        self._began = time.monotonic()
         self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
         self._children: dict[str, ChildProcess] = {}
         self._selector = selectors.DefaultSelector()
@@ -148,6 +148,7 @@ class Launcher:
         return child
 
     def _wait_until_ready(self) -> int:
+        """EXIT_OK once every process has said that it can serve."""
         deadline = time.monotonic() + self._config.launch.start_timeout
         while not all(child.ready for child in self._children.values()):
             dead, stopped = self._next_event(deadline - time.monotonic())
@@ -175,7 +176,7 @@ class Launcher:
                 say(f"  {child.name}: {', '.join(child.phases)}")
         say(f"  KV pool {facts.get('tokens')} tokens · {facts.get('threads')} worker threads")
         say(
-            f"quadriga ready in {time.monotonic() - self._began:.1f} s · {self._model_name}"
+            f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._model_name}"
             f" {facts.get('dtype')} {facts.get('device')} · zmq {endpoint}"
         )
         python = os.path.relpath(sys.executable)

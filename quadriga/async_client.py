@@ -6,15 +6,13 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, overload
 
-import msgspec
-
-from quadriga import errors, sockets
+from quadriga import errors
 from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
 from quadriga.config import DEFAULT_ENDPOINT
-from quadriga.errors import DeadlineExceeded, InvalidRequest, ServerUnreachable
+from quadriga.connection import Connection
+from quadriga.errors import DeadlineExceeded, ServerFailed
 from quadriga.handle import Handle
 from quadriga.messages import (
-    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Chunks,
@@ -22,17 +20,11 @@ from quadriga.messages import (
     Generate,
     GetInfo,
     Info,
-    Ping,
-    Pong,
-    Probe,
     Refused,
     ServerGone,
     ServerMessage,
 )
 from quadriga.sampling import SamplingParams
-
-RECONNECT_GRACE = 1.0
-"""Seconds after a lost connection until the open requests are given up."""
 
 
 class AsyncClient:
@@ -48,13 +40,7 @@ class AsyncClient:
         self._counter = 0
         self._handles: dict[str, Handle] = {}
         self._infos: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
-        self._port: sockets.AsyncPort | None = None
-        self._watch: sockets.DisconnectWatch | None = None
-        self._pong: asyncio.Future[Pong] | None = None
-        self._instance = ""
-        self._max_frame_bytes = MAX_FRAME_BYTES
-        self._check: asyncio.Task[None] | None = None
+        self._connection = Connection(endpoint, self._identity, self._on_message, self._fail_all)
 
     async def __aenter__(self) -> "AsyncClient":
         await self.connect()
@@ -63,62 +49,20 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- connection -------------------------------------------------------------------------------
-
     async def connect(self) -> None:
-        """Find the server. Raises ServerUnreachable after connect_timeout."""
-        if self._port is not None:
-            return
-        socket = sockets.connect_front_door(self.endpoint, self._identity.bytes)
-        self._port = sockets.AsyncPort(socket, self._on_frames)
-        self._watch = sockets.DisconnectWatch(socket, self._on_disconnect)
-        try:
-            self._instance = (await self._ping(self._connect_timeout)).instance
-        except asyncio.TimeoutError:
-            await self._close(linger=0)
-            raise ServerUnreachable(
-                f"no answer from {self.endpoint} within {self._connect_timeout} s;"
-                " is the server running there?  python launcher.py"
-            ) from None
+        """Find the server. Raises ServerUnreachable after connect_timeout; once connected, the
+        reason why the connection was lost, if it was and the server is not back."""
+        if self._connection.is_open:
+            self._connection.raise_if_lost()
+        else:
+            await self._connection.open(self._connect_timeout)
 
     async def close(self) -> None:
         """Abort what is under way and disconnect."""
-        if self._handles and self._port is not None:
-            self._send(Abort(PROTOCOL_VERSION, ""))
+        if self._handles and self._connection.is_open:
+            self._connection.send(Abort(PROTOCOL_VERSION, ""))
         self._fail_all(ErrorInfo("aborted", "the client was closed"))
-        await self._close(linger=1)
-
-    async def _close(self, linger: float) -> None:
-        if self._check is not None:
-            self._check.cancel()
-        if self._watch is not None:
-            self._watch.close()
-        if self._port is not None:
-            self._port.close(linger)
-        self._port = self._watch = None
-
-    async def _ping(self, timeout: float) -> Pong:
-        self._pong = asyncio.get_running_loop().create_future()
-        self._send(Ping(PROTOCOL_VERSION))
-        pong = await asyncio.wait_for(self._pong, timeout)
-        self._max_frame_bytes = pong.max_frame_bytes
-        return pong
-
-    def _on_disconnect(self) -> None:
-        if self._check is None or self._check.done():
-            self._check = asyncio.get_running_loop().create_task(self._check_connection())
-
-    async def _check_connection(self) -> None:
-        """The connection broke: the server is back within the grace, or all requests end."""
-        lost = f"lost the connection to {self.endpoint}: its tokenizer process is gone"
-        try:
-            pong = await self._ping(RECONNECT_GRACE)
-        except asyncio.TimeoutError:
-            self._fail_all(ErrorInfo("server_unreachable", lost))
-        else:
-            if pong.instance != self._instance:
-                self._instance = pong.instance
-                self._fail_all(ErrorInfo("server_unreachable", f"{lost}; a new server is there"))
+        await self._connection.close(linger=1)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -133,13 +77,15 @@ class AsyncClient:
     ) -> Handle:
         """Send a request at once. The client must be connected.
 
-        Raises InvalidRequest for a prompt of a wrong type or a message over the frame limit.
+        Raises what ended the connection if it is lost; InvalidRequest for a prompt of a wrong type
+        or a message over the frame limit.
         """
+        self._connection.raise_if_lost()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
         handle = Handle(request_id, timeout, self._drop)
         wire = wire_prompt(prompt)
-        self._send(
+        self._connection.send(
             Generate(
                 PROTOCOL_VERSION,
                 request_id,
@@ -225,7 +171,7 @@ class AsyncClient:
     async def abort(self, request_id: str = "") -> None:
         """End a request of this client; without an id, all of them. They end with "abort"."""
         await self.connect()
-        self._send(Abort(PROTOCOL_VERSION, request_id))
+        self._connection.send(Abort(PROTOCOL_VERSION, request_id))
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """Gauges and counters of the server; the question travels the whole ring."""
@@ -233,7 +179,7 @@ class AsyncClient:
         request_id = f"info-{self._counter}"
         self._counter += 1
         answer = self._infos[request_id] = asyncio.get_running_loop().create_future()
-        self._send(GetInfo(PROTOCOL_VERSION, request_id))
+        self._connection.send(GetInfo(PROTOCOL_VERSION, request_id))
         try:
             return await asyncio.wait_for(answer, timeout)
         except asyncio.TimeoutError:
@@ -241,32 +187,15 @@ class AsyncClient:
         finally:
             self._infos.pop(request_id, None)
 
-    # --- wire -------------------------------------------------------------------------------------
-
-    def _send(self, message: msgspec.Struct) -> None:
-        if self._port is None:
-            raise ServerUnreachable(f"not connected to {self.endpoint}; call connect() first")
-        frame = sockets.encode(message)
-        if len(frame) > self._max_frame_bytes:
-            raise InvalidRequest(
-                f"the request is {len(frame)} bytes: the server takes at most"
-                f" {self._max_frame_bytes}; shorten the prompt",
-                "prompt",
-            )
-        self._port.send(frame)
+    # --- what comes back --------------------------------------------------------------------------
 
     def _drop(self, handle: Handle) -> None:
         """A caller lost interest: the server is told, and nothing of it is kept."""
-        if self._handles.pop(handle.request_id, None) is not None and self._port is not None:
-            self._send(Abort(PROTOCOL_VERSION, handle.request_id))
+        if self._handles.pop(handle.request_id, None) is not None and self._connection.is_open:
+            self._connection.send(Abort(PROTOCOL_VERSION, handle.request_id))
 
-    def _on_frames(self, frames: list[bytes]) -> None:
+    def _on_message(self, message: ServerMessage) -> None:
         now = time.time()
-        try:
-            message = self._decode(frames[0])
-        except msgspec.DecodeError as error:
-            self._fail_all(ErrorInfo("error", f"unreadable message from {self.endpoint}: {error}"))
-            return
         match message:
             case Chunks():
                 for chunk in message.chunks:
@@ -277,13 +206,13 @@ class AsyncClient:
             case Refused():
                 self._refused(message)
             case ServerGone():
+                if message.error.code == ServerFailed.code:
+                    self._connection.lost = message.error
                 self._fail_all(message.error)
             case Info():
-                self._answer(self._infos.get(message.request_id), message.values)
-            case Pong():
-                self._answer(self._pong, message)
-            case Probe():
-                pass
+                answer = self._infos.get(message.request_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.values)
 
     def _refused(self, message: Refused) -> None:
         handle = self._handles.get(message.request_id)
@@ -302,8 +231,3 @@ class AsyncClient:
         for future in self._infos.values():
             if not future.done():
                 future.set_exception(errors.from_code(error.code, error.message))
-
-    @staticmethod
-    def _answer(future: "asyncio.Future[Any] | None", value: Any) -> None:
-        if future is not None and not future.done():
-            future.set_result(value)

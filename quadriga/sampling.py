@@ -12,6 +12,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 class SamplingParams(
@@ -64,7 +65,12 @@ class SamplingParams(
             self.temperature,
             "must be a finite number >= 0; 0 is greedy",
         )
-        _check(self.top_k >= -1, "top_k", self.top_k, "must be >= 1, or -1 for off")
+        _check(
+            -1 <= self.top_k <= MAX_TOP_K,
+            "top_k",
+            self.top_k,
+            f"must be from 1 to {MAX_TOP_K}, or -1 for off",
+        )
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]; 1 is off")
         _check(
             self.seed is None or 0 <= self.seed <= MAX_SEED,

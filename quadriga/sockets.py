@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.utils.monitor
+from zmq.utils.monitor import parse_monitor_message
 
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.messages import MAX_FRAME_BYTES
@@ -197,13 +197,24 @@ class Unreachable(Exception):
     """The peer of a ROUTER's send is not connected."""
 
 
-class DisconnectWatch:
-    """Calls back when the connection of a socket (one of a ROUTER's) is lost."""
+class ConnectionWatch:
+    """Calls back when a connection of a socket (one of a ROUTER's) comes up or is lost."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_disconnect: Callable[[], None],
+        on_connect: Callable[[], None] = lambda: None,
+    ) -> None:
         self._watched = socket
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._port = AsyncPort(monitor, lambda frames: on_disconnect())
+        callbacks: dict[int, Callable[[], None]] = {
+            zmq.EVENT_DISCONNECTED: on_disconnect,
+            zmq.EVENT_CONNECTED: on_connect,
+        }
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        self._port = AsyncPort(
+            monitor, lambda frames: callbacks[parse_monitor_message(frames)["event"]]()
+        )
 
     def close(self) -> None:
         """Call before the watched socket is closed."""

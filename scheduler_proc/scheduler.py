@@ -17,29 +17,26 @@ from quadriga.errors import QuadrigaError
 from quadriga.messages import (
     AbortAll,
     AbortRequest,
-    CloseText,
     Drain,
     ErrorInfo,
     Info,
     InfoReply,
     InfoValues,
     Inspect,
-    OpenText,
     ResultMessage,
     SchedulerMessage,
-    StepOutput,
     StepResult,
     StopDetok,
     StopFound,
     StopWorker,
     Submit,
     WorkerReady,
-    pack_ids,
     unpack_ids,
 )
 from scheduler_proc.admission import Admission, check_queue
 from scheduler_proc.batch import ForwardMode, RunningBatch, ScheduleBatch
 from scheduler_proc.kv_pages import PagePool
+from scheduler_proc.output import RoundOutput, close_text, open_text
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.request import Request, Status
 from scheduler_proc.statistics import Statistics
@@ -77,7 +74,7 @@ class Scheduler:
         self.running = RunningBatch()
         self.admission: Admission | None = None
         self._outstanding: deque[ScheduleBatch] = deque()
-        self._output = _Output()
+        self._output = RoundOutput()
         self._draining = False
         self.stopped = False
         self.statistics = Statistics()
@@ -154,7 +151,7 @@ class Scheduler:
             request.first_token = time
             request.status = Status.DECODING
             self.statistics.prompt_tokens += len(request.prompt)
-            self._output.opened.append(_open_text(request))
+            self._output.opened.append(open_text(request))
         request.output.append(token)
         self.statistics.generation_tokens += 1
         self._output.seqs.append(request.seq)
@@ -244,7 +241,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
         self.statistics.ended[reason] += 1
-        self._output.closed.append(_close_text(request))
+        self._output.closed.append(close_text(request))
         self._forget(request)
         if request.in_flight == 0:
             self._release(request)
@@ -264,7 +261,7 @@ class Scheduler:
     def _flush_output(self) -> None:
         if not self._output.is_empty:
             self._detok.send(self._output.to_message(self._clock))
-            self._output = _Output()
+            self._output = RoundOutput()
 
     def _stop(self) -> None:
         self._worker.send(StopWorker())
@@ -313,52 +310,3 @@ class Scheduler:
             self.admission.pool.check()
             if not self._requests and not self._outstanding:
                 assert self.admission.pool.num_held == 0, "pages are held by nobody"
-
-
-class _Output:
-    """What the current round has for the detokenizer."""
-
-    __slots__ = ("closed", "opened", "seqs", "time", "tokens")
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.opened: list[OpenText] = []
-        self.seqs: list[int] = []
-        self.tokens: list[int] = []
-        self.closed: list[CloseText] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.seqs or self.closed)
-
-    def to_message(self, clock: Callable[[], float]) -> StepOutput:
-        time = self.time or clock()
-        return StepOutput(time, self.opened, self.seqs, pack_ids(self.tokens), self.closed)
-
-
-def _open_text(request: Request) -> OpenText:
-    return OpenText(
-        seq=request.seq,
-        client=request.client,
-        request_id=request.request_id,
-        stream=request.stream,
-        skip_special_tokens=request.params.skip_special_tokens,
-        stop_strings=request.params.stop_strings,
-    )
-
-
-def _close_text(request: Request) -> CloseText:
-    return CloseText(
-        seq=request.seq,
-        client=request.client,
-        request_id=request.request_id,
-        finish_reason=request.finish_reason,
-        matched_stop=request.matched_stop,
-        error=request.error,
-        prompt_tokens=len(request.prompt),
-        cached_tokens=0,
-        received=request.received,
-        tokenized=request.tokenized,
-        admitted=request.admitted,
-        first_token=request.first_token,
-    )

@@ -69,9 +69,9 @@ def launch(endpoint: str, *flags: str, log: Path | None = None) -> "subprocess.P
 
 
 @contextmanager
-def running_server(log: Path, *flags: str) -> Iterator[Server]:
+def running_server(log: Path, *flags: str, endpoint: str = "") -> Iterator[Server]:
     """A server that answers. On leaving it is stopped, and everything of it must be gone."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
     process = launch(endpoint, *flags, log=log)
     try:
         server = _wait_until_ready(process, endpoint, log)

@@ -10,7 +10,7 @@ import uvloop
 from quadriga.errors import ServerFailed
 from quadriga.model_source import resolve_model
 from quadriga.process import DRAIN, FAIL, Child, run_child
-from quadriga.sockets import AsyncPort, DisconnectWatch, Outbox, bind_frames, bind_front_door
+from quadriga.sockets import AsyncPort, ConnectionWatch, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
 from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder
@@ -32,7 +32,7 @@ async def serve(child: Child) -> None:
     port = AsyncPort(public, door.on_public)
     door.open(port)
     delivery_port = AsyncPort(deliveries, door.on_delivery)
-    watch = DisconnectWatch(public, door.on_disconnect)
+    watch = ConnectionWatch(public, door.on_disconnect)
     child.ready()
     gc.freeze()
     asyncio.get_running_loop().add_reader(

@@ -43,11 +43,17 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
 
 
 def _invert(scores: Tensor, draws: Tensor) -> Tensor:
-    """The first token whose cumulated weight exceeds draws[row] of the whole. [rows]"""
+    """The first token whose cumulated weight exceeds draws[row] of the whole. [rows]
+
+    A product that is rounded up to the whole would fall off the end; so would a NaN of a broken
+    model, for which any token is as good as another.
+    """
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     cumulated = weights.cumsum(-1)
-    targets = draws.unsqueeze(1) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    whole = cumulated[:, -1:]
+    targets = torch.minimum(draws.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
+    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    return drawn.clamp_(max=scores.shape[1] - 1)
 
 
 def _least_kept(scores: Tensor, rows: SamplingRows) -> Tensor | None:

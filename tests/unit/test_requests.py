@@ -35,6 +35,7 @@ def model(context: int = 16) -> ModelFiles:
         ("temperature", math.inf),
         ("temperature", -0.1),
         ("top_k", -2),
+        ("top_k", 2**63),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),

@@ -195,3 +195,15 @@ def test_a_request_continued_in_a_new_slot_samples_what_it_would_have(tmp_path: 
     continued = driver.add([4, 5, 6, *whole.output[:8]], 30, temperature=0.9, seed=3)
     driver.generate([continued], 12)
     assert continued.output == whole.output[8:20]
+
+
+@pytest.mark.parametrize("logits", [0.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1.0])
+def test_no_draw_and_no_logits_give_a_token_outside_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, logits: float, draw: float
+) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: torch.full(seed.shape, draw))
+    for rows in (rows_of(3), rows_of(3, top_k=5), rows_of(3, top_p=1e-30), rows_of(3, 1e30)):
+        tokens = sample(torch.full((3, 100), logits), rows)
+        assert tokens.min() >= 0
+        assert tokens.max() < 100
