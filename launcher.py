@@ -104,6 +104,7 @@ class Launcher:
     """One run of a server, from start to exit code."""
 
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
+        self._model_seconds = time.monotonic() - BEGAN
         self._config = config
         self._model = model
         self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
@@ -130,7 +131,10 @@ class Launcher:
 
     def _start(self, name: str) -> ChildProcess:
         ours, theirs = socket.socketpair()
-        location = {"model": self._model.location, "served_model_name": self._model_name}
+        location = {
+            "model": self._model.location,
+            "served_model_name": self._config.model.shown_name,
+        }
         command = [sys.executable, "-m", name, "--run-dir", str(self._run_dir)]
         command += ["--lifeline-fd", str(theirs.fileno())]
         command += self._config.replace(**location).to_argv()
@@ -171,22 +175,17 @@ class Launcher:
     def _announce(self) -> None:
         facts = self._children["worker_proc"].ready or {}
         endpoint = self._config.front_door.endpoint
+        say(f"  launcher: find model {self._model_seconds:.1f} s")
         for child in self._children.values():
             if child.phases:
                 say(f"  {child.name}: {', '.join(child.phases)}")
         say(f"  KV pool {facts.get('tokens')} tokens · {facts.get('threads')} worker threads")
         say(
-            f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._model_name}"
+            f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._config.model.shown_name}"
             f" {facts.get('dtype')} {facts.get('device')} · zmq {endpoint}"
         )
-        python = os.path.relpath(sys.executable)
-        python = python if len(python) < len(sys.executable) else sys.executable
         where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
-        say(f'ask it: {python} -m quadriga ask{where} "Name the capital of France."')
-
-    @property
-    def _model_name(self) -> str:
-        return self._config.model.shown_name
+        say(f'ask it: {sys.executable} -m quadriga ask{where} "Name the capital of France."')
 
     # --- serve ------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
-"""Idle means blocked."""
+"""Idle means blocked. QUADRIGA_TEST_IDLE_SECONDS: how long to look."""
 
+import os
 import time
 
 import psutil
 
 from tests.server import Server, settle
 
-SECONDS = 5.0
-MOST_CPU_SECONDS = 0.05
+SECONDS = float(os.environ.get("QUADRIGA_TEST_IDLE_SECONDS", "5"))
+MOST_CPU_SECONDS = SECONDS * 0.5 / 60
 """Half a second a minute, for all processes together."""
 
 
@@ -16,7 +17,9 @@ def test_an_idle_server_takes_no_cpu_time(server: Server) -> None:
     time.sleep(1.0)  # OpenMP's threads spin a little after their last work
     before = cpu_seconds(server)
     time.sleep(SECONDS)
-    assert cpu_seconds(server) - before <= MOST_CPU_SECONDS
+    spent = cpu_seconds(server) - before
+    print(f"{spent:.3f} s of CPU time in {SECONDS:g} s")
+    assert spent <= MOST_CPU_SECONDS
 
 
 def cpu_seconds(server: Server) -> float:
