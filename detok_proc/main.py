@@ -23,7 +23,7 @@ from quadriga.text import load_tokenizer
 
 def main() -> None:
     """`python -m detok_proc`. It yields the processor to the worker, on which all wait."""
-    run_child("detok_proc", body, niceness=5)
+    run_child("detok_proc", body, niceness=10)
 
 
 def body(child: Child) -> None:

@@ -11,15 +11,15 @@ from scheduler_proc.scheduler import Scheduler
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
-QUIET_SECONDS = 0.001
-MOST_GATHERING_SECONDS = 0.004
+QUIET_SECONDS = 0.002
+MOST_GATHERING_SECONDS = 0.010
 """While the worker has nothing to do, requests that come together are waited for, until none has
 come for the first time, at most for the second: a step costs much the same for one row as for
 several, so that whoever just misses it waits for a whole step."""
 
 
 def main() -> None:
-    run_child("scheduler_proc", serve, niceness=5)
+    run_child("scheduler_proc", serve, niceness=10)
 
 
 def serve(child: Child) -> None:

@@ -21,7 +21,7 @@ LAST_WORDS = 1.0
 
 
 def main() -> None:
-    run_child("tokenizer_proc", lambda child: uvloop.run(serve(child)), niceness=5)
+    run_child("tokenizer_proc", lambda child: uvloop.run(serve(child)), niceness=10)
 
 
 async def serve(child: Child) -> None:
