@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,16 @@ from quadriga.process import (
 
 BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
+SERVING_NEEDS = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "jinja2",
+    "uvloop",
+    "psutil",
+)
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 FAREWELL_TIMEOUT = 1.5
 """Seconds that the front door has to tell the clients that another process died."""
@@ -288,6 +299,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE)
+    missing = [name for name in SERVING_NEEDS if find_spec(name) is None]
+    if missing:
+        say(f"error: {', '.join(missing)} not installed; pip install -e '.[serve]'")
+        sys.exit(EXIT_START_FAILED)
     try:
         model = resolve_model(config.model, show_progress=True)
     except QuadrigaError as error:

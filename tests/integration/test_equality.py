@@ -104,7 +104,7 @@ def test_gpt2_at_full_size_with_random_weights(tmp_path: Path, gpt2_dir: Path) -
     check(model, prompts, tmp_path / "log", "--model", str(directory))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_built_in_model(tmp_path: Path) -> None:
     files = resolve_model(ModelArgs())
     assert files.weights is not None
