@@ -6,6 +6,7 @@ the same flags, so that each can be started by itself and `ps` shows how it was 
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -53,10 +54,12 @@ class FrontDoorArgs:
 
     def validate(self) -> None:
         _positive("tokenize_workers", self.tokenize_workers)
-        if not self.endpoint.startswith(("tcp://", "ipc://")):
+        # Not ipc: a second server would take the path over in silence.
+        address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
+        if address is None or not 1 <= int(address[1]) <= 65535:
             raise ConfigError(
-                f"endpoint is {self.endpoint!r}: it must start with tcp:// or ipc://,"
-                f" for example {DEFAULT_ENDPOINT}"
+                f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
+                f" to 65535, for example {DEFAULT_ENDPOINT}"
             )
 
 

@@ -49,9 +49,6 @@ class Encoder:
             "i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         )
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
 
 def _length(prompt: str | list[ChatMessage]) -> int:
     if isinstance(prompt, str):

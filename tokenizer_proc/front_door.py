@@ -103,24 +103,30 @@ class FrontDoor:
             ids = requests.check_ids(message, self._model.vocab_size)
             self._submit(client, message, ids, received)
             return
-        key = (client, message.request_id)
-        self._encoding[key] = False
+        self._encoding[client, message.request_id] = False
+        self._encoder.encode(
+            message.prompt, lambda future: self._encoded(client, message, received, future)
+        )
 
-        def encoded(future: "asyncio.Future[array[int]]") -> None:
-            aborted = self._encoding.pop(key, False)
-            try:
-                self._submit(client, message, future.result(), received)
-                if aborted:
-                    self._scheduler.send(AbortRequest(client, message.request_id))
-            except QuadrigaError as error:
-                self._refuse(client, message.request_id, error)
-            except Exception as error:
-                logging.exception("encoding failed")
-                refusal = InvalidRequest(f"prompt cannot be encoded: {error}", "prompt")
-                self._refuse(client, message.request_id, refusal)
-            self._pass_drain_on()
-
-        self._encoder.encode(message.prompt, encoded)
+    def _encoded(
+        self,
+        client: bytes,
+        message: Generate,
+        received: float,
+        ids: "asyncio.Future[array[int]]",
+    ) -> None:
+        aborted = self._encoding.pop((client, message.request_id), False)
+        try:
+            self._submit(client, message, ids.result(), received)
+            if aborted:
+                self._scheduler.send(AbortRequest(client, message.request_id))
+        except QuadrigaError as error:
+            self._refuse(client, message.request_id, error)
+        except Exception as error:
+            logging.exception("encoding failed")
+            refusal = InvalidRequest(f"prompt cannot be encoded: {error}", "prompt")
+            self._refuse(client, message.request_id, refusal)
+        self._pass_drain_on()
 
     def _submit(self, client: bytes, message: Generate, ids: "array[int]", received: float) -> None:
         truncate = message.truncate_prompt

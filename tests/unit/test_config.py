@@ -57,9 +57,12 @@ def test_a_memory_fraction_out_of_range_is_an_error(value: str) -> None:
         parse("--mem-fraction-static", value)
 
 
-def test_an_endpoint_without_a_transport_is_an_error_with_an_example() -> None:
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:5555", "ipc:///tmp/socket", "", "tcp://127.0.0.1:99999"]
+)
+def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5555"):
-        parse("--endpoint", "localhost:5555")
+        parse("--endpoint", endpoint)
 
 
 def test_the_prefill_width_is_the_decode_width_where_unset() -> None:
