@@ -51,8 +51,7 @@ def cost_between(before: Reading, after: Reading) -> Cost:
 
 def is_local(endpoint: str) -> bool:
     """Whether the server at `endpoint` runs on this machine, so that its pids mean something."""
-    scheme, _, address = endpoint.partition("://")
-    return scheme == "ipc" or address.startswith(LOCAL_HOSTS)
+    return endpoint.removeprefix("tcp://").startswith(LOCAL_HOSTS)
 
 
 def pids_of(info: Mapping[str, Any], endpoint: str) -> dict[str, int]:

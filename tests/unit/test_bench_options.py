@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.options import parse
+from bench.server import free_port
 from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main
 from quadriga.errors import ConfigError
 
@@ -55,7 +56,7 @@ def test_the_load_is_what_the_flags_say() -> None:
         ("--details", "add --json FILE"),
         ("--json /no/such/place/x.json", "there is no directory"),
         ("--endpoint tcp://127.0.0.1:7777 --page-size 4", "--page-size would have no effect"),
-        ("--endpoint nowhere", "must start with tcp://"),
+        ("--endpoint nowhere", "must be tcp://"),
         ("--num-req 3", "unrecognized arguments"),
         ("--submit-schedule sometimes", "invalid choice"),
     ],
@@ -70,10 +71,10 @@ def test_bad_flags_get_one_line(
 
 
 def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("bench.serving.CONNECT_SECONDS", 0.1)
-    assert main(["--endpoint", f"ipc://{tmp_path}/nobody"]) == EXIT_NO_SERVER
+    assert main(["--endpoint", f"tcp://127.0.0.1:{free_port()}"]) == EXIT_NO_SERVER
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "no answer from" in error

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.server import free_port
 from bench.serving import EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
 from quadriga import sockets
 from quadriga.messages import (
@@ -83,8 +84,8 @@ class FakeServer(threading.Thread):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[FakeServer]:
-    fake = FakeServer(f"ipc://{tmp_path}/front")
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer(f"tcp://127.0.0.1:{free_port()}")
     fake.start()
     yield fake
     fake.stopping = True
