@@ -54,6 +54,10 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as
         the server was started (--allow-auto-truncate).
     prompt_token_ids: int32 bytes, instead of a prompt, which is then empty: nothing is encoded.
+    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
+    queue_timeout: seconds until the request must have been admitted; timeout: until it must have
+        ended. Both count from its arrival and end it with deadline_exceeded. None: as the server
+        was started (--queue-timeout, --request-timeout).
     """
 
     version: int
@@ -63,6 +67,9 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     stream: bool = True
     truncate_prompt: bool | None = None
     prompt_token_ids: bytes | None = None
+    priority: int = 0
+    queue_timeout: float | None = None
+    timeout: float | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -196,6 +203,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     """A validated, tokenised request. client: the ROUTER's address of the one who asked.
 
     params: max_new_tokens and seed are filled in.
+    queue_deadline, deadline: Unix seconds; None where there is none.
     """
 
     client: bytes
@@ -205,6 +213,9 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     stream: bool
     received: float
     tokenized: float
+    priority: int = 0
+    queue_deadline: float | None = None
+    deadline: float | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -251,7 +262,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     """A request enters a slot.
 
     token_ids: every token known so far (int32 bytes); computed: how many of them are in the KV
-    pages already; pages: its page table (int32 bytes), long enough for all that it may become.
+    pages already; pages: its page table (int32 bytes), long enough for the tokens known so far.
     """
 
     slot: int
@@ -267,9 +278,13 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     """One forward step, as deltas against what the worker keeps of each slot.
 
-    The worker first forgets `released`, then takes in `new`, then computes for row i the next
-    num_tokens[i] tokens of slots[i]. A row whose computed tokens reach all that is known of its
-    slot samples one token, which the worker keeps as that slot's next input.
+    The worker first forgets `released`, then takes in `new`, appends to page tables what `grown`
+    says (int32 bytes: slot, page, slot, page, ...), then computes for row i the next num_tokens[i]
+    tokens of slots[i]. A row whose computed tokens reach all that is known of its slot samples one
+    token, which the worker keeps as that slot's next input.
+
+    Pages may be shared: a row reads what an earlier plan, or an earlier row of this same plan,
+    computed. So every row's keys and values of a layer are written before any row attends.
     """
 
     step: int
@@ -278,6 +293,7 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     num_tokens: bytes
     new: list[NewSlot]
     released: bytes
+    grown: bytes = b""
 
 
 class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):

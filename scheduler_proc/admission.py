@@ -29,12 +29,12 @@ class Admission:
         admitted: list[Request] = []
         budget = self._max_tokens
         while len(waiting) and len(admitted) < self._width and self._free_slots:
-            request = waiting.peek()
+            request = waiting.first(1, budget)[0]
             if request.to_compute > budget and admitted:
                 break
             if self._pages_of(request) > self.pool.num_free:
                 break
-            waiting.remove(request)
+            waiting.take(request)
             budget -= request.to_compute
             self._seat(request, now)
             admitted.append(request)

@@ -38,6 +38,9 @@ class Request:
     stream: bool
     received: float
     tokenized: float
+    priority: int = 0
+    queue_deadline: float | None = None
+    deadline: float | None = None
 
     status: Status = Status.WAITING
     output: "array[int]" = field(default_factory=lambda: array("i"))
@@ -69,6 +72,9 @@ class Request:
             stream=message.stream,
             received=message.received,
             tokenized=message.tokenized,
+            priority=message.priority,
+            queue_deadline=message.queue_deadline,
+            deadline=message.deadline,
             known=len(prompt),
         )
 
