@@ -31,9 +31,9 @@ class StepInputs:
 
 
 def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
-    """ValueError where the plan asks for tokens that nobody knows yet, or for a slot not held."""
-    slots = np.frombuffer(plan.slots, dtype="<i4").astype(np.int64)
-    num_tokens = np.frombuffer(plan.num_tokens, dtype="<i4").astype(np.int64)
+    """ValueError where the plan asks for a slot not held, or for tokens that nobody knows yet or that
+    have no page."""
+    slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
     _check(slots, num_tokens, table)
     computed = table.computed[slots]
     many = num_tokens > 1
@@ -56,12 +56,20 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
     )
 
 
+def ints_of(packed: bytes) -> Ints:
+    """The inverse of pack_ids, to count with."""
+    return np.frombuffer(packed, dtype="<i4").astype(np.int64)
+
+
 def _check(slots: Ints, num_tokens: Ints, table: SlotTable) -> None:
     if len(slots) == 0 or len(slots) != len(num_tokens) or num_tokens.min() < 1:
         raise ValueError(f"a plan of {len(slots)} slots with {num_tokens.tolist()} tokens")
-    if not table.held[slots].all():
-        raise ValueError(f"the plan computes for slots {slots.tolist()}, not all of them held")
+    table.require_held(slots, "computes for")
     if len(np.unique(slots)) != len(slots):
         raise ValueError(f"the plan has two rows for one slot: {slots.tolist()}")
-    if (table.computed[slots] + num_tokens > table.known[slots]).any():
+    ends = table.computed[slots] + num_tokens
+    if (ends > table.known[slots]).any():
         raise ValueError(f"the plan runs ahead of the known tokens of slots {slots.tolist()}")
+    beyond = ends > table.num_pages_of[slots] * table.page_size
+    if beyond.any():
+        raise ValueError(f"the plan computes beyond the pages of slots {slots[beyond].tolist()}")

@@ -48,7 +48,8 @@ class SlotTable:
     On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
     adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
     int64, filled up with the spare page; temperature, top_k (0 is off), top_p and seed [slots].
-    On the host, in numpy [slots]: known and computed (tokens), held, greedy.
+    On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row),
+    held, greedy.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class SlotTable:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.known = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.held = np.zeros(num_slots, dtype=np.bool_)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
 
     def release(self, slots: Ints) -> None:
         """Forget these slots. ValueError where one is not held."""
-        if not self.held[slots].all():
-            raise ValueError(f"the plan releases slots {slots.tolist()}, not all of them held")
+        self.require_held(slots, "releases")
         self.held[slots] = False
 
     def admit(self, new: Sequence[NewSlot]) -> None:
@@ -93,12 +94,37 @@ class SlotTable:
             self.held[one.slot] = True
             self.known[one.slot] = len(ids)
             self.computed[one.slot] = one.computed
+            self.num_pages_of[one.slot] = len(own_pages)
             self.greedy[one.slot] = one.temperature < GREEDY_BELOW_TEMPERATURE or one.top_k == 1
         slots = np.array([one.slot for one in new], dtype=np.int64)
         self._scatter(self.tokens, slots, token_ids)
         self.pages[self.to_device(slots)] = self.num_pages
         self._scatter(self.pages, slots, pages)
         self._set_sampling(self.to_device(slots), new)
+
+    def grow(self, slots: Ints, pages: Ints) -> None:
+        """Append pages[i] to the page table of slots[i], in order; a slot may come more than once.
+        ValueError for a slot not held, a page that does not exist, a page table that is full."""
+        if len(slots) == 0:
+            return
+        self.require_held(slots, "grows")
+        self._check_pages(pages, f"grown slots {slots.tolist()}")
+        order = np.argsort(slots, kind="stable")
+        slots, pages = slots[order], pages[order]
+        first_of_slot = np.searchsorted(slots, slots)
+        columns = self.num_pages_of[slots] + np.arange(len(slots)) - first_of_slot
+        max_pages = self.pages.shape[1]
+        if columns.max() >= max_pages:
+            full = np.unique(slots[columns >= max_pages]).tolist()
+            raise ValueError(f"the plan grows slots {full} beyond {max_pages} pages, the context")
+        self.pages[self.to_device(slots), self.to_device(columns)] = self.to_device(pages)
+        self.num_pages_of += np.bincount(slots, minlength=self.num_slots)
+
+    def require_held(self, slots: Ints, verb: str) -> None:
+        """ValueError where one is not held; `verb` says what the plan does to them."""
+        exist = (slots >= 0) & (slots < self.num_slots)
+        if not exist.all() or not self.held[slots].all():
+            raise ValueError(f"the plan {verb} slots {slots.tolist()}, not all of them held")
 
     def to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
@@ -113,8 +139,11 @@ class SlotTable:
             )
         if len(pages) > self.pages.shape[1] or len(pages) * self.page_size < known:
             raise ValueError(f"slot {one.slot}: {len(pages)} pages for {known} tokens")
+        self._check_pages(pages, f"slot {one.slot}")
+
+    def _check_pages(self, pages: Ints, whose: str) -> None:
         if pages.min() < 0 or pages.max() >= self.num_pages:
-            raise ValueError(f"slot {one.slot}: pages must be 0 to {self.num_pages - 1}")
+            raise ValueError(f"{whose}: pages {pages.tolist()} must be 0 to {self.num_pages - 1}")
 
     def _scatter(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
         """Write rows of different length to the beginnings of these rows of a table."""

@@ -12,7 +12,7 @@ from quadriga.model_source import ModelFiles
 from worker_proc.attention.base import AttentionBackend
 from worker_proc.attention.registry import make_attention
 from worker_proc.hardware import choose_device, choose_dtype
-from worker_proc.inputs import StepInputs, make_inputs
+from worker_proc.inputs import StepInputs, ints_of, make_inputs
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.loader import load_model
 from worker_proc.models.base import Model
@@ -34,8 +34,9 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. ValueError where the plan contradicts what is kept of the slots."""
         began = time.time()
-        self.table.release(np.frombuffer(plan.released, dtype="<i4"))
+        self.table.release(ints_of(plan.released))
         self.table.admit(plan.new)
+        self.table.grow(*ints_of(plan.grown).reshape(-1, 2).T)
         if not plan.slots:
             return StepResult(plan.step, b"", began, time.time())
         inputs = make_inputs(plan, self.table)
@@ -71,13 +72,16 @@ class Runner:
         return sampled
 
     def warm_up(self) -> None:
-        """One short extend and one decode, which leave nothing behind."""
-        count = min(self.table.page_size, self.table.context_length - 1, 8)
-        slot = pack_ids([0])
-        new = NewSlot(0, pack_ids([0] * max(count, 1)), 0, slot, 0.0, -1, 1.0, 0)
-        self.run(StepPlan(-1, EXTEND, slot, pack_ids([max(count, 1)]), [new], b""))
-        if count < self.table.page_size:
-            self.run(StepPlan(-1, DECODE, slot, pack_ids([1]), [], b""))
+        """One short extend and, where there is room for it, one decode, which leave nothing
+        behind."""
+        table = self.table
+        count = min(table.page_size, max(table.context_length - 1, 1), 8)
+        slot = page = pack_ids([0])
+        new = NewSlot(0, pack_ids([0] * count), 0, page, 0.0, -1, 1.0, 0)
+        self.run(StepPlan(-1, EXTEND, slot, pack_ids([count]), [new], b""))
+        if count < min(table.num_pages * table.page_size, table.context_length):
+            grown = pack_ids([0, 1]) if count == table.page_size else b""
+            self.run(StepPlan(-1, DECODE, slot, pack_ids([1]), [], b"", grown))
         self.run(StepPlan(-1, DECODE, b"", b"", [], slot))
 
 

@@ -261,3 +261,41 @@ def test_a_slot_that_does_not_add_up_is_refused(
     new = NewSlot(0, pack_ids(range(known)), computed, pack_ids(pages), 0.0, -1, 1.0, 0)
     with pytest.raises(ValueError, match="slot 0"):
         table.admit([new])
+
+
+def table_of_two() -> SlotTable:
+    """Slot 1 holds pages 5 and 6, slot 0 holds page 2; there is room for 8 pages a slot."""
+    table = SlotTable(num_slots=3, context_length=32, num_pages=8, page_size=4, device=CPU)
+    for slot, known, pages in ((1, 7, [5, 6]), (0, 1, [2])):
+        new = NewSlot(slot, pack_ids(range(known)), 0, pack_ids(pages), 0.0, -1, 1.0, 0)
+        table.admit([new])
+    return table
+
+
+def test_pages_are_appended_in_order_to_the_slots_that_grow() -> None:
+    table = table_of_two()
+    table.grow(np.array([1, 0, 1, 1]), np.array([7, 5, 0, 3]))
+    table.grow(np.array([0]), np.array([1]))
+    assert table.pages[0].tolist() == [2, 5, 1] + [8] * 5
+    assert table.pages[1].tolist() == [5, 6, 7, 0, 3] + [8] * 3
+    assert table.num_pages_of.tolist() == [3, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages", "message"),
+    [
+        ([2], [0], "grows slots .* not all of them held"),
+        ([0, 3], [0, 0], "grows slots .* not all of them held"),
+        ([-1], [0], "grows slots .* not all of them held"),
+        ([0, 1], [0, 8], "pages .* must be 0 to 7"),
+        ([0], [-1], "pages .* must be 0 to 7"),
+        ([1] * 7, [0] * 7, r"slots \[1\] beyond 8 pages"),
+    ],
+)
+def test_growth_that_does_not_add_up_is_refused(
+    slots: list[int], pages: list[int], message: str
+) -> None:
+    table = table_of_two()
+    with pytest.raises(ValueError, match=message):
+        table.grow(np.array(slots), np.array(pages))
+    assert table.num_pages_of.tolist() == [1, 2, 0]

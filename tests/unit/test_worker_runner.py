@@ -74,7 +74,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_a_request_alone_gets_the_tokens_of_transformers(case: Case) -> None:
     driver = Driver(case.runner())
     for prompt, expected in zip(case.prompts, case.expected, strict=True):
-        request = driver.add(prompt, room=COUNT)
+        request = driver.add(prompt)
         driver.generate([request], COUNT)
         assert request.output == expected
         driver.release(request)
@@ -82,7 +82,7 @@ def test_a_request_alone_gets_the_tokens_of_transformers(case: Case) -> None:
 
 def test_requests_in_one_batch_get_the_same_tokens_as_alone(case: Case) -> None:
     driver = Driver(case.runner(), seed=1)
-    requests = [driver.add(prompt, room=COUNT) for prompt in case.prompts]
+    requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT)
     assert [request.output for request in requests] == case.expected
 
@@ -90,7 +90,7 @@ def test_requests_in_one_batch_get_the_same_tokens_as_alone(case: Case) -> None:
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_chunked_prompts_beside_decoding_rows_get_the_same_tokens(case: Case, chunk: int) -> None:
     driver = Driver(case.runner(), seed=2)
-    requests = [driver.add(prompt, room=COUNT) for prompt in case.prompts]
+    requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk)
     assert [request.output for request in requests] == case.expected
 
@@ -100,7 +100,7 @@ def test_fused_attention_gets_the_same_tokens_as_written_out_scores(
 ) -> None:
     monkeypatch.setattr(torch_reference, "MOST_SCORES", 0)
     driver = Driver(case.runner(), seed=3)
-    requests = [driver.add(prompt, room=COUNT) for prompt in case.prompts]
+    requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk=9)
     assert [request.output for request in requests] == case.expected
 
@@ -111,7 +111,7 @@ def test_many_small_attention_groups_get_the_same_tokens(
     monkeypatch.setattr(torch_reference, "PADDING_ALLOWANCE", 0)
     monkeypatch.setattr(torch_reference, "MOST_GATHERED_BYTES", 2048)
     driver = Driver(llama.runner(), seed=4)
-    requests = [driver.add(prompt, room=COUNT) for prompt in llama.prompts]
+    requests = [driver.add(prompt) for prompt in llama.prompts]
     driver.generate(requests, COUNT, chunk=9)
     assert [request.output for request in requests] == llama.expected
 
@@ -134,7 +134,7 @@ def test_slots_and_pages_of_ended_requests_serve_others(llama: Case) -> None:
     driver = Driver(runner_of(llama.directory, max_running_requests=2, max_total_tokens=160))
     waiting = list(zip(llama.prompts, llama.expected, strict=True)) * 2
     for first, second in zip(waiting[::2], waiting[1::2], strict=True):
-        requests = [driver.add(prompt, room=COUNT) for prompt, _ in (first, second)]
+        requests = [driver.add(prompt) for prompt, _ in (first, second)]
         driver.generate(requests, COUNT)
         assert [request.output for request in requests] == [first[1], second[1]]
         for request in requests:
@@ -143,9 +143,9 @@ def test_slots_and_pages_of_ended_requests_serve_others(llama: Case) -> None:
 
 def test_a_request_joins_while_others_decode(llama: Case) -> None:
     driver = Driver(llama.runner())
-    early = [driver.add(prompt, room=COUNT) for prompt in llama.prompts[:4]]
+    early = [driver.add(prompt) for prompt in llama.prompts[:4]]
     driver.generate(early, 3)
-    late = [driver.add(prompt, room=COUNT) for prompt in llama.prompts[4:]]
+    late = [driver.add(prompt) for prompt in llama.prompts[4:]]
     driver.step(*((r, 1) for r in early), *((r, len(r.prompt)) for r in late))
     driver.generate(early + late, COUNT)
     assert [request.output for request in early + late] == llama.expected
@@ -153,7 +153,7 @@ def test_a_request_joins_while_others_decode(llama: Case) -> None:
 
 def test_decode_plans_need_not_wait_for_the_tokens_of_the_step_before(llama: Case) -> None:
     driver = Driver(llama.runner())
-    requests = [driver.add(prompt, room=COUNT) for prompt in llama.prompts]
+    requests = [driver.add(prompt) for prompt in llama.prompts]
     plans = [driver.plan([(r, len(r.prompt)) for r in requests])]
     plans += [driver.plan([(r, 1) for r in requests]) for _ in range(COUNT - 1)]
     results = [unpack_ids(driver.runner.run(plan).token_ids) for plan in plans]
@@ -172,18 +172,21 @@ def test_a_row_that_does_not_reach_its_last_known_token_samples_nothing(llama: C
 def test_computed_tokens_of_a_shared_page_are_not_computed_again(llama: Case) -> None:
     driver = Driver(llama.runner())
     prompt, expected = llama.prompts[6], llama.expected[6]
-    first = driver.add(prompt, room=COUNT)
+    first = driver.add(prompt)
     driver.step((first, len(prompt)))
-    runner, size = driver.runner, driver.runner.table.page_size
-    shared = first.pages[: 40 // size] + [driver.free_pages.pop() for _ in range(10)]
-    slot = driver.free_slots.pop()
-    new = NewSlot(slot, pack_ids(prompt), 40, pack_ids(shared), 0.0, -1, 1.0, 0)
-    rest = pack_ids([len(prompt) - 40])
-    tokens = [runner.run(StepPlan(1, EXTEND, pack_ids([slot]), rest, [new], b"")).token_ids]
-    for step in range(3):
-        plan = StepPlan(2 + step, DECODE, pack_ids([slot]), pack_ids([1]), [], b"")
-        tokens.append(runner.run(plan).token_ids)
-    assert [unpack_ids(token)[0] for token in tokens] == expected[:4]
+    second = driver.add(prompt, like=first, shared=40)
+    driver.generate([first, second], COUNT)
+    assert first.output == second.output == expected
+
+
+def test_a_request_taken_up_again_goes_on_where_it_was(llama: Case) -> None:
+    driver = Driver(llama.runner())
+    prompt, expected = llama.prompts[4], llama.expected[4]
+    request = driver.add(prompt)
+    driver.generate([request], 5)
+    again = driver.add(prompt + request.output, like=request, shared=16)
+    driver.generate([again], COUNT - 5)
+    assert request.output + again.output == expected
 
 
 def test_a_step_that_only_releases_returns_no_tokens(llama: Case) -> None:
@@ -201,7 +204,7 @@ def test_warming_up_leaves_no_trace(llama: Case) -> None:
     runner.warm_up()
     assert not runner.table.held.any()
     driver = Driver(runner)
-    requests = [driver.add(prompt, room=COUNT) for prompt in llama.prompts]
+    requests = [driver.add(prompt) for prompt in llama.prompts]
     driver.generate(requests, COUNT)
     assert [request.output for request in requests] == llama.expected
 
@@ -226,6 +229,17 @@ def test_plans_that_contradict_the_slots_are_refused(llama: Case) -> None:
     with pytest.raises(ValueError, match="is held"):
         again = NewSlot(request.slot, pack_ids([1]), 0, pack_ids([0]), 0.0, -1, 1.0, 0)
         driver.runner.run(StepPlan(1, DECODE, b"", b"", [again], b""))
+
+
+def test_a_row_beyond_the_pages_of_its_slot_is_refused(llama: Case) -> None:
+    driver = Driver(llama.runner())
+    request = driver.add([1, 2, 3, 4])
+    slot, one = pack_ids([request.slot]), pack_ids([1])
+    driver.step((request, 4))
+    with pytest.raises(ValueError, match=rf"beyond the pages of slots \[{request.slot}\]"):
+        driver.runner.run(StepPlan(1, DECODE, slot, one, [], b""))
+    grown = pack_ids([request.slot, driver.free_pages.pop()])
+    assert len(driver.runner.run(StepPlan(1, DECODE, slot, one, [], b"", grown)).token_ids) == 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_untied"])

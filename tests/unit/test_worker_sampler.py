@@ -175,7 +175,7 @@ def generated(directory: Path, together: bool) -> list[list[int]]:
     kinds = [(0.0, -1, 1.0), (0.8, -1, 1.0), (1.0, 20, 1.0), (1.2, -1, 0.9), (0.7, 50, 0.95)]
     for index, (prompt, kind) in enumerate(zip(prompts_of([3, 9, 1, 20, 14]), kinds, strict=True)):
         temperature, top_k, top_p = kind
-        requests.append(driver.add(prompt, 20, temperature, top_k, top_p, seed=index))
+        requests.append(driver.add(prompt, temperature, top_k, top_p, seed=index))
         if not together:
             driver.generate(requests[-1:], 20)
     driver.generate(requests, 20, chunk=6)
@@ -190,9 +190,9 @@ def test_seeded_requests_give_the_same_tokens_alone_and_in_a_batch(tmp_path: Pat
 def test_a_request_continued_in_a_new_slot_samples_what_it_would_have(tmp_path: Path) -> None:
     runner = runner_of(tiny_gpt2(tmp_path))
     driver = Driver(runner)
-    whole = driver.add([4, 5, 6], 30, temperature=0.9, seed=3)
+    whole = driver.add([4, 5, 6], temperature=0.9, seed=3)
     driver.generate([whole], 20)
-    continued = driver.add([4, 5, 6, *whole.output[:8]], 30, temperature=0.9, seed=3)
+    continued = driver.add([4, 5, 6, *whole.output[:8]], temperature=0.9, seed=3)
     driver.generate([continued], 12)
     assert continued.output == whole.output[8:20]
 

@@ -34,12 +34,11 @@ class Request:
     """One request: what it was given, and what the runner answered."""
 
     prompt: list[int]
-    sampling: dict[str, Any]
-    room: int
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    known: int = 0
+    slot: int
+    pages: list[int]
+    num_shared_pages: int
+    computed: int
+    known: int
     output: list[int] = field(default_factory=list)
 
     @property
@@ -48,7 +47,7 @@ class Request:
 
 
 class Driver:
-    """Pages are handed out in random order."""
+    """Pages are handed out in random order, and as late as may be."""
 
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self.runner = runner
@@ -58,26 +57,31 @@ class Driver:
         self.free_slots = list(range(table.num_slots))
         random.Random(seed).shuffle(self.free_slots)
         self._new: list[NewSlot] = []
+        self._grown: list[int] = []
         self._released: list[int] = []
         self._step = 0
 
     def add(
         self,
         prompt: Sequence[int],
-        room: int = 64,
         temperature: float = 0.0,
         top_k: int = -1,
         top_p: float = 1.0,
         seed: int = 0,
+        like: Request | None = None,
+        shared: int = 0,
     ) -> Request:
-        """Take a slot, and pages for the prompt and `room` more tokens."""
-        size, table = self.runner.table.page_size, self.runner.table
-        length = min(len(prompt) + room, table.context_length)
-        request = Request(list(prompt), {}, room, self.free_slots.pop(), known=len(prompt))
-        request.pages = [self.free_pages.pop() for _ in range(-(-length // size))]
+        """Take a slot, and pages for the prompt; its first `shared` tokens, whole pages, are those
+        of `like`, and count as computed."""
+        size = self.runner.table.page_size
+        pages = like.pages[: shared // size] if like else []
+        request = Request(
+            list(prompt), self.free_slots.pop(), pages, len(pages), shared, len(prompt)
+        )
+        self._take_pages(request, len(prompt))
         self._new.append(
             NewSlot(
-                request.slot, pack_ids(prompt), 0, pack_ids(request.pages),
+                request.slot, pack_ids(prompt), shared, pack_ids(request.pages),
                 temperature, top_k, top_p, seed,
             )
         )  # fmt: skip
@@ -87,11 +91,14 @@ class Driver:
         """Slot and pages go back, to be used again at once."""
         self._released.append(request.slot)
         self.free_slots.append(request.slot)
-        self.free_pages.extend(request.pages)
+        self.free_pages.extend(request.pages[request.num_shared_pages :])
 
     def plan(self, rows: Sequence[tuple[Request, int]]) -> StepPlan:
         counts = [count for _, count in rows]
         modes = {DECODE if request.left_of_prompt == 0 else EXTEND for request, _ in rows}
+        for request, count in rows:
+            for page in self._take_pages(request, request.computed + count):
+                self._grown += (request.slot, page)
         plan = StepPlan(
             self._step,
             MIXED if len(modes) > 1 else modes.pop(),
@@ -99,8 +106,9 @@ class Driver:
             pack_ids(counts),
             self._new,
             pack_ids(self._released),
+            pack_ids(self._grown),
         )
-        self._step, self._new, self._released = self._step + 1, [], []
+        self._step, self._new, self._released, self._grown = self._step + 1, [], [], []
         for request, count in rows:
             request.computed += count
             request.known += request.computed == request.known
@@ -114,6 +122,13 @@ class Driver:
             if token >= 0:
                 request.output.append(token)
         return tokens
+
+    def _take_pages(self, request: Request, tokens: int) -> list[int]:
+        """The pages that the request lacks for so many tokens, now its own."""
+        lacking = -(-tokens // self.runner.table.page_size) - len(request.pages)
+        taken = [self.free_pages.pop() for _ in range(lacking)]
+        request.pages += taken
+        return taken
 
     def generate(self, requests: Sequence[Request], count: int, chunk: int = 10**6) -> None:
         """Until each has `count` tokens: prompts in chunks, decode rows beside them."""
