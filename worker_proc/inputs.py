@@ -31,7 +31,7 @@ class StepInputs:
 
 
 def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
-    """ValueError where the plan asks for a slot not held, or for tokens that nobody knows yet or that
+    """ValueError where the plan asks for a slot not held, or for tokens that are not known yet or
     have no page."""
     slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
     _check(slots, num_tokens, table)

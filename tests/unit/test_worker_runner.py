@@ -179,6 +179,40 @@ def test_computed_tokens_of_a_shared_page_are_not_computed_again(llama: Case) ->
     assert first.output == second.output == expected
 
 
+def test_a_prompt_may_share_what_another_row_of_the_same_step_computes(case: Case) -> None:
+    """Three rows with one beginning: each layer's pages are filled before anyone reads them."""
+    driver = Driver(case.runner(), seed=5)
+    longest, expected = case.prompts[6], case.expected[6]
+    first = driver.add(longest)
+    second = driver.add(longest, like=first, shared=32)
+    third = driver.add(longest, like=second, shared=60)
+    driver.step((third, 4), (second, 32), (first, 64))
+    driver.generate([first, second, third], COUNT)
+    assert first.output == second.output == third.output == expected
+
+
+@pytest.mark.parametrize("most_scores", [torch_reference.MOST_SCORES, 0])
+def test_rows_of_every_kind_in_one_step_get_the_same_tokens_as_alone(
+    case: Case, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_reference, "MOST_SCORES", most_scores)
+    driver = Driver(case.runner(), seed=6)
+    prompts, expected = case.prompts, case.expected
+    decoding = [driver.add(prompt) for prompt in prompts[:3]]
+    driver.generate(decoding, 3)
+    chunked = driver.add(prompts[6])
+    driver.step((chunked, 24), *((request, 1) for request in decoding))
+    fresh = driver.add(prompts[4])
+    sharing = driver.add(prompts[6], like=chunked, shared=40)
+    rows = [(decoding[0], 1), (fresh, 17), (decoding[1], 1), (sharing, 24), (chunked, 20)]
+    driver.step(*rows, (decoding[2], 1))
+    everyone = [*decoding, fresh, chunked, sharing]
+    driver.generate(everyone, COUNT)
+    assert [request.output for request in everyone] == [
+        *expected[:3], expected[4], expected[6], expected[6]
+    ]  # fmt: skip
+
+
 def test_a_request_taken_up_again_goes_on_where_it_was(llama: Case) -> None:
     driver = Driver(llama.runner())
     prompt, expected = llama.prompts[4], llama.expected[4]

@@ -4,6 +4,10 @@ A page holds `page_size` consecutive tokens of one request, for every layer. How
 lie within it is the backend's own business. Pages are numbered 0 to num_pages - 1; `num_pages`
 itself is the number of one spare page, which fills the unused end of page table rows: nothing is
 ever written there, and what a backend may gather from it must be masked.
+
+Pages may be shared: the past of a row may lie in pages that another row of the same step fills (two
+prompts with a common beginning that start together). So a backend writes every row's keys and
+values of a layer before any row attends to it. A token is written by one row only.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +59,7 @@ class StepAttention(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Write the step's keys and values of `layer` into the pages, then attend.
+        """Write all the step's keys and values of `layer` into the pages, then attend.
 
         q: [tokens, heads, head_dim]; kv: [tokens, 2, kv_heads, head_dim], keys then values, with
         positions already applied. Either may be strided in all but its last dimension. Scores are
