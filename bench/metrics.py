@@ -15,7 +15,8 @@ MS = 1000.0
 class Record:
     """What was seen of one request. A time of 0.0: the request never came there.
 
-    due: when the absolute schedule wanted it sent; None under the relative schedule.
+    submit_start, submit_end: 0.0: it could not be sent, as a request that it continues failed.
+    due: when it should have been sent; None where the schedule named no time.
     received, tokenized, admitted, first_token: stamped by the server.
     token_times: the end of the step that gave each token, stamped by the server.
     arrivals: when the client got each token; the tokens of one chunk arrive together.
@@ -23,9 +24,10 @@ class Record:
     """
 
     index: int
-    submit_start: float
-    submit_end: float
+    submit_start: float = 0.0
+    submit_end: float = 0.0
     due: float | None = None
+    client: int = 0
     received: float = 0.0
     tokenized: float = 0.0
     admitted: float = 0.0
@@ -58,6 +60,58 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many tokens the requests had."""
+
+    mean: float
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to count as good, in ms; None: no limit. A request of one token
+    has no TPOT, and keeps any."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+    def is_kept(self, record: Record) -> bool:
+        """Failed requests keep nothing."""
+        if record.error is not None or not record.arrivals:
+            return False
+        ttft = (record.first_received - record.submit_start) * MS
+        tpot = max(_time_per_token(record), default=0.0) * MS
+        return _within(ttft, self.ttft_ms) and _within(tpot, self.tpot_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The requests that kept the Slo. share: of all, 0 to 1. rate: of them, per second."""
+
+    requests: int
+    share: float
+    rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """What one of several clients saw. Spreads as in Summary."""
+
+    client: int
+    requests: int
+    failed: int
+    completion_tokens: int
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+    latency: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One run. Spreads in ms; None where nothing was measured.
 
@@ -67,6 +121,8 @@ class Summary:
     parts_gap is the largest difference between the two over all requests, in ms.
     tpot: between the arrivals of the first and the last token. itl: gaps between the times at which
     consecutive tokens were made, whatever the stream interval; itl_received: between arrivals.
+    request_rate: requests done per second of duration. cache_hit_rate: share of the prompt tokens
+    that were cached, 0 to 1. goodput: None without limits. clients: empty where there is only one.
     """
 
     requests: int
@@ -91,6 +147,12 @@ class Summary:
     itl: Spread | None
     itl_received: Spread | None
     latency: Spread | None
+    request_rate: float | None
+    input_len: Sizes | None
+    output_len: Sizes | None
+    cache_hit_rate: float | None
+    goodput: Goodput | None
+    clients: tuple[ClientSummary, ...]
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -119,24 +181,31 @@ def spread(seconds: Iterable[float]) -> Spread | None:
     )
 
 
-def summarize(records: Sequence[Record], submit_wall: float) -> Summary:
-    """The figures of one run. Failed requests count only for what concerns submitting."""
+NO_SLO = Slo()
+
+
+def summarize(records: Sequence[Record], submit_wall: float, slo: Slo = NO_SLO) -> Summary:
+    """The figures of one run. Failed requests count only for what concerns submitting, and against
+    the goodput."""
+    sent = [record for record in records if record.submit_start]
     done = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]
+    prompt_tokens = sum(record.prompt_tokens for record in done)
     completion_tokens = sum(record.completion_tokens for record in done)
-    duration = _duration(records, done)
+    cached_tokens = sum(record.cached_tokens for record in done)
+    duration = _duration(sent, done)
     return Summary(
         requests=len(records),
         failed=len(errors),
         first_error=errors[0] if errors else None,
-        prompt_tokens=sum(record.prompt_tokens for record in done),
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        cached_tokens=sum(record.cached_tokens for record in done),
+        cached_tokens=cached_tokens,
         submit_wall=submit_wall,
         duration=duration,
-        throughput=completion_tokens / duration if duration > 0 else None,
-        submit_lag=spread(r.submit_start - r.due for r in records if r.due is not None),
-        add_request=spread(r.submit_end - r.submit_start for r in records),
+        throughput=_ratio(completion_tokens, duration),
+        submit_lag=spread(r.submit_start - r.due for r in sent if r.due is not None),
+        add_request=spread(r.submit_end - r.submit_start for r in sent),
         to_server=_between(done, "submit_start", "received"),
         tokenize=_between(done, "received", "tokenized"),
         queue_wait=_between(done, "tokenized", "admitted"),
@@ -148,13 +217,59 @@ def summarize(records: Sequence[Record], submit_wall: float) -> Summary:
         itl=spread(gap for r in done for gap in _gaps(r.token_times)),
         itl_received=spread(gap for r in done for gap in _gaps(r.arrivals)),
         latency=_between(done, "submit_start", "finished"),
+        request_rate=_ratio(len(done), duration),
+        input_len=_sizes([record.prompt_tokens for record in done]),
+        output_len=_sizes([record.completion_tokens for record in done]),
+        cache_hit_rate=_ratio(cached_tokens, prompt_tokens),
+        goodput=_goodput(records, slo, duration) if slo else None,
+        clients=_by_client(records),
     )
 
 
-def _duration(records: Sequence[Record], done: Sequence[Record]) -> float:
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _within(value: float, limit: float | None) -> bool:
+    return limit is None or value <= limit
+
+
+def _sizes(tokens: Sequence[int]) -> Sizes | None:
+    return Sizes(sum(tokens) / len(tokens), min(tokens), max(tokens)) if tokens else None
+
+
+def _goodput(records: Sequence[Record], slo: Slo, duration: float) -> Goodput:
+    good = sum(slo.is_kept(record) for record in records)
+    return Goodput(good, good / len(records), _ratio(good, duration))
+
+
+def _by_client(records: Sequence[Record]) -> tuple[ClientSummary, ...]:
+    clients: dict[int, list[Record]] = {}
+    for record in records:
+        clients.setdefault(record.client, []).append(record)
+    if len(clients) == 1:
+        return ()
+    return tuple(_of_client(client, clients[client]) for client in sorted(clients))
+
+
+def _of_client(client: int, records: Sequence[Record]) -> ClientSummary:
+    done = [record for record in records if record.error is None]
+    return ClientSummary(
+        client=client,
+        requests=len(records),
+        failed=len(records) - len(done),
+        completion_tokens=sum(record.completion_tokens for record in done),
+        ttft=_between(done, "submit_start", "first_received"),
+        tpot=spread(time for r in done for time in _time_per_token(r)),
+        itl=spread(gap for r in done for gap in _gaps(r.token_times)),
+        latency=_between(done, "submit_start", "finished"),
+    )
+
+
+def _duration(sent: Sequence[Record], done: Sequence[Record]) -> float:
     if not done:
         return 0.0
-    return max(0.0, max(r.finished for r in done) - min(r.submit_start for r in records))
+    return max(0.0, max(r.finished for r in done) - min(r.submit_start for r in sent))
 
 
 def _between(records: Iterable[Record], start: str, end: str) -> Spread | None:

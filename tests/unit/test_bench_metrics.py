@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.metrics import Record, percentile, spread, summarize
+from bench.metrics import Goodput, Record, Sizes, Slo, percentile, spread, summarize
 
 
 def record(index: int = 0, **changes: object) -> Record:
@@ -132,3 +132,54 @@ def test_a_stage_that_was_not_reached_is_left_out() -> None:
 def test_stamps_out_of_order_show_in_the_sum_of_the_parts() -> None:
     summary = summarize([record(), record(1, tokenized=100.005)], 0.0)
     assert summary.parts_gap == pytest.approx(5.0, abs=1e-3)
+
+
+def test_a_request_that_could_not_be_sent_is_failed_and_nothing_else() -> None:
+    unsent = Record(1, error="not sent", finished=100.2)
+    summary = summarize([record(), unsent], 0.0)
+    assert (summary.requests, summary.failed) == (2, 1)
+    assert summary.duration == pytest.approx(0.5)
+    assert summary.add_request is not None and summary.add_request.count == 1
+
+
+def test_rate_lengths_and_cache_hits_are_over_the_requests_that_were_done() -> None:
+    other = record(1, prompt_tokens=13, completion_tokens=6, cached_tokens=8, finished=102.0)
+    summary = summarize([record(), other, record(2, error="x", prompt_tokens=99)], 0.0)
+    assert summary.request_rate == pytest.approx(1.0)
+    assert summary.input_len == Sizes(10.0, 7, 13)
+    assert summary.output_len == Sizes(4.5, 3, 6)
+    assert summary.cache_hit_rate == pytest.approx(10 / 20)
+
+
+def test_goodput_counts_the_requests_that_keep_every_limit() -> None:
+    late = record(1, arrivals=[100.250, 100.30, 100.35], finished=102.0)
+    slow = record(2, arrivals=[100.150, 101.0, 101.2])
+    records = [record(), late, slow, record(3, error="QueueFull: full")]
+    assert summarize(records, 0.0).goodput is None
+    expected = {Slo(200.0, 200.0): 1, Slo(ttft_ms=200.0): 2, Slo(tpot_ms=200.0): 2, Slo(1.0): 0}
+    for slo, kept in expected.items():
+        assert summarize(records, 0.0, slo).goodput == Goodput(kept, kept / 4, kept / 2.0)
+
+
+def test_a_request_of_one_token_keeps_any_tpot() -> None:
+    one = record(arrivals=[100.1], token_times=[100.1])
+    assert Slo(tpot_ms=0.001).is_kept(one)
+    assert not Slo(ttft_ms=99.0).is_kept(one)
+    assert not Slo(ttft_ms=999.0).is_kept(record(arrivals=[]))
+
+
+def test_several_clients_have_figures_of_their_own() -> None:
+    slow = record(1, client=5, arrivals=[100.9], token_times=[100.9], completion_tokens=1)
+    failed = record(2, client=5, error="x")
+    light, heavy = summarize([slow, failed, record(0, client=3)], 0.0).clients
+    assert (light.client, light.requests, light.failed) == (3, 1, 0)
+    assert (heavy.client, heavy.requests, heavy.failed) == (5, 2, 1)
+    assert light.ttft is not None and light.ttft.p50 == pytest.approx(150.0)
+    assert heavy.ttft is not None and heavy.ttft.p50 == pytest.approx(900.0)
+    assert light.itl is not None and light.itl.count == 2
+    assert heavy.itl is None
+    assert heavy.completion_tokens == 1
+
+
+def test_one_client_has_no_figures_beside_those_of_all() -> None:
+    assert summarize([record(), record(1)], 0.0).clients == ()
