@@ -2,17 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from bench.metrics import Record
-from bench.workload import Prompt, Schedule
+from bench.workload import Job, Prompt
 from quadriga.errors import QuadrigaError
 from quadriga.sampling import SamplingParams
 
-AT_ONCE = Schedule()
 Clock = Callable[[], float]
+AT_ONCE = 0.0
+"""A gap: each request leaves when the submit of the one before has ended."""
 
 
 class BenchClient(Protocol):
@@ -30,71 +34,179 @@ class BenchClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of a run, in the order of sending. submit_wall: seconds until all were sent."""
+    """The records of a run, in the order of its jobs. start: Unix seconds. submit_wall: seconds
+    until all were sent."""
 
     records: list[Record]
+    start: float
     submit_wall: float
 
 
 async def drive(
     clients: Sequence[BenchClient],
-    prompts: Sequence[Prompt],
+    jobs: Sequence[Job],
     params: SamplingParams,
-    schedule: Schedule = AT_ONCE,
+    gap: float | None = AT_ONCE,
     truncate: bool | None = None,
     on_done: Callable[[], None] = lambda: None,
     clock: Clock = time.time,
 ) -> Run:
-    """Send every prompt when the schedule says so, and wait for every end.
+    """Send every request when it is due, and wait for every end.
 
-    on_done is called once for each request that has ended.
+    gap: seconds from the end of a submit to the next; None: by each request's `at`, counted from
+    the start of the run, so that a late request does not delay those after it. One that follows
+    another always waits for that one's end. The clients of the requests share the connections in
+    turn. on_done is called once for each request that has ended.
     """
-    records: list[Record] = []
-    readers: list[asyncio.Task[None]] = []
-    start = ended = clock()
-    try:
-        for index, prompt in enumerate(prompts):
-            await _wait_until(schedule.due(index, start, ended), clock)
-            client = clients[index % len(clients)]
-            began = clock()
-            chunks = _submit(client, prompt, params, truncate)
-            ended = clock()
-            record = Record(index, began, ended, schedule.planned(index, start))
-            records.append(record)
-            readers.append(asyncio.create_task(_read(chunks, record, on_done, clock)))
-        await asyncio.gather(*readers)
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-    return Run(records, submit_wall=ended - start)
+    return await _Drive(clients, jobs, params, truncate, on_done, clock).run(gap)
 
 
-async def _wait_until(due: float, clock: Clock) -> None:
-    """Sleep until then. Never without giving way, so that what has arrived is stamped in time."""
-    await asyncio.sleep(max(0.0, due - clock()))
+class _Drive:
+    """A run under way: one task per request that was sent."""
+
+    def __init__(
+        self,
+        clients: Sequence[BenchClient],
+        jobs: Sequence[Job],
+        params: SamplingParams,
+        truncate: bool | None,
+        on_done: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self._jobs = jobs
+        self._params = params
+        self._truncate = truncate
+        self._on_done = on_done
+        self._clock = clock
+        self._connections = _connections(clients, jobs)
+        self._followers = _followers(jobs)
+        self._records: dict[int, Record] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, gap: float | None) -> Run:
+        start = self._clock()
+        try:
+            if gap is None:
+                await self._send_by_the_clock(start)
+            else:
+                await self._send_in_turn(start, gap)
+            while self._tasks:
+                await asyncio.gather(*self._tasks)
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        records = [self._records[index] for index in range(len(self._jobs))]
+        return Run(records, start, max(record.submit_end for record in records) - start)
+
+    async def _send_by_the_clock(self, start: float) -> None:
+        """Each request that follows no other, at its own time."""
+        for index in sorted(self._roots(), key=lambda root: self._jobs[root].request.at):
+            due = start + self._jobs[index].request.at
+            await self._wait_until(due)
+            self._send(index, self._jobs[index].prompt, due)
+
+    async def _send_in_turn(self, start: float, gap: float) -> None:
+        """Each request that follows no other, a gap after the submit before."""
+        due = start
+        for index in self._roots():
+            await self._wait_until(due)
+            due = self._send(index, self._jobs[index].prompt, None).submit_end + gap
+
+    def _roots(self) -> list[int]:
+        return [i for i, job in enumerate(self._jobs) if job.request.follows is None]
+
+    async def _wait_until(self, due: float) -> None:
+        """Sleep until then. Never without giving way, so that arrivals are stamped in time."""
+        await asyncio.sleep(max(0.0, due - self._clock()))
+
+    def _send(self, index: int, prompt: Prompt, due: float | None) -> Record:
+        """Submit a request; a task of its own reads the answer."""
+        request = self._jobs[index].request
+        params = msgspec.structs.replace(self._params, max_new_tokens=request.max_new_tokens)
+        options: dict[str, Any] = {"priority": request.priority} if request.priority else {}
+        began = self._clock()
+        chunks: AsyncIterator[Any] | QuadrigaError
+        try:
+            chunks = self._connections[request.client].submit(
+                prompt, params, truncate_prompt=self._truncate, **options
+            )
+        except QuadrigaError as error:
+            chunks = error
+        record = Record(index, began, self._clock(), due, client=request.client)
+        self._records[index] = record
+        self._start(self._finish(record, prompt, chunks))
+        return record
+
+    async def _finish(
+        self, record: Record, prompt: Prompt, chunks: AsyncIterator[Any] | QuadrigaError
+    ) -> None:
+        self._ended(record, prompt, await _read(chunks, record, self._clock))
+
+    def _ended(self, record: Record, prompt: Prompt, generated: list[int]) -> None:
+        """Let those go that wait for this one."""
+        self._on_done()
+        for index in self._followers.get(record.index, ()):
+            head: list[int] = []
+            if self._jobs[index].request.continues:
+                assert isinstance(prompt, list), "only token ids can be continued"
+                head = prompt + generated
+            self._start(self._follow(index, record, head))
+
+    async def _follow(self, index: int, before: Record, head: list[int]) -> None:
+        """Send a request when its time after the end of another has come, with `head` in front."""
+        job = self._jobs[index]
+        if job.request.continues and before.error is not None:
+            self._leave_out(index, before)
+            return
+        due = before.finished + job.request.at
+        await self._wait_until(due)
+        self._send(index, head + job.prompt if isinstance(job.prompt, list) else job.prompt, due)
+
+    def _leave_out(self, index: int, before: Record) -> None:
+        """The rest of a chat cannot be sent when a turn has failed."""
+        record = Record(index, client=self._jobs[index].request.client, finished=before.finished)
+        record.error = f"not sent: request {before.index}, which it continues, failed"
+        self._records[index] = record
+        self._ended(record, [], [])
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it as a task. One that breaks is kept, so that it is seen."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._drop_if_done)
+
+    def _drop_if_done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._tasks.discard(task)
 
 
-def _submit(
-    client: BenchClient, prompt: Prompt, params: SamplingParams, truncate: bool | None
-) -> AsyncIterator[Any] | QuadrigaError:
-    try:
-        return client.submit(prompt, params, truncate_prompt=truncate)
-    except QuadrigaError as error:
-        return error
+def _connections(clients: Sequence[BenchClient], jobs: Sequence[Job]) -> dict[int, BenchClient]:
+    """The connection of each client that the requests name."""
+    named = dict.fromkeys(job.request.client for job in jobs)
+    return {name: clients[place % len(clients)] for place, name in enumerate(named)}
+
+
+def _followers(jobs: Sequence[Job]) -> dict[int, list[int]]:
+    """Which requests wait for the end of each."""
+    followers = defaultdict(list)
+    for index, job in enumerate(jobs):
+        if job.request.follows is not None:
+            followers[job.request.follows].append(index)
+    return followers
 
 
 async def _read(
-    chunks: AsyncIterator[Any] | QuadrigaError,
-    record: Record,
-    on_done: Callable[[], None],
-    clock: Clock,
-) -> None:
-    """Fill in the record from the chunks of its request."""
+    chunks: AsyncIterator[Any] | QuadrigaError, record: Record, clock: Clock
+) -> list[int]:
+    """Fill in the record from the chunks of its request; the generated ids."""
+    generated: list[int] = []
     try:
         if isinstance(chunks, QuadrigaError):
             raise chunks
         async for chunk in chunks:
+            generated += chunk.token_ids
             record.token_times += chunk.token_times
             record.arrivals += [chunk.received_at] * len(chunk.token_ids)
             if chunk.completion is not None:
@@ -103,9 +215,9 @@ async def _read(
         if not record.finished:
             record.error = "the stream ended without an end marker"
     except QuadrigaError as error:
-        record.finished = clock()
         record.error = f"{type(error).__name__}: {error}"
-    on_done()
+    record.finished = record.finished or clock()
+    return generated
 
 
 def _complete(record: Record, completion: Any) -> None:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.metrics import MS, Record, Spread, Summary, percentile
+from bench.metrics import MS, ClientSummary, Record, Sizes, Slo, Spread, Summary, percentile
 from bench.options import Options
 from bench.resources import Cost
 
 UNKNOWN = "n/a"
+SHOWN_CLIENTS = 4
 HEADING = "=== streaming benchmark ==="
 
 
@@ -34,6 +36,7 @@ def block(options: Options, result: Result) -> str:
         *_load_lines(options, result.summary),
         *_time_lines(result.summary),
         *_own_lines(options, result),
+        *_traffic_lines(options, result.summary),
     ]
     return "\n".join(lines)
 
@@ -54,15 +57,14 @@ def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
 
 
 def _load_lines(options: Options, summary: Summary) -> list[str]:
-    schedule = options.schedule
-    kind = "absolute" if schedule.absolute else "relative"
-    lag = _spread(summary.submit_lag) if schedule.absolute else f"{UNKNOWN} (relative schedule)"
+    relative = options.gap is not None
+    lag = f"{UNKNOWN} (relative schedule)" if relative else _spread(summary.submit_lag)
     return [
         f"Requests: {summary.requests}",
         f"Prompt tokens (total): {summary.prompt_tokens}",
         f"Completion tokens (total): {summary.completion_tokens}",
         f"Submit wall: {summary.submit_wall * MS:.2f} ms",
-        f"Submit interval/schedule: {schedule.interval * MS:g} ms / {kind}",
+        f"Submit interval/schedule: {_schedule(options)}",
         f"Submit lag p50/p95/p99: {lag}",
         f"add_request latency p50/p95/p99: {_spread(summary.add_request, digits=3)}",
     ]
@@ -83,20 +85,46 @@ def _time_lines(summary: Summary) -> list[str]:
 
 def _own_lines(options: Options, result: Result) -> list[str]:
     summary, cost = result.summary, result.cost
-    share = cost.busy_share
     return [
         f"Client->server p50/p95/p99: {_spread(summary.to_server)}",
         f"Detok + delivery p50/p95/p99: {_spread(summary.delivery)}",
         f"ITL as received p50/p95/p99: {_spread(summary.itl_received)}",
         f"Sum of the parts - TTFT: {_parts_gap(summary)}",
         f"Prefix cache: {_prefix_cache(options, result.info)}",
-        f"Prefix cache hits: {summary.cached_tokens} tokens",
-        f"Worker busy: {UNKNOWN if share is None else f'{share:.1%}'}"
+        f"Prefix cache hits: {summary.cached_tokens} tokens"
+        f" ({_percent(summary.cache_hit_rate)} of the prompt tokens)",
+        f"Worker busy: {_percent(cost.busy_share)}"
         f" ({UNKNOWN if cost.steps is None else cost.steps} steps)",
         f"Step gap p50/p99: {_number(cost.step_gap_ms_p50, 3)}/{_number(cost.step_gap_ms_p99, 3)}"
         " ms",
         f"CPU time per completion token: {_cpu(cost, summary.completion_tokens)}",
         failures(summary),
+    ]
+
+
+def _traffic_lines(options: Options, summary: Summary) -> list[str]:
+    lines = [
+        f"Request rate asked/achieved: {_rate(options)} / {_number(summary.request_rate)}"
+        " requests/s",
+        f"Input length mean (lowest to highest): {_sizes(summary.input_len)}",
+        f"Output length mean (lowest to highest): {_sizes(summary.output_len)}",
+    ]
+    if summary.goodput is not None:
+        lines.append(
+            f"Goodput ({_limits(options.slo)}): {summary.goodput.share:.1%} of the requests,"
+            f" {_number(summary.goodput.rate)} requests/s"
+        )
+    if len(summary.clients) <= SHOWN_CLIENTS:
+        lines += [line for client in summary.clients for line in _client_lines(client)]
+    return lines
+
+
+def _client_lines(client: ClientSummary) -> list[str]:
+    name = f"Client {client.client}"
+    return [
+        f"{name} requests (failed): {client.requests} ({client.failed})",
+        f"{name} TTFT p50/p95/p99: {_spread(client.ttft)}",
+        f"{name} ITL p50/p95/p99: {_spread(client.itl)}",
     ]
 
 
@@ -154,9 +182,38 @@ def _run_as_dict(result: Result, details: bool) -> dict[str, Any]:
 
 
 def _pretok(options: Options) -> str:
-    if options.workload.random_ids is not None:
-        return "on (random token ids)"
+    if options.workload.text is None:
+        return "on (token ids of a trace)" if options.spec is None else "on (random token ids)"
     return "on" if options.pretok else "off"
+
+
+def _schedule(options: Options) -> str:
+    """What stands between two submits, and what it is counted by."""
+    spec = options.spec
+    if options.gap is not None:
+        return f"{options.gap * MS:g} ms / relative"
+    if spec is None:
+        return "as in the file / trace"
+    if spec.max_concurrency is not None:
+        return f"{spec.think_time * MS:g} ms after an end / closed loop of {spec.max_concurrency}"
+    interval = MS / spec.request_rate
+    if math.isinf(spec.request_rate) or math.isinf(spec.burstiness):
+        return f"{interval:g} ms / absolute"
+    kind = "Poisson" if spec.burstiness == 1 else f"gamma of burstiness {spec.burstiness:g}"
+    return f"{interval:g} ms on average / {kind}"
+
+
+def _rate(options: Options) -> str:
+    if options.gap:
+        return f"{1 / options.gap:g}"
+    if options.spec is None or options.spec.max_concurrency is not None:
+        return UNKNOWN
+    return f"{options.spec.request_rate:g}" + (" chats" if options.spec.turns > 1 else "")
+
+
+def _limits(slo: Slo) -> str:
+    limits = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms}
+    return ", ".join(f"{name} <= {ms:g} ms" for name, ms in limits.items() if ms is not None)
 
 
 def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:
@@ -183,6 +240,14 @@ def _spread(spread: Spread | None, digits: int = 2) -> str:
     if spread is None:
         return UNKNOWN
     return "/".join(f"{v:.{digits}f}" for v in (spread.p50, spread.p95, spread.p99)) + " ms"
+
+
+def _sizes(sizes: Sizes | None) -> str:
+    return UNKNOWN if sizes is None else f"{sizes.mean:.1f} ({sizes.low} to {sizes.high}) tokens"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.1%}"
 
 
 def _p50(spread: Spread | None) -> float | None:

@@ -5,6 +5,7 @@ Exit codes: 0 all requests finished, 1 some failed, 2 bad flags, 3 no server, 13
 """
 
 import asyncio
+import dataclasses
 import signal
 import sys
 import time
@@ -19,13 +20,14 @@ if not __package__:
 from tqdm import tqdm
 
 from bench import report
-from bench.drive import drive
+from bench.drive import Run, drive
 from bench.metrics import Summary, summarize
 from bench.options import Options, parse
 from bench.report import Result
 from bench.resources import Reading, cost_between, cpu_seconds, pids_of
 from bench.server import OwnServer
-from bench.workload import Prompt, pretokenize
+from bench.trace import TraceRequest, write_trace
+from bench.workload import Job, pretokenize
 from quadriga.client import AsyncClient
 from quadriga.config import ModelArgs
 from quadriga.errors import (
@@ -41,6 +43,8 @@ CONNECT_SECONDS = 5.0
 START_CONNECT_SECONDS = 1.0
 """Per attempt, while a server of our own starts."""
 START_INFO_SECONDS = 2.0
+MAX_CONNECTIONS = 64
+"""More clients than that share them."""
 Encode = Callable[[str], list[int]]
 
 
@@ -64,7 +68,7 @@ async def bench(options: Options, encode: Encode | None = None) -> int:
         endpoint, info = await _server(options, stack)
         clients = [
             await stack.enter_async_context(AsyncClient(endpoint, CONNECT_SECONDS))
-            for _ in range(options.num_clients)
+            for _ in range(_num_connections(options.workload.requests))
         ]
         if options.pretok and encode is None:
             encode = tokenizer_of(options, str(info.get("model", "")))
@@ -97,8 +101,8 @@ class Runs:
     async def warm_up(self, number: int) -> Summary:
         """One warm-up, with prompts that no measured run uses."""
         print(f"=== warmup {number + 1}/{self._options.warmup_runs} ===", flush=True)
-        prompts = self._prompts(self._options.repeat_runs + number)
-        summary = (await self._run(prompts, "warmup")).summary
+        jobs = self._jobs(self._options.repeat_runs + number)
+        summary = (await self._run(jobs, "warmup"))[0].summary
         if summary.failed:
             print(report.failures(summary), flush=True)
         return summary
@@ -108,30 +112,33 @@ class Runs:
         runs = self._options.repeat_runs
         if runs > 1:
             print(f"=== run {number + 1}/{runs} ===", flush=True)
-        result = await self._run(self._prompts(number), "run")
+        jobs = self._jobs(number)
+        result, run = await self._run(jobs, "run")
         print(report.block(self._options, result), flush=True)
+        if number == 0 and self._options.save_trace is not None:
+            write_trace(self._options.save_trace, as_sent(jobs, run))
         return result
 
-    def _prompts(self, run: int) -> list[Prompt]:
-        prompts = self._options.workload.prompts(run, self._vocab_size)
-        return pretokenize(prompts, self._encode) if self._encode else prompts
+    def _jobs(self, run: int) -> list[Job]:
+        jobs = self._options.workload.jobs(run, self._vocab_size)
+        return pretokenize(jobs, self._encode) if self._encode else jobs
 
-    async def _run(self, prompts: Sequence[Prompt], title: str) -> Result:
+    async def _run(self, jobs: Sequence[Job], title: str) -> tuple[Result, Run]:
         options = self._options
         before = await self._read()
         hidden = not sys.stderr.isatty()
-        with tqdm(total=len(prompts), desc=title, unit="req", leave=False, disable=hidden) as bar:
+        with tqdm(total=len(jobs), desc=title, unit="req", leave=False, disable=hidden) as bar:
             run = await drive(
                 self._clients,
-                prompts,
+                jobs,
                 options.params,
-                options.schedule,
+                options.gap,
                 options.truncate,
                 on_done=lambda: bar.update(),
             )
         after = await self._read()
-        summary = summarize(run.records, run.submit_wall)
-        return Result(summary, cost_between(before, after), run.records, after.info)
+        summary = summarize(run.records, run.submit_wall, options.slo)
+        return Result(summary, cost_between(before, after), run.records, after.info), run
 
     async def _read(self) -> Reading:
         """The counters now. A server that is gone has none; its requests tell what happened."""
@@ -141,6 +148,24 @@ class Runs:
         except QuadrigaError:
             info = {}
         return Reading(time.time(), info, cpu_seconds(pids_of(info, client.endpoint)))
+
+
+def as_sent(jobs: Sequence[Job], run: Run) -> list[TraceRequest]:
+    """The trace of a run. A request without a time of its own gets that at which it was sent, and
+    one whose prompt was a text gets its token ids."""
+    requests = []
+    for job, record in zip(jobs, run.records, strict=True):
+        request = job.request
+        if request.follows is None and record.due is None:
+            request = dataclasses.replace(request, at=record.submit_start - run.start)
+        if not request.num_own_tokens and isinstance(job.prompt, list):
+            request = dataclasses.replace(request, ids=tuple(job.prompt))
+        requests.append(request)
+    return requests
+
+
+def _num_connections(requests: Sequence[TraceRequest]) -> int:
+    return min(MAX_CONNECTIONS, len({request.client for request in requests}))
 
 
 async def _server(options: Options, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:

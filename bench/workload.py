@@ -1,74 +1,81 @@
-"""What is sent, and when."""
+"""What is sent: the prompts of every run."""
 
-import random
+import dataclasses
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.trace import FIRST_ID, TraceRequest, prompt_ids
 from quadriga.errors import ConfigError
 
 DEFAULT_PROMPT = "Hello, my name is"
+
+GOLDEN_RATIO = 0.6180339887
+"""Its multiples, modulo 1, stay far from one another: each run shifts ids by another distance."""
 
 Prompt = str | list[int]
 """Text, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """interval: seconds between two submits. absolute: counted from the start of the run, so that
-    a late request does not delay those after it; else from the end of the submit before.
-    """
+class Job:
+    """One request to send. prompt: its own part, where it continues another request."""
 
-    interval: float = 0.0
-    absolute: bool = False
-
-    def planned(self, index: int, start: float) -> float | None:
-        """When request `index` should leave; None where the schedule names no time."""
-        return start + index * self.interval if self.absolute else None
-
-    def due(self, index: int, start: float, previous_end: float) -> float:
-        """When request `index` may leave, given the end of the submit before it."""
-        planned = self.planned(index, start)
-        if planned is not None:
-            return planned
-        return start if index == 0 else previous_end + self.interval
+    request: TraceRequest
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The prompts of every run, `count` of them in each.
+    """The requests, and their prompts in every run.
 
     Measured runs and warm-ups have a number each, and no two runs share a prompt: a run that
-    repeats another's would be served from the prefix cache, and measure nothing. Run 0 sends the
-    text as it is given; in other runs, and in front of every prompt where they shall be unique,
-    stands a word that differs from its first letter on.
+    repeats another's would be served from the prefix cache, and measure nothing. What the prompts
+    of one run share is the same in every run.
+
+    text: the prompt of all requests; None: token ids, as the requests say. Run 0 sends the text as
+    it is given; in other runs, and in front of every prompt where they shall be unique, stands a
+    word that differs from its first letter on. Literal ids are sent as they are in run 0, and as
+    others in other runs.
     """
 
-    count: int
-    text: str = DEFAULT_PROMPT
+    requests: Sequence[TraceRequest]
+    text: str | None = DEFAULT_PROMPT
     unique: bool = False
-    random_ids: int | None = None
     seed: int = 0
 
-    def prompts(self, run: int, vocab_size: int | None = None) -> list[Prompt]:
-        """The prompts of a run. vocab_size: ids to draw from, for `random_ids`."""
-        if self.random_ids is not None:
-            if vocab_size is None:
-                raise ConfigError("--random-input-len needs a server that tells its vocab_size")
-            return [self._random(run, index, vocab_size) for index in range(self.count)]
-        if self.unique:
-            first = run * self.count
-            return [f"{word(first + index)} {self.text}" for index in range(self.count)]
-        return [self.text if run == 0 else f"{word(run - 1)} {self.text}"] * self.count
+    def jobs(self, run: int, vocab_size: int | None = None) -> list[Job]:
+        """The jobs of a run. vocab_size: ids to draw from, where no text is sent."""
+        prompts = self._texts(run) if self.text is not None else self._ids(run, vocab_size)
+        return [Job(*pair) for pair in zip(self.requests, prompts, strict=True)]
 
-    def _random(self, run: int, index: int, vocab_size: int) -> Prompt:
-        """Random ids. The first counts through the vocabulary, so that no two prompts share it."""
-        assert self.random_ids is not None
-        number = run * self.count + index
-        source = random.Random(f"{self.seed}/{number}")
-        first = random.Random(self.seed).randrange(vocab_size) + number
-        rest = [source.randrange(vocab_size) for _ in range(self.random_ids - 1)]
-        return [first % vocab_size, *rest]
+    def _texts(self, run: int) -> Sequence[Prompt]:
+        count = len(self.requests)
+        if self.unique:
+            return [f"{word(run * count + index)} {self.text}" for index in range(count)]
+        return [self.text or "" if run == 0 else f"{word(run - 1)} {self.text}"] * count
+
+    def _ids(self, run: int, vocab_size: int | None) -> Sequence[Prompt]:
+        if vocab_size is None or vocab_size <= FIRST_ID:
+            raise ConfigError(
+                "token ids are drawn from the vocabulary, and the server says that its"
+                f" vocab_size is {vocab_size}: send a text with --prompt"
+            )
+        seed = self.seed if run == 0 else f"{self.seed}/{run}"
+        return [
+            prompt_ids(_other_ids(request, run, vocab_size), vocab_size, seed).tolist()
+            for request in self.requests
+        ]
+
+
+def _other_ids(request: TraceRequest, run: int, vocab_size: int) -> TraceRequest:
+    """Each literal id replaced by another one, so that equal prefixes of one run stay equal."""
+    if run == 0 or not request.ids:
+        return request
+    drawable = vocab_size - FIRST_ID
+    shift = int(run * GOLDEN_RATIO % 1 * drawable)
+    ids = tuple(FIRST_ID + (token - FIRST_ID + shift) % drawable for token in request.ids)
+    return dataclasses.replace(request, ids=ids)
 
 
 def word(number: int) -> str:
@@ -83,15 +90,14 @@ def word(number: int) -> str:
         number -= 1
 
 
-def pretokenize(prompts: list[Prompt], encode: Callable[[str], list[int]]) -> list[Prompt]:
-    """The same prompts as token ids; equal texts are encoded once."""
+def pretokenize(jobs: Sequence[Job], encode: Callable[[str], list[int]]) -> list[Job]:
+    """The same jobs with token ids as prompts; equal texts are encoded once."""
     known: dict[str, list[int]] = {}
-    ids: list[Prompt] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            if prompt not in known:
-                known[prompt] = encode(prompt)
-            ids.append(known[prompt])
-        else:
-            ids.append(prompt)
-    return ids
+    encoded = []
+    for job in jobs:
+        if isinstance(job.prompt, str):
+            if job.prompt not in known:
+                known[job.prompt] = encode(job.prompt)
+            job = Job(job.request, known[job.prompt])
+        encoded.append(job)
+    return encoded

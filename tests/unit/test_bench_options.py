@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.metrics import Slo
 from bench.options import parse
 from bench.server import free_port
 from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main
+from bench.trace import Lengths, TraceRequest, TraceSpec, generate, write_trace
+from bench.workload import Workload
 from quadriga.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +37,67 @@ def test_the_load_is_what_the_flags_say() -> None:
     pace = "--submit-interval-ms 20 --submit-schedule absolute --no-stop-on-eos --truncate"
     options = parse(f"{flags} {pace}".split())
     assert options.workload.text == "Hi Hi Hi"
-    assert (options.workload.count, options.workload.unique) == (5, True)
-    assert (options.schedule.interval, options.schedule.absolute) == (0.02, True)
-    assert (options.params.max_new_tokens, options.params.ignore_eos) == (9, True)
+    requests = options.workload.requests
+    assert (len(requests), options.workload.unique) == (5, True)
+    assert options.gap is None
+    assert [request.at for request in requests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
+    assert [request.max_new_tokens for request in requests] == [9] * 5
+    assert options.params.ignore_eos is True
     assert options.truncate is True
     assert parse([]).truncate is None
+
+
+def test_an_interval_is_relative_unless_asked_otherwise() -> None:
+    assert parse([]).gap == 0.0
+    assert parse(["--submit-interval-ms", "20"]).gap == 0.02
+    for flags in ("--request-rate 5", "--max-concurrency 2", "--submit-schedule absolute"):
+        assert parse(flags.split()).gap is None
+
+
+def test_traffic_is_generated_as_the_flags_say() -> None:
+    lengths = "--random-input-len 16:256 --max-new-tokens lognormal:20:0.5:4:64"
+    sharing = "--prefix-groups 3 --prefix-len 32 --prefix-order grouped --turns 2 --think-time 1.5"
+    pace = "--request-rate 5 --burstiness 0.5 --num-clients 2 --num-requests 8 --seed 3"
+    options = parse(f"{lengths} {sharing} {pace}".split())
+    assert options.spec == TraceSpec(
+        num_requests=8,
+        output_len=Lengths(4, 64, 20.0, 0.5),
+        input_len=Lengths(16, 256),
+        request_rate=5.0,
+        burstiness=0.5,
+        prefix_groups=3,
+        prefix_len=32,
+        shuffle_groups=False,
+        turns=2,
+        think_time=1.5,
+        num_clients=2,
+        seed=3,
+    )
+    assert options.workload.requests == list(generate(options.spec))
+    assert options.workload.text is None
+    assert parse(["--max-concurrency", "4"]).workload.requests[4].follows == 0
+
+
+def test_a_text_can_have_a_pace_and_lengths_too() -> None:
+    flags = "--prompt Hi --request-rate 5 --max-new-tokens 1:9 --num-requests 50"
+    options = parse(flags.split())
+    assert options.workload.text == "Hi"
+    assert len({request.max_new_tokens for request in options.workload.requests}) == 9
+
+
+def test_a_trace_is_read_and_says_all_but_the_sampling(tmp_path: Path) -> None:
+    trace = [TraceRequest(0.5, ((1, 4),), 2, client=3), TraceRequest(0.0, (), 2, follows=0)]
+    write_trace(tmp_path / "t", trace)
+    options = parse(f"--trace {tmp_path / 't'} --seed 4 --no-stop-on-eos".split())
+    assert options.workload == Workload(trace, text=None, seed=4)
+    assert (options.spec, options.gap) == (None, None)
+    assert options.params.ignore_eos is True
+    assert options.flags["trace"] == str(tmp_path / "t")
+
+
+def test_limits_make_a_goodput() -> None:
+    assert parse(["--slo-ttft-ms", "200"]).slo == Slo(ttft_ms=200.0)
+    assert not parse([]).slo
 
 
 @pytest.mark.parametrize(
@@ -53,14 +112,33 @@ def test_the_load_is_what_the_flags_say() -> None:
         ("--num-clients 0", "num_clients must be positive"),
         ("--seed -1", "seed must be from 0"),
         ("--random-input-len 4 --prompt x", "leave --prompt"),
-        ("--details", "add --json FILE"),
+        ("--details", "--details has no effect without --json: add it"),
+        ("--trace t --num-requests 4 --turns 2",
+         "--num-requests, --turns would have no effect beside --trace: leave --num-requests and"),
+        ("--trace /no/such/t", "/no/such/t cannot be read: No such file"),
+        ("--save-trace t", "--save-trace has no effect without --trace or --random-input-len or"),
+        ("--pretok --save-trace /no/such/t", "there is no directory"),
+        ("--burstiness 2", "--burstiness has no effect without --request-rate"),
+        ("--request-rate 0", "request_rate must be positive"),
+        ("--request-rate fast", "invalid float value"),
+        ("--request-rate 5 --submit-interval-ms 20", "leave --submit-interval-ms out"),
+        ("--max-concurrency 5 --request-rate 20", "leave --request-rate out"),
+        ("--max-concurrency 0", "max_concurrency must be positive"),
+        ("--turns 2", "--turns has no effect without --random-input-len"),
+        ("--think-time 2", "--think-time has no effect without --turns or --max-concurrency"),
+        ("--prefix-groups 2 --prefix-len 4", "no effect without --random-input-len"),
+        ("--prefix-groups 2 --random-input-len 4", "prefix_groups and prefix_len go together"),
+        ("--prefix-len 2 --random-input-len 4", "no effect without --prefix-groups"),
+        ("--max-new-tokens some", "max_new_tokens is 'some': it must be N, LOW:HIGH"),
+        ("--random-input-len 0", "random_input_len must be positive"),
+        ("--slo-ttft-ms 0", "slo_ttft_ms must be positive"),
         ("--json /no/such/place/x.json", "there is no directory"),
         ("--endpoint tcp://127.0.0.1:7777 --page-size 4", "--page-size would have no effect"),
         ("--endpoint nowhere", "must be tcp://"),
         ("--num-req 3", "unrecognized arguments"),
         ("--submit-schedule sometimes", "invalid choice"),
     ],
-)
+)  # fmt: skip
 def test_bad_flags_get_one_line(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.drive import Run
+from bench.metrics import Record
 from bench.server import free_port
-from bench.serving import EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
+from bench.serving import EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, as_sent, main
+from bench.trace import TraceRequest, prompt_ids, write_trace
+from bench.workload import Job
 from quadriga import sockets
 from quadriga.messages import (
     PROTOCOL_VERSION,
@@ -32,6 +36,7 @@ from quadriga.messages import (
     StageTimes,
     Usage,
     pack_ids,
+    unpack_ids,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +135,63 @@ def test_requests_carry_what_the_flags_say(server: FakeServer) -> None:
     assert request.truncate_prompt is True
     assert (request.params.max_new_tokens, request.params.ignore_eos) == (5, True)
     assert request.params.temperature == 0.0
+
+
+def own_ids(request: Generate) -> list[int]:
+    return unpack_ids(request.prompt_token_ids or b"").tolist()
+
+
+def test_a_trace_is_sent_with_what_it_says_of_each_request(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    chat = [TraceRequest(0.0, ((1, 4),), 2), TraceRequest(0.0, ((2, 3),), 7, follows=0)]
+    write_trace(path, [*chat, TraceRequest(0.01, (), 2, client=5, ids=(7, 8))])
+    assert bench(server, f"--trace {path} --warmup-runs 0 --seed 2") == EXIT_OK
+    sent = sorted(server.requests, key=lambda request: len(own_ids(request)))
+    prompts = [prompt_ids(request, 500, 2).tolist() for request in chat]
+    assert [own_ids(request) for request in sent] == [
+        [7, 8],
+        prompts[0],
+        [*prompts[0], 1, 2, *prompts[1]],
+    ]
+    assert [request.params.max_new_tokens for request in sent] == [2, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--random-input-len 4:9 --max-new-tokens 1:9 --turns 2 --request-rate 1000",
+        "--random-input-len 4 --prefix-groups 2 --prefix-len 8",
+        "--pretok --prompt Hi --unique-prompts --max-new-tokens 3 --submit-interval-ms 1",
+    ],
+)
+def test_a_saved_trace_sends_the_same_again(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    monkeypatch.setattr("bench.serving.tokenizer_of", lambda *_: lambda text: [*text.encode()])
+    path = tmp_path / "t.jsonl"
+    flags = f"{flags} --num-requests 4 --repeat-runs 2 --warmup-runs 1"
+    assert bench(server, f"{flags} --save-trace {path}") == EXIT_OK
+    first = sorted((own_ids(r), r.params.max_new_tokens or 0) for r in server.requests[4:8])
+    server.requests.clear()
+    assert bench(server, f"--trace {path} --warmup-runs 1") == EXIT_OK
+    again = sorted((own_ids(r), r.params.max_new_tokens or 0) for r in server.requests)
+    assert all(request in again for request in first)
+    warm_up = [own_ids(request) for request in server.requests[:4]]
+    assert not [ids for ids, _ in first if ids in warm_up]
+
+
+def test_times_of_their_own_are_saved_for_requests_without_any() -> None:
+    jobs = [
+        Job(TraceRequest(0.0, (), 3), [7]),
+        Job(TraceRequest(0.5, ((1, 4),), 3, follows=0), [8]),
+    ]
+    records = [Record(0, 100.25, 100.5), Record(1, 0.0, 0.0)]
+    assert as_sent(jobs, Run(records, 100.0, 0.5)) == [
+        TraceRequest(0.25, (), 3, ids=(7,)),
+        jobs[1].request,
+    ]
 
 
 def test_all_requests_ride_on_one_connection_unless_asked_otherwise(server: FakeServer) -> None:

@@ -1,4 +1,4 @@
-"""Prompts and schedule."""
+"""The prompts of every run."""
 
 from typing import Any
 
@@ -6,31 +6,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload import Schedule, Workload, pretokenize, word
+from bench.trace import TraceRequest
+from bench.workload import Job, Prompt, Workload, pretokenize, word
 from quadriga.errors import ConfigError
+
+REQUEST = [TraceRequest(0.0, (), 1)]
+
+
+def texts(run: int = 0, count: int = 3, **changes: Any) -> list[Any]:
+    workload = Workload(REQUEST * count, **{"text": "Hello", **changes})
+    return [job.prompt for job in workload.jobs(run)]
+
+
+def ids(run: int, *requests: TraceRequest, seed: int = 0, vocab_size: int = 1000) -> list[Any]:
+    workload = Workload(requests, text=None, seed=seed)
+    return [job.prompt for job in workload.jobs(run, vocab_size)]
 
 
 def test_run_zero_sends_the_text_as_it_is() -> None:
-    assert Workload(count=3, text="Hello").prompts(0) == ["Hello"] * 3
+    assert texts() == ["Hello"] * 3
+
+
+def test_each_job_has_its_request() -> None:
+    requests = [TraceRequest(0.0, (), n) for n in (1, 2)]
+    assert [job.request for job in Workload(requests).jobs(0)] == requests
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.booleans())
 def test_no_two_runs_share_a_prompt(count: int, runs: int, unique: bool) -> None:
-    workload = Workload(count=count, text="Hello", unique=unique)
-    seen = [set(workload.prompts(run)) for run in range(runs)]
+    seen = [set(texts(run, count, unique=unique)) for run in range(runs)]
     assert len(set.union(*seen)) == sum(len(prompts) for prompts in seen)
 
 
 def test_prompts_of_other_runs_differ_from_the_first_letter_on() -> None:
-    workload = Workload(count=2, text="Hello")
-    assert workload.prompts(1) == ["a Hello"] * 2
-    assert workload.prompts(2) == ["b Hello"] * 2
+    assert texts(1, 2) == ["a Hello"] * 2
+    assert texts(2, 2) == ["b Hello"] * 2
 
 
 def test_unique_prompts_differ_from_the_first_letter_on() -> None:
-    workload = Workload(count=52, text="Hello", unique=True)
     for run in range(3):
-        assert len({str(prompt)[0] for prompt in workload.prompts(run)}) == 52
+        assert len({prompt[0] for prompt in texts(run, 52, unique=True)}) == 52
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
@@ -38,31 +53,31 @@ def test_each_number_has_a_word_of_its_own(one: int, other: int) -> None:
     assert (word(one) == word(other)) == (one == other)
 
 
-def test_random_ids_have_the_length_and_the_range_and_first_ids_of_their_own() -> None:
-    workload = Workload(count=20, random_ids=5, seed=3)
-    prompts: list[Any] = workload.prompts(0, 1000) + workload.prompts(1, 1000)
-    assert all(len(ids) == 5 and all(0 <= i < 1000 for i in ids) for ids in prompts)
-    assert len({ids[0] for ids in prompts}) == 40
-    assert prompts[:20] == workload.prompts(0, 1000)
-    assert prompts[:20] != Workload(count=20, random_ids=5, seed=4).prompts(0, 1000)
+def test_segments_are_shared_within_a_run_and_never_between_runs() -> None:
+    requests = [TraceRequest(0.0, ((7, 20), (i, 5)), 1) for i in range(3)]
+    runs = [ids(run, *requests) for run in range(4)]
+    for prompts in runs:
+        assert len({tuple(prompt[:20]) for prompt in prompts}) == 1
+        assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert len({tuple(prompts[0][:20]) for prompts in runs}) == 4
+    assert runs[0] == ids(0, *requests)
+    assert runs[0] != ids(0, *requests, seed=1)
 
 
-def test_random_ids_need_a_vocabulary() -> None:
-    with pytest.raises(ConfigError, match="vocab_size"):
-        Workload(count=1, random_ids=5).prompts(0)
+def test_literal_ids_are_sent_as_they_are_and_replaced_one_by_one_in_other_runs() -> None:
+    requests = [TraceRequest(0.0, (), 1, ids=(5, 9, 5, last)) for last in (7, 999)]
+    assert ids(0, *requests) == [[5, 9, 5, 7], [5, 9, 5, 999]]
+    for run in range(1, 20):
+        one, other = ids(run, *requests)
+        assert one[:3] == other[:3] and one[0] == one[2] and one[3] != other[3]
+        assert not {*one} & {5, 9, 7} and all(3 <= token < 1000 for token in one + other)
+    assert len({ids(run, *requests)[0][0] for run in range(20)}) == 20
 
 
-def test_the_absolute_schedule_counts_from_the_start() -> None:
-    schedule = Schedule(interval=0.5, absolute=True)
-    assert [schedule.due(i, 10.0, previous_end=99.0) for i in range(3)] == [10.0, 10.5, 11.0]
-    assert schedule.planned(2, 10.0) == 11.0
-
-
-def test_the_relative_schedule_counts_from_the_submit_before() -> None:
-    schedule = Schedule(interval=0.5)
-    assert schedule.due(0, 10.0, previous_end=10.0) == 10.0
-    assert schedule.due(1, 10.0, previous_end=10.25) == 10.75
-    assert schedule.planned(1, 10.0) is None
+@pytest.mark.parametrize("vocab_size", [None, 3])
+def test_ids_need_a_vocabulary(vocab_size: int | None) -> None:
+    with pytest.raises(ConfigError, match=f"vocab_size is {vocab_size}"):
+        Workload(REQUEST, text=None).jobs(0, vocab_size)
 
 
 def test_pretokenize_encodes_equal_texts_once_and_leaves_ids_alone() -> None:
@@ -72,5 +87,7 @@ def test_pretokenize_encodes_equal_texts_once_and_leaves_ids_alone() -> None:
         calls.append(text)
         return [len(text)]
 
-    assert pretokenize(["ab", "ab", [7, 8], "abc"], encode) == [[2], [2], [7, 8], [3]]
+    prompts: list[Prompt] = ["ab", "ab", [7, 8], "abc"]
+    jobs = pretokenize([Job(REQUEST[0], prompt) for prompt in prompts], encode)
+    assert [job.prompt for job in jobs] == [[2], [2], [7, 8], [3]]
     assert calls == ["ab", "abc"]
