@@ -29,7 +29,8 @@ class BenchClient(Protocol):
         *,
         truncate_prompt: bool | None = None,
     ) -> AsyncIterator[Any]:
-        """Send at once; the answer comes through the iterator."""
+        """Send at once; the answer comes through the iterator. A request that has a priority is
+        given it as `priority`."""
 
 
 @dataclass(frozen=True, slots=True)

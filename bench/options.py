@@ -23,7 +23,6 @@ a server of its own, which takes the server's flags; with it, a running one is m
 SWITCHES = {
     "paged_attn": "ask for paged attention (it is always on)",
     "cuda_graph": "ask for CUDA graphs in decode",
-    "no_prefix_cache": "ask for a server without prefix cache",
 }
 """Switches that stay with the bench until the server has a flag of that name."""
 

@@ -169,6 +169,11 @@ def test_two_to_four_clients_are_shown_each() -> None:
         assert not any(line.startswith("Client 0") for line in lines_of(clients=clients))
 
 
+def test_the_prefix_cache_is_reported_as_the_server_has_it() -> None:
+    assert "Prefix cache: off" in lines_of("--no-prefix-cache", info={"prefix_cache": False})
+    assert "Prefix cache: on" in lines_of(info={"prefix_cache": True})
+
+
 def test_a_failed_request_is_shown_with_its_error() -> None:
     text = block(parse([]), result(error="QueueFull: no room"))
     assert "Failed requests: 1 (first error: QueueFull: no room)" in text
