@@ -98,6 +98,7 @@ class FrontDoor:
         if self._draining:
             raise ServerStopping("the server is stopping and takes no new requests")
         requests.check_request_id(message.request_id)
+        requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
         if message.prompt_token_ids is not None:
             ids = requests.check_ids(message, self._model.vocab_size)
@@ -129,9 +130,9 @@ class FrontDoor:
         self._pass_drain_on()
 
     def _submit(self, client: bytes, message: Generate, ids: "array[int]", received: float) -> None:
-        truncate = message.truncate_prompt
+        args, truncate = self._args, message.truncate_prompt
         if truncate is None:
-            truncate = self._args.allow_auto_truncate
+            truncate = args.allow_auto_truncate
         ids, params = requests.fit(ids, message.params, self._model, truncate)
         self._scheduler.send(
             Submit(
@@ -142,6 +143,11 @@ class FrontDoor:
                 stream=message.stream,
                 received=received,
                 tokenized=time.time(),
+                priority=message.priority,
+                queue_deadline=requests.deadline(
+                    received, message.queue_timeout, args.queue_timeout
+                ),
+                deadline=requests.deadline(received, message.timeout, args.request_timeout),
             )
         )
 

@@ -12,6 +12,10 @@ from quadriga.model_source import ModelFiles
 from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_SEED, SamplingParams
 
 MAX_REQUEST_ID = 128
+MAX_PRIORITY = 1000
+"""-MAX_PRIORITY is the smallest."""
+MAX_TIMEOUT = 7 * 24 * 3600
+"""Seconds."""
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 _decode_anything = msgspec.msgpack.Decoder().decode
@@ -56,6 +60,32 @@ def check_request_id(request_id: str) -> None:
             f"request_id has {len(request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed",
             "request_id",
         )
+
+
+def check_urgency(message: Generate) -> None:
+    """How soon a request wants to be served. Raises InvalidRequest for a value out of range."""
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {message.priority}: it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+            "priority",
+        )
+    _check_timeout("queue_timeout", message.queue_timeout)
+    _check_timeout("timeout", message.timeout)
+
+
+def _check_timeout(field: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"{field} is {seconds}: it must be more than 0 and at most {MAX_TIMEOUT} seconds"
+            " (one week); leave it out for the server's own",
+            field,
+        )
+
+
+def deadline(received: float, asked: float | None, default: float | None) -> float | None:
+    """The Unix time at which a timeout is over: the request's own, else the server's, if any."""
+    seconds = default if asked is None else asked
+    return None if seconds is None else received + seconds
 
 
 def check_ids(message: Generate, vocab_size: int) -> "array[int]":

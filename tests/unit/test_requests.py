@@ -1,5 +1,6 @@
 """What the front door lets in, and what it says of the rest."""
 
+import asyncio
 import math
 import os
 from array import array
@@ -11,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quadriga.client import AsyncClient
+from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.messages import MAX_FRAME_BYTES, Generate, Ping, pack_ids
+from quadriga.messages import MAX_FRAME_BYTES, Generate, Ping, Refused, Submit, pack_ids
 from quadriga.model_source import ModelFiles
 from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from quadriga.sockets import encode
 from tokenizer_proc import requests
+from tokenizer_proc.front_door import FrontDoor
 
 VOCAB = 100
 
@@ -170,3 +174,144 @@ def test_a_request_without_a_seed_gets_one_and_a_given_seed_stays() -> None:
     assert fitted.seed is not None
     _, fitted = requests.fit(array("i", [1]), SamplingParams(seed=5), model(), truncate=False)
     assert fitted.seed == 5
+
+
+# --- how soon -------------------------------------------------------------------------------------
+
+WEEK = 7 * 24 * 3600
+
+
+def generate(**fields: Any) -> Generate:
+    return Generate(1, "id", "", prompt_token_ids=pack_ids([1]), **fields)
+
+
+class Recorder:
+    """Scheduler, socket or connection of a test: keeps what is sent to it."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, *message: Any) -> bool:
+        self.sent.append(message[-1])
+        return True
+
+    def raise_if_lost(self) -> None:
+        pass
+
+
+def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
+    """What becomes of a client's message."""
+    scheduler, port = Recorder(), Recorder()
+    door = FrontDoor(args, model(), None, scheduler, {})  # type: ignore[arg-type]
+    door.open(port)  # type: ignore[arg-type]
+    door.on_public([b"client", message])
+    (answer,) = scheduler.sent + [msgspec.msgpack.decode(sent, type=Refused) for sent in port.sent]
+    assert isinstance(answer, Submit | Refused)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", 1001),
+        ("priority", -1001),
+        ("priority", 2**62),
+        *(
+            (field, value)
+            for field in ("queue_timeout", "timeout")
+            for value in (0.0, -1.0, math.nan, math.inf, -math.inf, WEEK + 1.0)
+        ),
+    ],
+)
+def test_a_priority_or_timeout_out_of_range_is_named_with_its_limits(
+    field: str, value: float
+) -> None:
+    refused = through_the_front_door(encode(generate(**{field: value})), FrontDoorArgs())
+    assert isinstance(refused, Refused)
+    assert (refused.error.code, refused.error.field) == ("invalid_request", field)
+    assert refused.error.message.startswith(f"{field} is {value}: it must be")
+    assert ("1000" if field == "priority" else str(WEEK)) in refused.error.message
+
+
+@pytest.mark.parametrize("priority", [-1000, 0, 1000])
+@pytest.mark.parametrize("seconds", [1e-3, 1, float(WEEK), None])
+def test_priority_and_timeouts_within_their_range_are_taken(
+    priority: int, seconds: float | None
+) -> None:
+    requests.check_urgency(generate(priority=priority, queue_timeout=seconds, timeout=seconds))
+
+
+def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
+    message = encode(generate(priority=7, queue_timeout=2.5, timeout=40))
+    submit = through_the_front_door(message, FrontDoorArgs())
+    assert isinstance(submit, Submit)
+    assert submit.priority == 7
+    assert submit.queue_deadline == submit.received + 2.5
+    assert submit.deadline == submit.received + 40
+
+
+def test_a_request_without_timeouts_has_the_servers() -> None:
+    args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
+    submit = through_the_front_door(encode(generate()), args)
+    assert isinstance(submit, Submit)
+    assert submit.queue_deadline == submit.received + 3
+    assert submit.deadline == submit.received + 60
+
+
+def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> None:
+    args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
+    submit = through_the_front_door(encode(generate(queue_timeout=9, timeout=5)), args)
+    assert isinstance(submit, Submit)
+    assert submit.queue_deadline == submit.received + 9
+    assert submit.deadline == submit.received + 5
+
+
+def test_a_server_without_timeouts_sets_no_deadline() -> None:
+    submit = through_the_front_door(encode(generate()), FrontDoorArgs())
+    assert isinstance(submit, Submit)
+    assert (submit.queue_deadline, submit.deadline, submit.priority) == (None, None, 0)
+
+
+# --- what the client library sends ----------------------------------------------------------------
+
+
+def sent_by_the_client(**options: Any) -> list[Generate]:
+    """The messages of submit, stream and generate with the same options."""
+    connection = Recorder()
+
+    async def talk() -> None:
+        client = AsyncClient()
+        client._connection = connection  # type: ignore[assignment]
+        client.submit([1], **options)
+        stream = asyncio.ensure_future(anext(client.stream([1], **options)))
+        whole = asyncio.ensure_future(client.generate([[1], [2]], **options))
+        await asyncio.sleep(0)
+        for task in (stream, whole):
+            task.cancel()
+        await asyncio.gather(stream, whole, return_exceptions=True)
+
+    asyncio.run(talk())
+    return [message for message in connection.sent if isinstance(message, Generate)]
+
+
+def test_the_clients_options_travel_with_the_request() -> None:
+    messages = sent_by_the_client(priority=-3, queue_timeout=1.5, timeout=20, truncate_prompt=True)
+    assert [message.stream for message in messages] == [True, True, False, False]
+    for message in messages:
+        assert (message.priority, message.queue_timeout, message.timeout) == (-3, 1.5, 20)
+        assert message.truncate_prompt is True
+        submit = through_the_front_door(encode(message), FrontDoorArgs())
+        assert isinstance(submit, Submit)
+        assert submit.deadline == submit.received + 20
+
+
+def test_a_client_that_says_nothing_leaves_it_to_the_server() -> None:
+    for message in sent_by_the_client():
+        assert (message.priority, message.queue_timeout, message.timeout) == (0, None, None)
+
+
+def test_an_option_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(TypeError, match="no_such_option"):
+        sent_by_the_client(no_such_option=1)
