@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from quadriga import errors
 from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
@@ -25,6 +25,27 @@ from quadriga.messages import (
     ServerMessage,
 )
 from quadriga.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside prompt and params, as keywords of submit, generate and stream.
+
+    timeout: seconds until it must have ended, at most one week. Client and server both watch it;
+        whoever notices first ends the request, and DeadlineExceeded is raised.
+    queue_timeout: seconds until the server must have admitted it, in the same range; then
+        DeadlineExceeded. None, for both: as the server was started.
+    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
+    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as the
+        server was started.
+    """
+
+    timeout: float | None
+    queue_timeout: float | None
+    priority: int
+    truncate_prompt: bool | None
 
 
 class AsyncClient:
@@ -73,9 +94,11 @@ class AsyncClient:
         *,
         stream: bool = True,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        priority: int = 0,
         truncate_prompt: bool | None = None,
     ) -> Handle:
-        """Send a request at once. The client must be connected.
+        """Send a request at once. The client must be connected. Keywords: see RequestOptions.
 
         Raises what ended the connection if it is lost; InvalidRequest for a prompt of a wrong type
         or a message over the frame limit.
@@ -94,6 +117,9 @@ class AsyncClient:
                 stream,
                 truncate_prompt,
                 wire.token_ids,
+                priority,
+                queue_timeout,
+                timeout,
             )
         )
         self._handles[request_id] = handle
@@ -104,39 +130,30 @@ class AsyncClient:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        truncate_prompt: bool | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Completion: ...
     @overload
     async def generate(
         self,
         prompt: list[Prompt],
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        truncate_prompt: bool | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     async def generate(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        truncate_prompt: bool | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Completion | list[Completion]:
         """The whole completion of a prompt, or of each of a list of prompts.
 
-        timeout: seconds for all of it; then DeadlineExceeded, and the request is aborted. Of a
-        list, all prompts are run to their end before the first error is raised.
+        options: see RequestOptions; each prompt of a list has them. All prompts of a list are run
+        to their end before the first error is raised.
         """
         await self.connect()
         single = not is_list_of_prompts(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
-        handles = [
-            self.submit(p, params, stream=False, timeout=timeout, truncate_prompt=truncate_prompt)
-            for p in prompts
-        ]
+        handles = [self.submit(p, params, stream=False, **options) for p in prompts]
         try:
             results = await asyncio.gather(
                 *(handle.completion() for handle in handles), return_exceptions=True
@@ -155,13 +172,14 @@ class AsyncClient:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        truncate_prompt: bool | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> AsyncIterator[StreamChunk]:
-        """The chunks of a completion as they come. Leaving the loop early aborts the request."""
+        """The chunks of a completion as they come. Leaving the loop early aborts the request.
+
+        options: see RequestOptions.
+        """
         await self.connect()
-        handle = self.submit(prompt, params, timeout=timeout, truncate_prompt=truncate_prompt)
+        handle = self.submit(prompt, params, **options)
         try:
             async for chunk in handle:
                 yield chunk

@@ -10,15 +10,26 @@ of prompts gives a list of completions in the same order. AsyncClient is the sam
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from quadriga.async_client import AsyncClient
+from quadriga.async_client import AsyncClient, RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk, Timings
 from quadriga.config import DEFAULT_ENDPOINT
 from quadriga.handle import Handle
 from quadriga.sampling import SamplingParams
 
-__all__ = ["AsyncClient", "Client", "Completion", "SamplingParams", "StreamChunk", "Timings"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "RequestOptions",
+    "SamplingParams",
+    "StreamChunk",
+    "Timings",
+]
 
 T = TypeVar("T")
 
@@ -51,14 +62,20 @@ class Client:
 
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Completion: ...
     @overload
     def generate(
-        self, prompt: list[Prompt], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: list[Prompt],
+        params: SamplingParams | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, **options: Any
+        self, prompt: Any, params: SamplingParams | None = None, **options: "Unpack[RequestOptions]"
     ) -> Completion | list[Completion]:
         """As AsyncClient.generate."""
         result: Completion | list[Completion] = self._run(
@@ -67,7 +84,10 @@ class Client:
         return result
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Iterator[StreamChunk]:
         """As AsyncClient.stream."""
         handle = self._run(self._submit(prompt, params, options))
@@ -82,7 +102,7 @@ class Client:
                 self._loop.call_soon_threadsafe(handle.abort)
 
     async def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
     ) -> Handle:
         await self._async.connect()
         return self._async.submit(prompt, params, **options)
