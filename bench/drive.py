@@ -28,9 +28,9 @@ class BenchClient(Protocol):
         params: SamplingParams | None = None,
         *,
         truncate_prompt: bool | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[Any]:
-        """Send at once; the answer comes through the iterator. A request that has a priority is
-        given it as `priority`."""
+        """Send at once; the answer comes through the iterator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class _Drive:
         """Submit a request; a task of its own reads the answer."""
         request = self._jobs[index].request
         params = msgspec.structs.replace(self._params, max_new_tokens=request.max_new_tokens)
-        options: dict[str, Any] = {"priority": request.priority} if request.priority else {}
+        options = {"priority": request.priority} if request.priority else {}
         began = self._clock()
         chunks: AsyncIterator[Any] | QuadrigaError
         try:

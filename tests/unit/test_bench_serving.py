@@ -146,7 +146,7 @@ def test_a_trace_is_sent_with_what_it_says_of_each_request(
 ) -> None:
     path = tmp_path / "t.jsonl"
     chat = [TraceRequest(0.0, ((1, 4),), 2), TraceRequest(0.0, ((2, 3),), 7, follows=0)]
-    write_trace(path, [*chat, TraceRequest(0.01, (), 2, client=5, ids=(7, 8))])
+    write_trace(path, [*chat, TraceRequest(0.01, (), 2, 5, priority=9, ids=(7, 8))])
     assert bench(server, f"--trace {path} --warmup-runs 0 --seed 2") == EXIT_OK
     sent = sorted(server.requests, key=lambda request: len(own_ids(request)))
     prompts = [prompt_ids(request, 500, 2).tolist() for request in chat]
@@ -156,6 +156,7 @@ def test_a_trace_is_sent_with_what_it_says_of_each_request(
         [*prompts[0], 1, 2, *prompts[1]],
     ]
     assert [request.params.max_new_tokens for request in sent] == [2, 2, 7]
+    assert [request.priority for request in sent] == [9, 0, 0]
 
 
 @pytest.mark.parametrize(
