@@ -90,7 +90,7 @@ def _own_lines(options: Options, result: Result) -> list[str]:
         f"Detok + delivery p50/p95/p99: {_spread(summary.delivery)}",
         f"ITL as received p50/p95/p99: {_spread(summary.itl_received)}",
         f"Sum of the parts - TTFT: {_parts_gap(summary)}",
-        f"Prefix cache: {_switch(result.info, 'prefix_cache', False)}",
+        f"Prefix cache: {_prefix_cache(options, result.info)}",
         f"Prefix cache hits: {summary.cached_tokens} tokens"
         f" ({_percent(summary.cache_hit_rate)} of the prompt tokens)",
         f"Worker busy: {_percent(cost.busy_share)}"
@@ -227,6 +227,11 @@ def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
     """A server that does not speak of a feature does not have it."""
     state = "on" if info.get(name) else "off"
     return f"{state} (asked for, but the server has it not)" if asked and state == "off" else state
+
+
+def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
+    state = _setting(options, info, "scheduler", "prefix_cache")
+    return {"True": "on", "False": "off"}.get(state, state)
 
 
 def _spread(spread: Spread | None, digits: int = 2) -> str:

@@ -169,9 +169,11 @@ def test_two_to_four_clients_are_shown_each() -> None:
         assert not any(line.startswith("Client 0") for line in lines_of(clients=clients))
 
 
-def test_the_prefix_cache_is_reported_as_the_server_has_it() -> None:
-    assert "Prefix cache: off" in lines_of("--no-prefix-cache", info={"prefix_cache": False})
-    assert "Prefix cache: on" in lines_of(info={"prefix_cache": True})
+def test_the_prefix_cache_is_reported_as_the_server_has_it_or_was_started() -> None:
+    assert "Prefix cache: off" in lines_of("--no-prefix-cache")
+    assert "Prefix cache: on" in lines_of()
+    assert "Prefix cache: off" in lines_of(info={"prefix_cache": False})
+    assert "Prefix cache: n/a" in lines_of("--endpoint tcp://127.0.0.1:7777")
 
 
 def test_a_failed_request_is_shown_with_its_error() -> None:
