@@ -5,6 +5,7 @@ socket gets its linger at creation, so that closing never hangs on unsent data.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -133,8 +134,9 @@ class Poller:
             self._poller.register(getattr(source, "socket", source), zmq.POLLIN)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """timeout: seconds; None waits for ever. False where nothing came."""
-        return bool(self._poller.poll(None if timeout is None else max(0, round(timeout * 1000))))
+        """timeout: seconds, rounded up to milliseconds; None waits for ever. False where nothing
+        came."""
+        return bool(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
 
 
 class AsyncPort:
