@@ -1,58 +1,99 @@
-"""Who may leave the waiting queue now: limits of width, tokens, slots and pages."""
+"""Who may leave the waiting queue now: slots, pages, and what the running ones may still need."""
 
 from quadriga.config import SchedulerArgs
 from quadriga.errors import PromptTooLong, QueueFull
-from scheduler_proc.batch import ForwardMode, ScheduleBatch
-from scheduler_proc.kv_pages import PagePool
+from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.policy import WaitingQueue
 from scheduler_proc.request import Request, Status
 
+INIT_RATIO = 0.7
+MIN_RATIO = 0.14
+"""Of INIT_RATIO."""
+DECAY_STEPS = 600
+RETRACT_DECODE_STEPS = 20
+MOST_EXPECTED_TOKENS = 4096
+"""Nobody is expected to generate more than so many further tokens, whatever was asked for."""
 
-class Admission:
-    """Takes requests from the waiting queue into slots and pages, and back.
 
-    A request reserves the pages of its whole possible length, so that decode never runs out.
+class NewTokenRatio:
+    """The share of the tokens that requests may still ask for that they are expected to generate.
+
+    After SGLang: it decays with every decode step that went well, and after a retraction jumps to
+    what the running requests have really generated, plus a few steps of reserve.
     """
 
-    def __init__(self, args: SchedulerArgs, pool: PagePool) -> None:
-        self._width = args.prefill_width
-        self._max_tokens = args.prefill_max_tokens
-        self.pool = pool
+    def __init__(self, conservativeness: float) -> None:
+        self._init = min(INIT_RATIO * conservativeness, 1.0)
+        self._min = self._init * MIN_RATIO
+        self._decay = (self._init - self._min) / DECAY_STEPS
+        self.value = self._init
+
+    def step_went_well(self) -> None:
+        self.value = max(self.value - self._decay, self._min)
+
+    def retracted(self, running: list[Request]) -> None:
+        """running: those that go on."""
+        asked = sum(request.max_new_tokens for request in running)
+        generated = sum(request.num_generated + RETRACT_DECODE_STEPS for request in running)
+        if asked:
+            self.value = max(self.value, min(1.0, generated / asked))
+
+
+class Admission:
+    """Gives slots and pages to requests, and takes them back."""
+
+    def __init__(self, args: SchedulerArgs, kv: KVCache) -> None:
+        self.kv = kv
+        self.ratio = NewTokenRatio(args.schedule_conservativeness)
+        self.seated: dict[int, Request] = {}
         self._free_slots = list(range(args.max_running_requests - 1, -1, -1))
         self._released: list[int] = []
 
-    def next_prefill(self, waiting: WaitingQueue, now: float) -> ScheduleBatch:
-        """Admit from the front of the queue while everything fits.
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
-        One prompt larger than the token budget goes alone rather than never.
+    def expected_tokens(self) -> int:
+        """Tokens that all who hold a slot may still generate, before the ratio."""
+        return sum(
+            min(request.most_known - request.known, MOST_EXPECTED_TOKENS)
+            for request in self.seated.values()
+        )
+
+    def fits(self, request: Request, expected: int) -> bool:
+        """Whether it can be seated, and the pages will probably last until somebody ends.
+
+        expected: tokens that those who are seated may still generate. A request that is alone fits
+        whenever its prompt does.
         """
-        admitted: list[Request] = []
-        budget = self._max_tokens
-        while len(waiting) and len(admitted) < self._width and self._free_slots:
-            request = waiting.first(1, budget)[0]
-            if request.to_compute > budget and admitted:
-                break
-            if self._pages_of(request) > self.pool.num_free:
-                break
-            waiting.take(request)
-            budget -= request.to_compute
-            self._seat(request, now)
-            admitted.append(request)
-        return ScheduleBatch(ForwardMode.EXTEND, admitted)
+        if not self._free_slots:
+            return False
+        spare = self.kv.num_available - self.kv.pages_to_seat(request)
+        if spare < 0 or not self.seated:
+            return spare >= 0
+        expected += min(request.still_to_sample, MOST_EXPECTED_TOKENS)
+        return spare * self.kv.page_size >= self.ratio.value * expected
 
-    def _seat(self, request: Request, now: float) -> None:
+    def seat(self, request: Request, now: float) -> None:
+        """Give a request that fits a slot and its pages."""
+        self.kv.seat(request)
         request.slot = self._free_slots.pop()
-        request.pages = self.pool.take(self._pages_of(request))
-        request.admitted = now
         request.status = Status.PREFILLING
+        if not request.admitted:
+            request.admitted = now
+            request.cached_tokens = request.computed
+        self.seated[request.seq] = request
 
     def release(self, request: Request) -> None:
-        """Give back slot and pages. Only when no step of the request is in flight."""
+        """Take slot and pages back, if it has them. No step of the request may be in flight."""
+        if request.slot < 0:
+            return
         assert request.in_flight == 0
         self._free_slots.append(request.slot)
         self._released.append(request.slot)
-        self.pool.give_back(request.pages)
-        request.slot, request.pages = -1, []
+        self.kv.release(request)
+        request.slot = -1
+        del self.seated[request.seq]
 
     def take_released(self) -> list[int]:
         """Slots that the worker has not yet been told to forget."""
@@ -60,18 +101,14 @@ class Admission:
         return released
 
     def check_fits(self, request: Request) -> None:
-        """Raise PromptTooLong for a request that the empty pool could not hold."""
-        if self._pages_of(request) > self.pool.num_pages:
+        """Raise PromptTooLong for a prompt that the empty pool could not hold."""
+        if self.kv.pages_for(request.known) > self.kv.num_pages:
             raise PromptTooLong(
-                f"prompt has {len(request.prompt)} tokens and max_new_tokens is"
-                f" {request.max_new_tokens}, but the whole KV pool holds"
-                f" {self.pool.num_pages * self.pool.page_size} tokens; ask for less or start the"
+                f"prompt has {request.num_prompt} tokens, but the whole KV pool holds"
+                f" {self.kv.num_pages * self.kv.page_size} tokens; shorten it or start the"
                 " server with a larger --max-total-tokens",
                 "prompt",
             )
-
-    def _pages_of(self, request: Request) -> int:
-        return self.pool.pages_for(request.reserved_tokens)
 
 
 def check_queue(waiting: WaitingQueue, limit: int) -> None:

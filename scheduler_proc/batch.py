@@ -2,7 +2,8 @@
 
 import enum
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from quadriga import messages
@@ -20,10 +21,19 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """The rows of one step. `planned_at` is the clock's time when the plan was sent."""
+    """The rows of one step: decode rows first, then prompts and chunks of prompts.
 
-    mode: ForwardMode
-    requests: list[Request]
+    num_tokens: what each of `requests` computes. new: those that enter a slot with this step;
+    grown: slot, page, slot, page, ... for page tables that become longer.
+    num_decodes: rows that decode.
+    planned_at: the clock's time when the plan was sent.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    new: list[NewSlot] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
+    num_decodes: int = 0
     step: int = -1
     planned_at: float = 0.0
 
@@ -35,32 +45,52 @@ class ScheduleBatch:
     def is_empty(self) -> bool:
         return not self.requests
 
+    @property
+    def mode(self) -> ForwardMode:
+        if self.num_decodes == len(self.requests):
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
+
+    def add_decode(self, request: Request) -> None:
+        """The next token of a request that has room for it in its pages."""
+        request.computed += 1
+        request.known += 1
+        request.in_flight += 1
+        self.requests.append(request)
+        self.num_tokens.append(1)
+        self.num_decodes += 1
+
+    def add_prefill(self, request: Request, count: int) -> bool:
+        """The next `count` known tokens of a request. Whether nothing is left then, so that it
+        samples a token."""
+        request.computed += count
+        samples = request.computed == request.known
+        request.known += samples
+        request.in_flight += 1
+        self.requests.append(request)
+        self.num_tokens.append(count)
+        return samples
+
     def to_plan(self, released: list[int]) -> StepPlan:
-        """The message for the worker. Call before the rows are advanced."""
-        rows = self.requests
+        """The message for the worker."""
         return StepPlan(
             step=self.step,
             forward_mode=self.mode,
-            slots=pack_ids([r.slot for r in rows]),
-            num_tokens=pack_ids([r.to_compute for r in rows]),
-            new=[_new_slot(r) for r in rows] if self.mode is not ForwardMode.DECODE else [],
+            slots=pack_ids([r.slot for r in self.requests]),
+            num_tokens=pack_ids(self.num_tokens),
+            new=self.new,
             released=pack_ids(released),
+            grown=pack_ids(self.grown),
         )
 
-    def advance(self) -> None:
-        """Every row's computed tokens catch up, and the step will sample one more."""
-        for request in self.requests:
-            request.computed = request.known
-            request.known += 1
-            request.in_flight += 1
 
-
-def _new_slot(request: Request) -> NewSlot:
+def new_slot(request: Request) -> NewSlot:
+    """A request that was given a slot and pages, as the worker must know it."""
     params = request.params
     assert params.seed is not None, "the front door fills it in"
     return NewSlot(
         slot=request.slot,
-        token_ids=pack_ids(request.prompt),
+        token_ids=pack_ids(request.tokens),
         computed=request.computed,
         pages=pack_ids(request.pages),
         temperature=params.temperature,
@@ -71,7 +101,7 @@ def _new_slot(request: Request) -> NewSlot:
 
 
 class RunningBatch:
-    """The admitted requests that still need decode steps, in the order of their turns."""
+    """The prefilled requests that still need decode steps, in the order of their turns."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[int, Request] = OrderedDict()
@@ -79,26 +109,25 @@ class RunningBatch:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def merge(self, batch: ScheduleBatch) -> None:
-        """Take in the rows of a prefill batch, except those that need no decode step."""
-        for request in batch.requests:
-            if not request.fully_scheduled:
-                self._turns[request.seq] = request
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._turns.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.seq in self._turns
+
+    def merge(self, request: Request) -> None:
+        """Take in a request whose prompt is computed."""
+        self._turns[request.seq] = request
 
     def remove(self, request: Request) -> None:
         """Nothing happens where it is not there any more."""
         self._turns.pop(request.seq, None)
 
-    def next_group(self, width: int) -> ScheduleBatch:
+    def next_group(self, width: int) -> list[Request]:
         """The `width` requests whose turn it is; they go to the back (round-robin)."""
+        if len(self._turns) <= width:
+            return list(self._turns.values())
         group = list(islice(self._turns.values(), width))
-        if width < len(self._turns):
-            for request in group:
-                self._turns.move_to_end(request.seq)
-        return ScheduleBatch(ForwardMode.DECODE, group)
-
-    def remove_fully_scheduled(self, batch: ScheduleBatch) -> None:
-        """After a decode step was planned: drop the rows that need no further one."""
-        for request in batch.requests:
-            if request.fully_scheduled:
-                self.remove(request)
+        for request in group:
+            self._turns.move_to_end(request.seq)
+        return group

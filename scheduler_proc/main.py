@@ -11,11 +11,8 @@ from scheduler_proc.scheduler import Scheduler
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
-QUIET_SECONDS = 0.002
-MOST_GATHERING_SECONDS = 0.010
-"""While the worker has nothing to do, requests that come together are waited for, until none has
-come for the first time, at most for the second: a step costs much the same for one row as for
-several, so that whoever just misses it waits for a whole step."""
+MOST_QUIET_SECONDS = 0.002
+QUIETS_GATHERED = 5
 
 
 def main() -> None:
@@ -36,20 +33,25 @@ def serve(child: Child) -> None:
     gc.freeze()
     poller = Poller(inbox, results, child.lifeline)
     while not scheduler.stopped:
-        poller.wait()
+        poller.wait(_until(scheduler.wake_at))
         for order, reason in child.lifeline.take_orders():
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
         messages = list(inbox.drain(MESSAGES_A_ROUND))
         if scheduler.idle and any(isinstance(message, Submit) for message in messages):
-            messages += _gather(inbox)
+            messages += _gather(inbox, min(MOST_QUIET_SECONDS, scheduler.patience))
         scheduler.iterate(messages, results.drain())
 
 
-def _gather(inbox: "Inbox[SchedulerMessage]") -> list[SchedulerMessage]:
-    """What else comes at the same time."""
+def _until(moment: float | None) -> float | None:
+    return None if moment is None else max(0.0, moment - time.time())
+
+
+def _gather(inbox: "Inbox[SchedulerMessage]", quiet: float) -> list[SchedulerMessage]:
+    """What else comes at the same time, while the worker has nothing to do: until nothing has come
+    for `quiet` seconds. Whoever just misses a step waits for the whole of it."""
     messages: list[SchedulerMessage] = []
-    poller, deadline = Poller(inbox), time.monotonic() + MOST_GATHERING_SECONDS
-    while time.monotonic() < deadline and poller.wait(QUIET_SECONDS):
+    poller, deadline = Poller(inbox), time.monotonic() + QUIETS_GATHERED * quiet
+    while time.monotonic() < deadline and poller.wait(quiet):
         messages += inbox.drain(MESSAGES_A_ROUND)
     return messages

@@ -6,32 +6,43 @@ from dataclasses import dataclass, field
 
 from quadriga.messages import ErrorInfo, Submit, unpack_ids
 from quadriga.sampling import SamplingParams
+from scheduler_proc.prefix_tree import Node
 
 
 class Status(enum.IntEnum):
-    """Where a request stands. FINISHED ones may still have steps in flight."""
+    """Where a request stands.
+
+    RETRACTED: pages and slot are to be given back as soon as no step is in flight, then it waits
+    again. FINISHED ones may still have steps in flight.
+    """
 
     WAITING = 0
     PREFILLING = 1
     DECODING = 2
-    FINISHED = 3
+    RETRACTED = 3
+    FINISHED = 4
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one request.
 
-    known: prompt tokens, sampled tokens, and those that steps in flight will sample.
-    computed: tokens whose KV exists or is scheduled. A step lets computed catch up with known;
-        the step in which it does samples the next token. Prefill, chunk and decode are that one
-        rule.
+    tokens: the prompt, then what was generated.
+    known: how many tokens there are with those that steps in flight will sample.
+    computed: tokens whose KV exists or is planned. A step lets computed catch up with known; the
+        step in which it does samples the next token. Prefill, chunk, decode and the way back after
+        a retraction are that one rule.
     in_flight: steps planned and not yet answered. Slot and pages are given back only at 0.
+    pages: its page table; capacity: tokens that they hold.
+    path: the nodes of the prefix tree that it uses, one for each of its first pages.
+    node: where it was found in the tree while it waited.
     """
 
     seq: int
     client: bytes
     request_id: str
-    prompt: "array[int]"
+    tokens: "array[int]"
+    num_prompt: int
     params: SamplingParams
     max_new_tokens: int
     stop_ids: frozenset[int]
@@ -43,12 +54,16 @@ class Request:
     deadline: float | None = None
 
     status: Status = Status.WAITING
-    output: "array[int]" = field(default_factory=lambda: array("i"))
     known: int = 0
+    most_known: int = 0
     computed: int = 0
     in_flight: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    capacity: int = 0
+    path: list[Node] = field(default_factory=list)
+    node: Node | None = None
+    cached_tokens: int = 0
     admitted: float = 0.0
     first_token: float = 0.0
     finish_reason: str = ""
@@ -58,24 +73,26 @@ class Request:
     @classmethod
     def from_submit(cls, seq: int, message: Submit, eos_ids: frozenset[int]) -> "Request":
         params = message.params
-        prompt = unpack_ids(message.prompt_ids)
+        tokens = unpack_ids(message.prompt_ids)
         assert params.max_new_tokens is not None, "the front door fills it in"
+        stop_ids = frozenset(params.stop_token_ids)
         return cls(
             seq=seq,
             client=message.client,
             request_id=message.request_id,
-            prompt=prompt,
+            tokens=tokens,
+            num_prompt=len(tokens),
             params=params,
             max_new_tokens=params.max_new_tokens,
-            stop_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else eos_ids),
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | eos_ids,
             stream=message.stream,
             received=message.received,
             tokenized=message.tokenized,
             priority=message.priority,
             queue_deadline=message.queue_deadline,
             deadline=message.deadline,
-            known=len(prompt),
+            known=len(tokens),
+            most_known=len(tokens) + params.max_new_tokens,
         )
 
     @property
@@ -84,15 +101,15 @@ class Request:
 
     @property
     def to_compute(self) -> int:
-        """Tokens that the next step of this request computes."""
+        """Tokens that are known and not yet computed."""
         return self.known - self.computed
 
     @property
-    def reserved_tokens(self) -> int:
-        """Tokens whose KV it may come to hold: the last sampled one is never computed."""
-        return len(self.prompt) + self.max_new_tokens - 1
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
 
     @property
-    def fully_scheduled(self) -> bool:
-        """No further step is needed: those in flight sample its last possible token."""
-        return self.known >= len(self.prompt) + self.max_new_tokens
+    def still_to_sample(self) -> int:
+        """Tokens that further steps may sample, those in flight not counted. At 0 no further step
+        is needed: what is in flight samples the last possible token."""
+        return self.most_known - self.known

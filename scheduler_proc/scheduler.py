@@ -2,7 +2,7 @@
 
 Read it top to bottom: receive → process input → get_next_batch_to_run → run_batch →
 process_batch_result. It knows no socket and no clock of its own: both are passed in, so that the
-same code runs under test with a simulated worker and simulated time.
+same code runs under test and in the simulator, with a simulated worker and simulated time.
 """
 
 import os
@@ -34,14 +34,20 @@ from quadriga.messages import (
     unpack_ids,
 )
 from scheduler_proc.admission import Admission, check_queue
-from scheduler_proc.batch import ForwardMode, RunningBatch, ScheduleBatch
-from scheduler_proc.kv_pages import PagePool
+from scheduler_proc.batch import RunningBatch, ScheduleBatch
+from scheduler_proc.deadlines import Deadlines
+from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.output import RoundOutput, close_text, open_text
+from scheduler_proc.pacing import StepTimes
+from scheduler_proc.planner import Planner
+from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.request import Request, Status
-from scheduler_proc.statistics import Statistics
+from scheduler_proc.statistics import Statistics, pool_info, worker_info
 
 MAX_PLANS_OUTSTANDING = 2
+PATIENCE = 0.1
+"""Of the shortest step: the delay is small against what a request loses that just misses one."""
 
 
 class Link(Protocol):
@@ -51,7 +57,10 @@ class Link(Protocol):
 
 
 class Scheduler:
-    """Owns the waiting queue, the running batch and the KV pages."""
+    """Owns the waiting queue, the running batch and the KV pages.
+
+    wake_at: the clock's time at which `iterate` wants to be called even if no message comes.
+    """
 
     def __init__(
         self,
@@ -70,13 +79,16 @@ class Scheduler:
         self._next_step = 0
         self._requests: dict[int, Request] = {}
         self._by_client: dict[bytes, dict[str, Request]] = {}
+        self._planner: Planner | None = None
         self.waiting: WaitingQueue = FirstComeFirstServed()
-        self.running = RunningBatch()
-        self.admission: Admission | None = None
+        self._deadlines = Deadlines()
+        self._times = StepTimes()
         self._outstanding: deque[ScheduleBatch] = deque()
+        self._last_ended = 0.0
         self._output = RoundOutput()
         self._draining = False
         self.stopped = False
+        self.wake_at: float | None = None
         self.statistics = Statistics()
         self._worker_facts: WorkerReady | None = None
 
@@ -90,39 +102,54 @@ class Scheduler:
             self._process_result(result)
         for message in messages:
             self._process_input(message)
-        while len(self._outstanding) < MAX_PLANS_OUTSTANDING:
-            batch = self._get_next_batch_to_run()
+        now = self._clock()
+        for request, error in self._deadlines.expired(now):
+            self._fail(request, error)
+        self.wake_at = self._deadlines.next
+        while self._may_plan(now):
+            batch = self._get_next_batch_to_run(now)
             if batch.is_empty:
                 break
-            self._run_batch(batch)
+            self._run_batch(batch, now)
         self._flush_output()
         if self._draining and not self._requests and not self._outstanding:
             self._stop()
 
-    @property
-    def idle(self) -> bool:
-        """The worker has nothing to do."""
-        return not self._outstanding
+    def _may_plan(self, now: float) -> bool:
+        """Whether now is the time for another plan; if it is later, `wake_at` says when.
 
-    def _get_next_batch_to_run(self) -> ScheduleBatch:
-        """Prefill first; else the decode group whose turn it is."""
-        if self.admission is not None and len(self.waiting):
-            batch = self.admission.next_prefill(self.waiting, self._clock())
-            if not batch.is_empty:
-                return batch
-        return self.running.next_group(self._args.max_batch_size)
+        At most two are outstanding: the step that runs, and one that the worker begins without
+        waiting for anybody. The second is planned as late as the running step's end allows.
+        """
+        if self._planner is None or not self._planner.has_work:
+            return False
+        if not self._outstanding:
+            return True
+        if len(self._outstanding) >= MAX_PLANS_OUTSTANDING:
+            return False
+        if self._args.plan_at_once:
+            return True
+        due = self._last_plan_time(self._outstanding[0])
+        if now >= due:
+            return True
+        self.wake_at = due if self.wake_at is None else min(due, self.wake_at)
+        return False
 
-    def _run_batch(self, batch: ScheduleBatch) -> None:
-        assert self.admission is not None
+    def _last_plan_time(self, running: ScheduleBatch) -> float:
+        seconds = self._times.predict(running)
+        began = max(running.planned_at, self._last_ended)
+        return began + seconds - self._times.lead(seconds)
+
+    def _get_next_batch_to_run(self, now: float) -> ScheduleBatch:
+        assert self._planner is not None
+        return self._planner.next_batch(now, in_flight=bool(self._outstanding))
+
+    def _run_batch(self, batch: ScheduleBatch, now: float) -> None:
+        assert self._planner is not None
         batch.step, self._next_step = self._next_step, self._next_step + 1
-        self._worker.send(batch.to_plan(self.admission.take_released()))
-        batch.planned_at = self._clock()
-        batch.advance()
+        batch.planned_at = now
+        self._worker.send(batch.to_plan(self._planner.admission.take_released()))
         self._outstanding.append(batch)
-        if batch.mode is ForwardMode.EXTEND:
-            self.running.merge(batch)
-        else:
-            self.running.remove_fully_scheduled(batch)
 
     # --- what the worker gave ---------------------------------------------------------------------
 
@@ -136,36 +163,61 @@ class Scheduler:
         batch = self._outstanding.popleft()
         assert batch.step == result.step, f"step {result.step} came, {batch.step} was next"
         self.statistics.count_step(batch, result)
-        self._output.time = result.ended
+        self._times.learn(batch, result.ended - result.began)
+        self._last_ended = self._output.time = result.ended
         for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
             request.in_flight -= 1
-            if not request.finished:
+            if token >= 0 and request.status is not Status.FINISHED:
                 self._take_token(request, token, result.ended)
-            if request.finished and request.in_flight == 0:
-                self._release(request)
+            if request.in_flight == 0 and request.status >= Status.RETRACTED:
+                self._steps_are_over(request)
         # One output message a step: its tokens all carry this step's time.
         self._flush_output()
 
     def _take_token(self, request: Request, token: int, time: float) -> None:
-        if not request.output:
-            request.first_token = time
-            request.status = Status.DECODING
-            self.statistics.prompt_tokens += len(request.prompt)
-            self._output.opened.append(open_text(request))
-        request.output.append(token)
+        if not request.first_token:
+            self._take_first_token(request, time)
+        request.tokens.append(token)
         self.statistics.generation_tokens += 1
         self._output.seqs.append(request.seq)
         self._output.tokens.append(token)
         if token in request.stop_ids:
             self._finish(request, "stop", matched_stop=token)
-        elif len(request.output) >= request.max_new_tokens:
+        elif len(request.tokens) == request.most_known:
             self._finish(request, "length")
+
+    def _take_first_token(self, request: Request, time: float) -> None:
+        request.first_token = time
+        if request.status is Status.PREFILLING:
+            request.status = Status.DECODING
+        self.statistics.prompt_tokens += request.num_prompt
+        self.statistics.cached_tokens += request.cached_tokens
+        self._output.opened.append(open_text(request))
+
+    def _steps_are_over(self, request: Request) -> None:
+        """A request that ended or was retracted has no step in flight any more."""
+        assert self._planner is not None
+        if request.status is Status.RETRACTED:
+            self._planner.requeue(request)
+        else:
+            self._planner.admission.release(request)
 
     def _take_worker(self, ready: WorkerReady) -> None:
         self._worker_facts = ready
-        self.admission = Admission(self._args, PagePool(ready.num_pages, ready.page_size))
-        for request in self.waiting:
-            self._refuse_if_it_never_fits(request)
+        kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
+        admission = Admission(self._args, kv)
+        self.waiting = make_queue(self._args, kv.locate, ready.page_size)
+        self._planner = Planner(
+            self._args,
+            ready.device,
+            admission,
+            self.waiting,
+            RunningBatch(),
+            self._deadlines,
+            self._fail,
+        )
+        for request in list(self._requests.values()):
+            self._enqueue(request)
 
     # --- what the clients want --------------------------------------------------------------------
 
@@ -195,21 +247,23 @@ class Scheduler:
         request = Request.from_submit(self._next_seq, message, self._eos_ids)
         self._next_seq += 1
         self._requests[request.seq] = mine[request.request_id] = request
+        self._deadlines.watch(request)
         try:
             check_queue(self.waiting, self._args.max_queued_requests)
         except QuadrigaError as error:
             self._fail(request, error)
             return
-        self.waiting.push(request)
-        self._refuse_if_it_never_fits(request)
+        self._enqueue(request)
 
-    def _refuse_if_it_never_fits(self, request: Request) -> None:
-        if self.admission is None:
-            return
+    def _enqueue(self, request: Request) -> None:
+        """Into the waiting queue, unless the request can never run."""
         try:
-            self.admission.check_fits(request)
+            if self._planner is not None:
+                self._planner.admission.check_fits(request)
         except QuadrigaError as error:
             self._fail(request, error)
+            return
+        self.waiting.push(request)
 
     def _abort(self, message: AbortRequest) -> None:
         mine = self._by_client.get(message.client, {})
@@ -236,27 +290,25 @@ class Scheduler:
         """End a request, wherever it stands: exactly one terminal message, for the first reason."""
         if request.finished:
             return
-        self.waiting.remove(request)
-        self.running.remove(request)
+        if self._planner is None:
+            self.waiting.remove(request)
+        else:
+            self._planner.forget(request)
         request.status = Status.FINISHED
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
         self.statistics.ended[reason] += 1
         self._output.closed.append(close_text(request))
         self._forget(request)
-        if request.in_flight == 0:
-            self._release(request)
+        if request.in_flight == 0 and self._planner is not None:
+            self._planner.admission.release(request)
 
     def _forget(self, request: Request) -> None:
+        self._deadlines.forget(request)
         del self._requests[request.seq]
         mine = self._by_client[request.client]
         del mine[request.request_id]
         if not mine:
             del self._by_client[request.client]
-
-    def _release(self, request: Request) -> None:
-        """Slot and pages go back: no step of the request is in flight any more."""
-        if request.slot >= 0 and self.admission is not None:
-            self.admission.release(request)
 
     def _flush_output(self) -> None:
         if not self._output.is_empty:
@@ -270,6 +322,16 @@ class Scheduler:
 
     # --- what it says of itself -------------------------------------------------------------------
 
+    @property
+    def idle(self) -> bool:
+        """The worker has nothing to do."""
+        return not self._outstanding
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which it pays to wait for company before an idle worker gets a step."""
+        return self._times.shortest * PATIENCE
+
     def _inspect(self, message: Inspect) -> None:
         values = message.values | self.info()
         pids = message.values.get("pids")
@@ -280,33 +342,18 @@ class Scheduler:
 
     def info(self) -> InfoValues:
         """Gauges and counters, as docs/protocol.md lists them."""
-        statistics, ready = self.statistics, self._worker_facts
-        pool = self.admission.pool if self.admission else PagePool(0, 1)
         return {
-            "ready": ready is not None,
-            "dtype": ready.dtype if ready else None,
-            "device": ready.device if ready else None,
             "running": len(self._requests) - len(self.waiting),
             "waiting": len(self.waiting),
-            "page_size": pool.page_size,
-            "pages_total": pool.num_pages,
-            "pages_free": pool.num_free,
-            "pages_held": pool.num_held,
-            "pages_cached": 0,
-            "steps": statistics.steps,
-            "prefill_steps": statistics.prefill_steps,
-            "busy_seconds": statistics.busy_seconds,
-            "step_gap_ms_p50": statistics.gap_ms(0.5),
-            "step_gap_ms_p99": statistics.gap_ms(0.99),
-            "prompt_tokens_total": statistics.prompt_tokens,
-            "generation_tokens_total": statistics.generation_tokens,
-            "cached_tokens_total": statistics.cached_tokens,
-            "ended": dict(statistics.ended),
+            **worker_info(self._worker_facts),
+            **pool_info(self._planner),
+            **self.statistics.info(),
         }
 
     def check(self) -> None:
-        """The invariant, for tests and idle moments: no page is lost."""
-        if self.admission is not None:
-            self.admission.pool.check()
+        """The invariant, for tests: free + cached + held = all pages, and none held by nobody."""
+        if self._planner is not None:
+            admission = self._planner.admission
+            admission.kv.check(admission.seated.values())
             if not self._requests and not self._outstanding:
-                assert self.admission.pool.num_held == 0, "pages are held by nobody"
+                assert admission.kv.num_held == 0, "pages are held by nobody"

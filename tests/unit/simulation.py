@@ -8,6 +8,7 @@ from quadriga.config import SchedulerArgs
 from quadriga.messages import (
     AbortRequest,
     CloseText,
+    NewSlot,
     SchedulerMessage,
     StepOutput,
     StepPlan,
@@ -23,84 +24,124 @@ from scheduler_proc.scheduler import Scheduler
 EOS = 2
 
 
-def next_token(history: list[int]) -> int:
+STEP_SECONDS = 0.01
+
+
+def state_after(state: int, token: int) -> int:
+    """What the simulated model keeps of a position: a hash of all tokens up to there."""
+    return (state * 31 + token + 11) % 1_000_003
+
+
+def token_of(state: int, length: int) -> int:
     """The simulated model: a token that depends on all tokens before it; sometimes EOS."""
-    value = len(history) * 7919
-    for token in history:
-        value = (value * 31 + token + 11) % 1_000_003
+    value = state + length * 7919
     return EOS if value % 23 == 0 else 3 + value % 97
 
 
 def reference(prompt: list[int], max_new_tokens: int, ignore_eos: bool) -> list[int]:
     """What the simulated model gives to a request that is alone."""
     history = list(prompt)
+    state = 0
+    for token in prompt:
+        state = state_after(state, token)
     for _ in range(max_new_tokens):
-        history.append(next_token(history))
+        history.append(token_of(state, len(history)))
         if history[-1] == EOS and not ignore_eos:
             break
+        state = state_after(state, history[-1])
     return history[len(prompt) :]
+
+
+def next_token(prompt: list[int]) -> int:
+    return reference(prompt, 1, True)[0]
 
 
 class SimulatedWorker:
     """Runs plans one at a time, in simulated time, and checks every one of them.
 
-    It keeps KV by page and position, as a real worker does: a page that two requests hold, or a
-    token that was never computed, gives a wrong answer or an AssertionError.
+    It keeps the KV of each page and offset, as a real worker does, here a hash of all tokens up to
+    there. Whoever attends reads all of its past: a page that is somebody else's, was overwritten
+    or was never computed is noticed at once.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.plans: deque[StepPlan] = deque()
+        self.plans: deque[tuple[float, StepPlan]] = deque()
         self.known: dict[int, list[int]] = {}
+        self.states: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.now = 1000.0
+        self.free_at = 0.0
         self.stopped = False
         self.rows_of_steps: list[list[int]] = []
+        self.tokens_of_steps: list[list[int]] = []
+        self.modes: list[int] = []
 
     def send(self, message: msgspec.Struct) -> None:
         if isinstance(message, StepPlan):
-            self.plans.append(message)
+            self.plans.append((self.now, message))
             assert len(self.plans) <= 2, "more than two plans are outstanding"
         else:
             self.stopped = True
 
+    @property
+    def done_at(self) -> float | None:
+        """When the oldest plan will be finished."""
+        return max(self.plans[0][0], self.free_at) + STEP_SECONDS if self.plans else None
+
     def run_one(self) -> StepResult | None:
         """The result of the oldest plan; None where there is none."""
-        if not self.plans:
+        done_at = self.done_at
+        if done_at is None:
             return None
-        plan = self.plans.popleft()
+        _sent, plan = self.plans.popleft()
         for slot in unpack_ids(plan.released):
-            del self.known[slot], self.computed[slot], self.pages[slot]
+            del self.known[slot], self.states[slot], self.computed[slot], self.pages[slot]
         for new in plan.new:
-            assert new.slot not in self.known, f"slot {new.slot} is given to two requests"
-            self.known[new.slot] = unpack_ids(new.token_ids).tolist()
-            self.computed[new.slot] = new.computed
-            self.pages[new.slot] = unpack_ids(new.pages).tolist()
-        self._check_pages()
+            self._admit(new)
+        grown = unpack_ids(plan.grown).tolist()
+        for slot, page in zip(grown[::2], grown[1::2], strict=True):
+            self.pages[slot].append(page)
         slots, counts = unpack_ids(plan.slots).tolist(), unpack_ids(plan.num_tokens).tolist()
         assert len(set(slots)) == len(slots)
         tokens = [self._row(slot, count) for slot, count in zip(slots, counts, strict=True)]
         self.rows_of_steps.append(slots)
-        began, self.now = self.now, self.now + 0.01
-        return StepResult(plan.step, pack_ids(tokens), began, self.now)
+        self.tokens_of_steps.append(counts)
+        self.modes.append(plan.forward_mode)
+        self.now = self.free_at = done_at
+        return StepResult(plan.step, pack_ids(tokens), done_at - STEP_SECONDS, done_at)
 
-    def _check_pages(self) -> None:
-        held = [page for pages in self.pages.values() for page in pages]
-        assert len(held) == len(set(held)), "a page is held twice"
+    def _admit(self, new: NewSlot) -> None:
+        assert new.slot not in self.known, f"slot {new.slot} is given to two requests"
+        self.known[new.slot] = []
+        self.states[new.slot] = []
+        for token in unpack_ids(new.token_ids):
+            self._learn(new.slot, token)
+        assert new.computed < len(self.known[new.slot]), "nothing is left to compute"
+        self.computed[new.slot] = new.computed
+        self.pages[new.slot] = unpack_ids(new.pages).tolist()
+
+    def _learn(self, slot: int, token: int) -> None:
+        states = self.states[slot]
+        self.known[slot].append(token)
+        states.append(state_after(states[-1] if states else 0, token))
 
     def _row(self, slot: int, count: int) -> int:
-        known, start = self.known[slot], self.computed[slot]
+        known, states, start = self.known[slot], self.states[slot], self.computed[slot]
         assert count >= 1
         assert start + count <= len(known), "a token is computed that nobody knows"
-        for position in range(start, start + count):
-            self.kv[self._place(slot, position)] = known[position]
-        self.computed[slot] += count
-        if self.computed[slot] < len(known):
+        self.computed[slot] = end = start + count
+        for position in range(start, end):
+            self.kv[self._place(slot, position)] = states[position]
+        for position in range(end):
+            assert self.kv.get(self._place(slot, position)) == states[position], (
+                f"slot {slot} reads KV at {position} that is not its own"
+            )
+        if end < len(known):
             return -1
-        history = [self.kv[self._place(slot, position)] for position in range(len(known))]
-        known.append(next_token(history))
+        self._learn(slot, token_of(states[-1], len(known)))
         return known[-1]
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
@@ -137,6 +178,7 @@ class World:
     """Scheduler, simulated worker and detokenizer in one."""
 
     def __init__(self, args: SchedulerArgs, num_pages: int = 64, page_size: int = 4) -> None:
+        self.checked = True
         self.worker = SimulatedWorker(page_size)
         self.detok = Detok()
         self.scheduler = Scheduler(
@@ -147,16 +189,33 @@ class World:
 
     def tell(self, *messages: SchedulerMessage) -> None:
         self.scheduler.iterate(messages, [])
-        self.scheduler.check()
+        self._check()
 
     def step(self) -> bool:
-        """Run one step of the worker; False where nothing was planned."""
-        result = self.worker.run_one()
-        if result is None:
+        """Run one step of the worker, waking the scheduler meanwhile when it wants to be woken;
+        False where nothing was planned."""
+        done_at = self.worker.done_at
+        if done_at is None:
             return False
+        self.wake(done_at)
+        result = self.worker.run_one()
+        assert result is not None
         self.scheduler.iterate([], [result])
-        self.scheduler.check()
+        self._check()
         return True
+
+    def wake(self, until: float) -> None:
+        """Let simulated time pass."""
+        while self.scheduler.wake_at is not None and self.scheduler.wake_at <= until:
+            self.worker.now = max(self.worker.now, self.scheduler.wake_at)
+            woken, self.scheduler.wake_at = self.scheduler.wake_at, None
+            self.scheduler.iterate([], [])
+            assert self.scheduler.wake_at != woken, "the scheduler would be woken for ever"
+        self.worker.now = max(self.worker.now, until)
+
+    def _check(self) -> None:
+        if self.checked:
+            self.scheduler.check()
 
     def run(self, most: int = 10_000) -> int:
         """Run until idle; the number of steps."""
@@ -173,6 +232,7 @@ def submit(
     client: bytes = b"c",
     ignore_eos: bool = False,
     stop_token_ids: list[int] | None = None,
+    **fields: float,
 ) -> Submit:
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -180,7 +240,7 @@ def submit(
         ignore_eos=ignore_eos,
         stop_token_ids=stop_token_ids or [],
     )
-    return Submit(client, request_id, pack_ids(prompt), params, True, 1.0, 2.0)
+    return Submit(client, request_id, pack_ids(prompt), params, True, 1000.0, 1000.0, **fields)  # type: ignore[arg-type]
 
 
 def abort(request_id: str, client: bytes = b"c") -> AbortRequest:

@@ -1,0 +1,292 @@
+"""What the next step runs: which requests decode, whose prompts are computed, who must give way."""
+
+import random
+from collections.abc import Callable
+
+from quadriga.config import SchedulerArgs
+from quadriga.errors import QuadrigaError, RequestFailed
+from scheduler_proc.admission import Admission
+from scheduler_proc.batch import RunningBatch, ScheduleBatch, new_slot
+from scheduler_proc.deadlines import Deadlines
+from scheduler_proc.policy import WaitingQueue
+from scheduler_proc.request import Request, Status
+
+DEFAULT_PREEMPTION_THRESHOLD = 10
+
+
+class Planner:
+    """Composes steps out of the running batch and the waiting queue, by the batch mode:
+
+    prefill-first: prompts before anything else; after a chunk, however, the running ones have a
+        step, so that a long prompt never stops them for longer than one chunk.
+    mixed: each step decodes and computes prompts, as many as the token budget allows.
+    decode-first: prompts only as long as one decode step is not full.
+    alternate: one step of prompts, then one decode step.
+
+    retractions: how often a request had to give its pages back.
+    """
+
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        device: str,
+        admission: Admission,
+        waiting: WaitingQueue,
+        running: RunningBatch,
+        deadlines: Deadlines,
+        fail: Callable[[Request, QuadrigaError], None],
+    ) -> None:
+        self._args = args
+        self._mode = args.mode
+        self._budget = args.prefill_budget(device)
+        self._cuts = args.chunk_size(device) is not None
+        self._width = args.max_batch_size
+        self._static = args.batching == "static"
+        self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
+        self._by_priority = args.schedule_policy == "priority"
+        # Taking turns would give the place back to the one that was preempted, over and over.
+        self._preempts = self._by_priority and not args.fair_clients
+        self.admission = admission
+        self._kv = admission.kv
+        self._waiting = waiting
+        self._running = running
+        self._deadlines = deadlines
+        self._fail = fail
+        self._random = random.Random(0)
+        self._chunked: Request | None = None
+        self._leaving: set[int] = set()
+        self._gave_way = False
+        self._prefilled_last = False
+        self._in_flight = False
+        self._filling = True
+        self.retractions = 0
+
+    # --- composing --------------------------------------------------------------------------------
+
+    def next_batch(self, now: float, in_flight: bool) -> ScheduleBatch:
+        """The next step; empty where nothing can run. in_flight: earlier ones are not answered."""
+        self._in_flight = in_flight
+        batch = self._compose(now)
+        while batch.is_empty and self._gave_way:
+            batch = self._compose(now)
+        self._prefilled_last = batch.num_decodes < batch.batch_size
+        if batch.num_decodes:
+            self._filling = False
+            if not self._gave_way:
+                self.admission.ratio.step_went_well()
+        return batch
+
+    def _compose(self, now: float) -> ScheduleBatch:
+        self._gave_way = False
+        if self._args.debug_retract_probability:
+            self._retract_at_random()
+        batch = ScheduleBatch()
+        if self._mode == "mixed":
+            self._add_decodes(batch)
+            self._add_prefills(batch, now)
+        elif self._decode_has_the_turn():
+            self._add_decodes(batch)
+            if batch.is_empty:
+                self._add_prefills(batch, now)
+        else:
+            self._add_prefills(batch, now)
+            if batch.is_empty:
+                self._add_decodes(batch)
+        return batch
+
+    @property
+    def has_work(self) -> bool:
+        """Somebody could use a step."""
+        return len(self._running) > 0 or len(self._waiting) > 0 or self._chunked is not None
+
+    def _decode_has_the_turn(self) -> bool:
+        if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):
+            return True
+        return self._mode == "decode-first" and len(self._running) >= self._width
+
+    def _add_decodes(self, batch: ScheduleBatch) -> None:
+        for request in self._running.next_group(self._width):
+            if self._gave_way and request not in self._running:
+                continue
+            if request.computed == request.capacity and not self._grow(request, batch):
+                continue
+            batch.add_decode(request)
+            if request.known == request.most_known:
+                self._running.remove(request)
+
+    def _add_prefills(self, batch: ScheduleBatch, now: float) -> None:
+        budget = self._budget
+        if self._chunked is not None and self._preempts:
+            self._preempt_chunked(self._chunked)
+        if self._chunked is not None:
+            budget -= self._add_prefill(batch, self._chunked, budget)
+        if budget > 0 and len(self._waiting) and not self._gave_way:
+            self._admit(batch, budget, now)
+
+    def _add_prefill(self, batch: ScheduleBatch, request: Request, budget: int) -> int:
+        """The next tokens of a prompt, at most `budget`; how many."""
+        count = min(request.to_compute, budget) if self._cuts else request.to_compute
+        samples = batch.add_prefill(request, count)
+        self._kv.share_computed(request)
+        self._chunked = None if samples else request
+        if samples and request.still_to_sample:
+            self._running.merge(request)
+        return count
+
+    # --- admission --------------------------------------------------------------------------------
+
+    def _admit(self, batch: ScheduleBatch, budget: int, now: float) -> None:
+        """Prompts out of the waiting queue, while width, tokens, slots and pages last.
+
+        The pages of each are shared at once, so that the next one may find its prefix there: it
+        is computed once, in this very step.
+        """
+        places = self._places()
+        if places <= 0:
+            return
+        expected = self.admission.expected_tokens()
+        lookahead = self._waiting.lookahead
+        for request in self._waiting.first(places + lookahead, budget):
+            count = self._tokens_for(request, batch, budget)
+            if count == 0 or not self._fits(request, expected):
+                lookahead -= 1
+                if lookahead < 0:
+                    return
+                continue
+            self._waiting.take(request)
+            self._deadlines.admitted(request)
+            self.admission.seat(request, now)
+            batch.new.append(new_slot(request))
+            expected += request.still_to_sample
+            budget -= self._add_prefill(batch, request, count)
+            places -= 1
+            if places == 0 or budget <= 0 or self._chunked is not None:
+                return
+
+    def _places(self) -> int:
+        """How many requests this step may admit."""
+        if not self._static:
+            return self._args.prefill_width
+        seated = len(self.admission.seated)
+        if seated == 0:
+            self._filling = True
+        return min(self._args.prefill_width, self._width - seated) if self._filling else 0
+
+    def _tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
+        """How many tokens of a waiting prompt this step can take; 0: none.
+
+        The first prompt of a step is cut to the budget, or goes alone where prompts are never cut;
+        those after it are cut where a page ends.
+        """
+        page_size = self._kv.page_size
+        to_compute = request.known - self._kv.locate(request).depth * page_size
+        if to_compute <= budget:
+            return to_compute
+        if batch.batch_size == batch.num_decodes:
+            return budget if self._cuts else to_compute
+        return budget // page_size * page_size if self._cuts else 0
+
+    def _fits(self, request: Request, expected: int) -> bool:
+        if self.admission.fits(request, expected):
+            return True
+        if self._preempts and not self._leaving:
+            victim = min(self._running, key=_worth, default=None)
+            if victim is not None and self._outranks(request, victim):
+                self._retract(victim)
+        return False
+
+    def _outranks(self, request: Request, other: Request) -> bool:
+        return request.priority - other.priority >= self._threshold
+
+    def _preempt_chunked(self, chunked: Request) -> None:
+        """A long prompt takes up whole steps: somebody urgent need not wait for its end."""
+        if any(self._outranks(first, chunked) for first in self._waiting.first(1, self._budget)):
+            self._retract(chunked)
+
+    # --- giving way -------------------------------------------------------------------------------
+
+    def _grow(self, request: Request, batch: ScheduleBatch) -> bool:
+        """Another page for a request; the least worthy gives way if there is none.
+
+        False: the request cannot run in this step. The pages of whoever gives way come back when
+        its steps in flight are answered. A request that is alone and still has no room has filled
+        the pool.
+        """
+        while self._kv.num_available == 0:
+            if self._leaving:
+                return False
+            victim = self._victim()
+            if victim is None:
+                if self._kv.drop_duplicates(request):
+                    continue
+                if batch.is_empty and not self._in_flight:
+                    self._gave_way = True
+                    self._fail(request, self._pool_is_full(request))
+                return False
+            self._retract(victim)
+            if victim is request:
+                return False
+        batch.grown += (request.slot, self._kv.grow(request))
+        return True
+
+    def _victim(self) -> Request | None:
+        """The one who has generated least (of the lowest priority, where that counts); None where
+        only one is left."""
+        candidates = list(self._running)
+        if self._chunked is not None:
+            candidates.append(self._chunked)
+        if len(candidates) < 2:
+            return None
+        return min(candidates, key=_worth if self._by_priority else _progress)
+
+    def _retract(self, request: Request) -> None:
+        """Its pages are needed: it will wait again, and what is no longer cached by then is
+        computed again. Its stream goes on as if nothing had happened."""
+        self._running.remove(request)
+        if self._chunked is request:
+            self._chunked = None
+        self.retractions += 1
+        self._gave_way = True
+        self.admission.ratio.retracted(list(self._running))
+        request.status = Status.RETRACTED
+        self._leaving.add(request.seq)
+        if request.in_flight == 0:
+            self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """No step of a retracted request is in flight any more."""
+        self._leaving.discard(request.seq)
+        self.admission.release(request)
+        if self._kv.pages_for(request.known) > self._kv.num_pages:
+            self._fail(request, self._pool_is_full(request))
+            return
+        request.status = Status.WAITING
+        request.computed = 0
+        self._waiting.push(request)
+
+    def forget(self, request: Request) -> None:
+        """It has ended, wherever it stood."""
+        self._waiting.remove(request)
+        self._running.remove(request)
+        self._leaving.discard(request.seq)
+        if self._chunked is request:
+            self._chunked = None
+
+    def _retract_at_random(self) -> None:
+        if self._random.random() < self._args.debug_retract_probability and len(self._running):
+            self._retract(self._random.choice(list(self._running)))
+
+    def _pool_is_full(self, request: Request) -> RequestFailed:
+        return RequestFailed(
+            f"the request fills the whole KV pool of {self._kv.num_pages * self._kv.page_size}"
+            f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
+            " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
+        )
+
+
+def _progress(request: Request) -> tuple[int, int]:
+    return request.num_generated, -request.num_prompt
+
+
+def _worth(request: Request) -> tuple[int, int, int]:
+    return request.priority, request.num_generated, -request.num_prompt

@@ -1,0 +1,176 @@
+"""A scheduler under random load, which checks every answer: for property tests and long runs.
+
+python -m tests.unit.chaos --steps 1000000 [--seed 0]
+"""
+
+import argparse
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.errors import ConfigError
+from quadriga.messages import StopFound
+from tests.unit.simulation import World, abort, reference, submit
+
+PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
+
+
+@dataclass
+class Asked:
+    """What a request was, to judge its answer."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    ignore_eos: bool
+    stopped: bool = False
+    timed: bool = False
+
+
+class Chaos:
+    """A World with a memory of everything that was asked of it."""
+
+    def __init__(self, args: SchedulerArgs, num_pages: int, page_size: int) -> None:
+        self.world = World(args, num_pages, page_size)
+        self.pool_tokens = num_pages * page_size
+        self.num_pages = num_pages
+        self.asked: dict[str, Asked] = {}
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        ignore_eos: bool,
+        client: bytes = b"c",
+        priority: int = 0,
+        patience: float | None = None,
+    ) -> None:
+        name = f"r{len(self.asked)}"
+        self.asked[name] = Asked(prompt, max_new_tokens, ignore_eos, timed=patience is not None)
+        fields: dict[str, Any] = {"priority": priority}
+        if patience is not None:
+            fields["deadline"] = self.world.worker.now + patience
+            fields["queue_deadline"] = self.world.worker.now + patience / 2
+        message = submit(name, prompt, max_new_tokens, client, ignore_eos, **fields)
+        self.world.tell(message)
+
+    def abort(self, number: int) -> None:
+        name = f"r{number}"
+        for client in (b"c", b"d"):
+            self.world.tell(abort(name, client))
+
+    def stop(self, seq: int) -> None:
+        """The detokenizer found a stop string."""
+        name = self.world.detok.open.get(seq)
+        if name is not None:
+            self.asked[name].stopped = True
+            self.world.tell(StopFound([seq]))
+
+    def finish(self) -> None:
+        """Run until idle; everything that was asked must have been answered, and rightly."""
+        self.world.run(100 * sum(len(a.prompt) + a.max_new_tokens for a in self.asked.values()) + 9)
+        closed = self.world.detok.closed
+        assert closed.keys() == self.asked.keys(), "somebody was never answered"
+        for name, asked in self.asked.items():
+            self._judge(asked, closed[name], self.world.detok.tokens.get(name, []))
+        info = self.world.scheduler.info()
+        assert info["pages_free"] + info["pages_cached"] == self.num_pages  # type: ignore[operator]
+        assert info["running"] == info["waiting"] == 0
+
+    def _judge(self, asked: Asked, closed: Any, tokens: list[int]) -> None:
+        expected = reference(asked.prompt, asked.max_new_tokens, asked.ignore_eos)
+        assert tokens == expected[: len(tokens)], "a wrong token"
+        if closed.finish_reason == "error":
+            needed = len(asked.prompt) + asked.max_new_tokens - 1
+            assert asked.timed or needed > self.pool_tokens, closed.error
+        elif closed.finish_reason != "abort" and not asked.stopped:
+            assert tokens == expected, "tokens are missing"
+
+
+def random_args(source: random.Random) -> SchedulerArgs:
+    """Any combination of flags that the command line would take."""
+    while True:
+        policy = source.choice(POLICIES)
+        args = SchedulerArgs(
+            max_batch_size=source.randint(1, 6),
+            prefill_max_batch_size=source.choice([None, 1, 2, 5]),
+            prefill_max_tokens=source.choice([1, 4, 20, 100]),
+            chunked_prefill_size=source.choice([None, -1, 1, 3, 8]),
+            max_running_requests=source.randint(1, 8),
+            max_queued_requests=1000,
+            batch_mode=source.choice(BATCH_MODES),
+            batching=source.choice(["continuous"] * 4 + ["static"]),
+            schedule_policy=policy,
+            pack_lookahead=source.choice([None, 3]) if policy == "pack" else None,
+            priority_preemption_threshold=source.choice([None, 1])
+            if policy == "priority"
+            else None,
+            fair_clients=source.random() < 0.3,
+            schedule_conservativeness=source.choice([0.1, 1.0, 3.0]),
+            disable_radix_cache=source.random() < 0.2,
+            plan_at_once=source.random() < 0.3,
+            debug_retract_probability=source.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
+        )
+        try:
+            args.validate()
+        except ConfigError:
+            continue
+        return args
+
+
+def random_life(source: random.Random, steps: int) -> Chaos:
+    """Some load on some server, for at least so many steps and then until it is idle."""
+    chaos = Chaos(random_args(source), source.randint(2, 16), source.choice([1, 2, 3, 4, 8]))
+    rate = source.choice([0.1, 0.5, 1.5])
+    for _ in range(steps):
+        while source.random() < rate / (1 + rate):
+            prefix = source.choice(PREFIXES)
+            tail = [source.randint(3, 99) for _ in range(source.randint(1, 6))]
+            chaos.submit(
+                prefix[: source.randint(0, len(prefix))] + tail,
+                source.choice([1, 2, 5, 12]),
+                source.random() < 0.5,
+                source.choice([b"c", b"d"]),
+                source.randint(-3, 3),
+                source.choice([None] * 9 + [0.1]),
+            )
+        if source.random() < 0.05:
+            chaos.abort(source.randint(0, len(chaos.asked)))
+        if source.random() < 0.03:
+            chaos.stop(source.randint(0, len(chaos.asked)))
+        if not chaos.world.step():
+            chaos.world.wake(chaos.world.worker.now + 0.01)
+    chaos.finish()
+    return chaos
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    began, steps, seed = time.monotonic(), 0, arguments.seed
+    counts: Counter[str] = Counter()
+    while steps < arguments.steps:
+        source = random.Random(seed)
+        try:
+            chaos = random_life(source, 100)
+        except BaseException:
+            print(f"seed {seed}: {random_args(random.Random(seed))}")
+            raise
+        steps += chaos.world.scheduler.statistics.steps
+        counts.update(c.finish_reason for c in chaos.world.detok.closed.values())
+        info = chaos.world.scheduler.info()
+        counts["retractions"] += info["retractions"]  # type: ignore[operator]
+        counts["cached tokens"] += info["cached_tokens_total"]  # type: ignore[operator]
+        seed += 1
+    print(
+        f"{steps} steps, {seed - arguments.seed} servers, {dict(counts)},"
+        f" {time.monotonic() - began:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
