@@ -63,7 +63,7 @@ class ServerUnreachable(QuadrigaError):
 
 
 class DeadlineExceeded(QuadrigaError):
-    """The caller's own deadline passed; the request was aborted."""
+    """A deadline of the caller or of the server passed; the request was aborted."""
 
     code = "deadline_exceeded"
 

@@ -50,8 +50,8 @@ class Admission:
         self._released: list[int] = []
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     def expected_tokens(self) -> int:
         """Tokens that all who hold a slot may still generate, before the ratio."""

@@ -164,13 +164,14 @@ class Planner:
                 return
 
     def _places(self) -> int:
-        """How many requests this step may admit."""
+        """How many requests this step may admit; one may be looked at for whom another gives way."""
+        free = self.admission.num_free_slots or int(self._preempts)
         if not self._static:
-            return self._args.prefill_width
+            return min(self._args.prefill_width, free)
         seated = len(self.admission.seated)
         if seated == 0:
             self._filling = True
-        return min(self._args.prefill_width, self._width - seated) if self._filling else 0
+        return min(self._args.prefill_width, self._width - seated, free) if self._filling else 0
 
     def _tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
         """How many tokens of a waiting prompt this step can take; 0: none.

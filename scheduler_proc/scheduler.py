@@ -43,7 +43,7 @@ from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.request import Request, Status
-from scheduler_proc.statistics import Statistics, pool_info, worker_info
+from scheduler_proc.statistics import Statistics, policy_info, pool_info, worker_info
 
 MAX_PLANS_OUTSTANDING = 2
 PATIENCE = 0.1
@@ -346,6 +346,7 @@ class Scheduler:
             "running": len(self._requests) - len(self.waiting),
             "waiting": len(self.waiting),
             **worker_info(self._worker_facts),
+            **policy_info(self._args, self._worker_facts.device if self._worker_facts else ""),
             **pool_info(self._planner),
             **self.statistics.info(),
         }

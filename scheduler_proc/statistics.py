@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from quadriga.config import SchedulerArgs
 from quadriga.messages import InfoValues, StepResult, WorkerReady
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
 from scheduler_proc.planner import Planner
@@ -71,13 +72,22 @@ def worker_info(ready: WorkerReady | None) -> InfoValues:
     }
 
 
+def policy_info(args: SchedulerArgs, device: str) -> InfoValues:
+    """How steps are composed."""
+    return {
+        "batch_mode": args.mode,
+        "batching": args.batching,
+        "schedule_policy": args.schedule_policy,
+        "fair_clients": args.fair_clients,
+        "prefix_cache": args.prefix_cache,
+        "chunked_prefill_size": args.chunk_size(device),
+    }
+
+
 def pool_info(planner: Planner | None) -> InfoValues:
-    """Pages, and how admission stands."""
+    """Pages, and how admission stands. Empty before the worker has said how many there are."""
     if planner is None:
-        return dict.fromkeys(
-            ("page_size", "pages_total", "pages_free", "pages_cached", "pages_held", "retractions"),
-            0,
-        )
+        return {}
     kv, admission = planner.admission.kv, planner.admission
     return {
         "page_size": kv.page_size,

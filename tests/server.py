@@ -121,7 +121,7 @@ def kill_tree(process: "subprocess.Popen[bytes]") -> None:
 
 
 def settle(endpoint: str, seconds: float = 20.0) -> dict:  # type: ignore[type-arg]
-    """Wait until nothing runs and every page is free; the info then."""
+    """Wait until nothing runs and nobody holds a page; the info then."""
     info: dict = {}  # type: ignore[type-arg]
 
     def idle() -> bool:
@@ -131,7 +131,7 @@ def settle(endpoint: str, seconds: float = 20.0) -> dict:  # type: ignore[type-a
                 info = client.info()
         except QuadrigaError:
             return False
-        return info["running"] == info["waiting"] == 0 and info["pages_free"] == info["pages_total"]
+        return info["running"] == info["waiting"] == info["pages_held"] == 0
 
     wait_until(idle, seconds, lambda: f"info: {info}")
     return info

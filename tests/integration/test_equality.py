@@ -1,8 +1,11 @@
 """Greedy float32 output through the whole server equals `transformers` generate, token for token.
 
 32 prompts of mixed lengths, from one token to the context limit, are sent at once in random
-order, with aborts in between. QUADRIGA_TEST_CONTEXT sets the built-in model's context (it has
-8,192 tokens; a smaller one saves minutes).
+order, with aborts in between; then once more, when the prefix cache is warm. Each model under many
+ways to compose steps: chunks, batch modes, retraction.
+
+QUADRIGA_TEST_CONTEXT sets the built-in model's context (it has 8,192 tokens; a smaller one saves
+minutes). QUADRIGA_TEST_EVERYTHING=1 runs the real models under all of those ways, too.
 """
 
 import asyncio
@@ -69,31 +72,70 @@ async def serve_all(endpoint: str, prompts: list[list[int]]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
+WAYS = {
+    "default": [],
+    "narrow": ["--max-batch-size", "3", "--prefill-max-batch-size", "5"],
+    "chunks of 1, mixed": ["--chunked-prefill-size", "1"],
+    "chunks of 7, prefill first": [
+        "--chunked-prefill-size", "7", "--batch-mode", "prefill-first", "--max-batch-size", "4",
+    ],
+    "chunks of 64, decode first": ["--chunked-prefill-size", "64", "--decode-first"],
+    "chunks of 512, alternate": ["--chunked-prefill-size", "512", "--batch-mode", "alternate"],
+    "whole prompts, mixed, no cache": ["--chunked-prefill-size", "-1", "--disable-radix-cache"],
+    "retracted at random": ["--debug-retract-probability", "0.2", "--chunked-prefill-size", "64"],
+    "retracted, no cache": ["--debug-retract-probability", "0.2", "--no-prefix-cache"],
+    "static": ["--batching", "static", "--max-batch-size", "6"],
+    "longest prefix first": ["--schedule-policy", "lpm", "--fair-clients"],
+}  # fmt: skip
+
+
 def check(model: Any, prompts: list[list[int]], log: Path, *flags: str) -> None:
-    expected = [reference(model, prompt) for prompt in prompts]
+    expected = references(model, prompts)
     with running_server(log, *flags, "--dtype", "float32") as server:
-        got = asyncio.run(serve_all(server.endpoint, prompts))
-        settle(server.endpoint, 60)
-    wrong = [len(p) for p, e, g in zip(prompts, expected, got, strict=True) if e != g]
-    assert not wrong, f"{len(wrong)} of {len(prompts)} differ; prompt lengths {wrong}"
+        for temperature_of_cache in ("cold", "warm"):
+            got = asyncio.run(serve_all(server.endpoint, prompts))
+            info = settle(server.endpoint, 60)
+            wrong = [len(p) for p, e, g in zip(prompts, expected, got, strict=True) if e != g]
+            assert not wrong, (
+                f"{temperature_of_cache}: {len(wrong)} of {len(prompts)} differ;"
+                f" prompt lengths {wrong}"
+            )
+    assert (info["cached_tokens_total"] > 0) == info["prefix_cache"]
+    assert (info["retractions"] > 0) == ("--debug-retract-probability" in flags)
+
+
+_references: dict[str, list[list[int]]] = {}
+
+
+def references(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Of each prompt alone; worked out once for each model."""
+    key = f"{model.config.model_type} {model.num_parameters()} {len(prompts[-1])}"
+    if key not in _references:
+        _references[key] = [reference(model, prompt) for prompt in prompts]
+    return _references[key]
+
+
+def ways(*quick: str) -> list[str]:
+    return list(WAYS) if os.environ.get("QUADRIGA_TEST_EVERYTHING") else list(quick)
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("flags", [[], ["--max-batch-size", "3", "--prefill-max-batch-size", "5"]])
 def test_a_tiny_model_of_each_family(
-    family: str, flags: list[str], gpt2_dir: Path, llama_dir: Path, tmp_path: Path
+    family: str, way: str, gpt2_dir: Path, llama_dir: Path, tmp_path: Path
 ) -> None:
     directory = {"gpt2": gpt2_dir, "llama": llama_dir}[family]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     context = model.config.max_position_embeddings
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), 512)
     check(model, prompts, tmp_path / "log", "--model", str(directory),
-          "--worker-threads", "1", "--page-size", "4", *flags)  # fmt: skip
+          "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
 
 
 @pytest.mark.timeout(600)
-def test_gpt2_at_full_size_with_random_weights(tmp_path: Path, gpt2_dir: Path) -> None:
+@pytest.mark.parametrize("way", ways("chunks of 64, decode first"))
+def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_dir: Path) -> None:
     directory = tmp_path / "gpt2"
     torch.manual_seed(3)
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)).eval()
@@ -101,11 +143,12 @@ def test_gpt2_at_full_size_with_random_weights(tmp_path: Path, gpt2_dir: Path) -
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(gpt2_dir / name, directory / name)
     prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS), 50257)
-    check(model, prompts, tmp_path / "log", "--model", str(directory))
+    check(model, prompts, tmp_path / "log", "--model", str(directory), *WAYS[way])
 
 
 @pytest.mark.timeout(1800)
-def test_the_built_in_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ways("default"))
+def test_the_built_in_model(way: str, tmp_path: Path) -> None:
     files = resolve_model(ModelArgs())
     assert files.weights is not None
     model = AutoModelForCausalLM.from_pretrained(
@@ -116,4 +159,4 @@ def test_the_built_in_model(tmp_path: Path) -> None:
     )
     context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
-    check(model, prompts, tmp_path / "log", "--context-length", str(context))
+    check(model, prompts, tmp_path / "log", "--context-length", str(context), *WAYS[way])
