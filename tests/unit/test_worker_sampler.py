@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.tiny_models import tiny_gpt2
 from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of
 from worker_proc import sampler
-from worker_proc.sampler import SamplingRows, sample, uniform
+from worker_proc.sampler import SamplingRows, first_of_greatest, sample, uniform
 
 
 def rows_of(
@@ -109,6 +109,18 @@ def test_temperature_zero_and_top_k_one_take_the_first_likeliest_token() -> None
     assert sample(logits, None).tolist() == [1, 0]
     assert sample(logits, rows_of(2, temperature=0.0)).tolist() == [1, 0]
     assert sample(logits, rows_of(2, top_k=1)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 511, 512, 513, 1024, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_search_in_blocks_finds_what_argmax_finds(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    spread = torch.randn(64, vocab_size, generator=generator).to(dtype)
+    with_equals = torch.randint(-3, 3, (64, vocab_size), generator=generator).to(dtype)
+    broken = spread.clone()
+    broken[::2, vocab_size // 2 :] = float("nan")
+    for logits in (spread, with_equals, broken, torch.full_like(spread, float("-inf"))):
+        assert first_of_greatest(logits).equal(logits.argmax(-1))
 
 
 def test_a_row_samples_alone_what_it_samples_among_rows_of_any_other_kind() -> None:

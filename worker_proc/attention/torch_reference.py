@@ -73,6 +73,8 @@ class TorchAttention(AttentionBackend):
         size = (num_pages + 1, 2, shape.kv_heads, page_size, shape.head_dim)
         self._layers = [_zeros(size, dtype, device) for _ in range(shape.layers)]
         self._buffer = torch.empty(0, dtype=dtype, device=device)
+        whole = shape.head_dim * dtype.itemsize % torch.int64.itemsize == 0
+        self._moved_as = torch.int64 if whole else dtype  # indexing goes by element, however large
         heads = torch.arange(2 * shape.kv_heads, device=device)
         self._head_places = heads * page_size
         self._head_parts = heads.view(2, 1, shape.kv_heads, 1)
@@ -87,8 +89,8 @@ class TorchAttention(AttentionBackend):
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """kv: [tokens, 2, kv_heads, head_dim] to places [tokens, 2 * kv_heads]."""
-        flat = self._layers[layer].view(-1, self.shape.head_dim)
-        flat[places] = kv.flatten(1, 2)
+        flat = self._layers[layer].view(-1, self.shape.head_dim).view(self._moved_as)
+        flat[places] = kv.view(self._moved_as).flatten(1, 2)
 
     def gather(self, layer: int, group: _Group) -> Tensor:
         """[2, rows, kv_heads, keys, head_dim], valid until the next call."""
