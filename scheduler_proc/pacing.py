@@ -1,4 +1,4 @@
-"""How long a step will take, so that the next one can be planned as late as the worker allows.
+"""When to plan the next step: as late as the worker allows.
 
 A plan that is made later knows of more requests: whoever arrives while a step runs is then in the
 very next one. A plan that comes too late leaves the worker idle for one round trip (about half a
@@ -7,47 +7,60 @@ millisecond) and no longer, because a result is always answered at once.
 
 from collections import deque
 
+from quadriga.messages import StepResult
 from scheduler_proc.batch import ScheduleBatch
 
-UNKNOWN = 1.0
 REMEMBERED = 8
 """Steps of one kind. The shortest of them is what a prediction goes by."""
 LEAD_SECONDS = 0.002
 LEAD_SHARE = 0.05
 """A plan is made so long before the predicted end, plus this share of the step: time to be woken,
 to plan, and for the message to get there."""
+PATIENCE = 0.1
+"""Of the shortest step: the delay is small against what a request loses that just misses one."""
+MOST_PATIENCE_SECONDS = 0.002
+
+Kind = tuple[int, int]
+"""Of a step: its mode, and its size in powers of two of tokens."""
 
 
-class StepTimes:
-    """Durations of the recent steps, by mode and size (powers of two of tokens)."""
+class Pace:
+    """Predicts when the running step will end, from the recent ones of its kind."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[int, int], deque[float]] = {}
-        self._shortest: dict[tuple[int, int], float] = {}
-        self._last: dict[tuple[int, int], float] = {}
+        self._recent: dict[Kind, deque[float]] = {}
+        self._shortest: dict[Kind, float] = {}
+        self._last: dict[Kind, float] = {}
+        self._last_ended = 0.0
 
-    def learn(self, batch: ScheduleBatch, seconds: float) -> None:
-        """A step ran so long."""
-        tokens = sum(batch.num_tokens)
-        kind = (batch.mode, tokens.bit_length())
+    def learn(self, batch: ScheduleBatch, result: StepResult) -> None:
+        """A step has ended."""
+        seconds, tokens = result.ended - result.began, sum(batch.num_tokens)
+        kind = _kind(batch, tokens)
         recent = self._recent.setdefault(kind, deque(maxlen=REMEMBERED))
         recent.append(seconds / tokens)
         self._shortest[kind] = min(recent)
         self._last[kind] = seconds
+        self._last_ended = result.ended
 
     def predict(self, batch: ScheduleBatch) -> float:
-        """Seconds, rather too few; 0.0 for a kind of step that was never seen.
-
-        Within one kind time is taken to grow with the tokens.
-        """
+        """Seconds that a step takes, rather too few; 0.0 for a kind that was never seen. Within
+        one kind time is taken to grow with the tokens."""
         tokens = sum(batch.num_tokens)
-        return self._shortest.get((batch.mode, tokens.bit_length()), 0.0) * tokens
+        return self._shortest.get(_kind(batch, tokens), 0.0) * tokens
+
+    def due(self, running: ScheduleBatch) -> float:
+        """When the step after the running one must be planned."""
+        seconds = self.predict(running)
+        began = max(running.planned_at, self._last_ended)
+        return began + seconds - LEAD_SECONDS - LEAD_SHARE * seconds
 
     @property
-    def shortest(self) -> float:
-        """Seconds of the shortest step seen of late, for all its tokens; UNKNOWN before any."""
-        return min(self._last.values(), default=UNKNOWN)
+    def patience(self) -> float:
+        """Seconds for which it pays to wait for company before an idle worker gets a step."""
+        shortest = min(self._last.values(), default=1.0)
+        return min(MOST_PATIENCE_SECONDS, PATIENCE * shortest)
 
-    def lead(self, seconds: float) -> float:
-        """How long before the end of such a step the next plan is made."""
-        return LEAD_SECONDS + LEAD_SHARE * seconds
+
+def _kind(batch: ScheduleBatch, tokens: int) -> Kind:
+    return batch.mode, tokens.bit_length()

@@ -164,7 +164,8 @@ class Planner:
                 return
 
     def _places(self) -> int:
-        """How many requests this step may admit; one may be looked at for whom another gives way."""
+        """How many requests this step may admit; without a free slot, one is looked at for whom
+        another may have to give way."""
         free = self.admission.num_free_slots or int(self._preempts)
         if not self._static:
             return min(self._args.prefill_width, free)

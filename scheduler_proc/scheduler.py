@@ -38,16 +38,15 @@ from scheduler_proc.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.output import RoundOutput, close_text, open_text
-from scheduler_proc.pacing import StepTimes
+from scheduler_proc.pacing import Pace
 from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.request import Request, Status
+from scheduler_proc.requests import LiveRequests
 from scheduler_proc.statistics import Statistics, policy_info, pool_info, worker_info
 
 MAX_PLANS_OUTSTANDING = 2
-PATIENCE = 0.1
-"""Of the shortest step: the delay is small against what a request loses that just misses one."""
 
 
 class Link(Protocol):
@@ -71,20 +70,16 @@ class Scheduler:
         clock: Callable[[], float],
     ) -> None:
         self._args = args
-        self._eos_ids = eos_ids
         self._worker = worker
         self._detok = detok
         self._clock = clock
-        self._next_seq = 0
-        self._next_step = 0
-        self._requests: dict[int, Request] = {}
-        self._by_client: dict[bytes, dict[str, Request]] = {}
+        self._requests = LiveRequests(eos_ids)
         self._planner: Planner | None = None
         self.waiting: WaitingQueue = FirstComeFirstServed()
         self._deadlines = Deadlines()
-        self._times = StepTimes()
+        self._pace = Pace()
+        self._next_step = 0
         self._outstanding: deque[ScheduleBatch] = deque()
-        self._last_ended = 0.0
         self._output = RoundOutput()
         self._draining = False
         self.stopped = False
@@ -129,16 +124,11 @@ class Scheduler:
             return False
         if self._args.plan_at_once:
             return True
-        due = self._last_plan_time(self._outstanding[0])
+        due = self._pace.due(self._outstanding[0])
         if now >= due:
             return True
         self.wake_at = due if self.wake_at is None else min(due, self.wake_at)
         return False
-
-    def _last_plan_time(self, running: ScheduleBatch) -> float:
-        seconds = self._times.predict(running)
-        began = max(running.planned_at, self._last_ended)
-        return began + seconds - self._times.lead(seconds)
 
     def _get_next_batch_to_run(self, now: float) -> ScheduleBatch:
         assert self._planner is not None
@@ -163,8 +153,8 @@ class Scheduler:
         batch = self._outstanding.popleft()
         assert batch.step == result.step, f"step {result.step} came, {batch.step} was next"
         self.statistics.count_step(batch, result)
-        self._times.learn(batch, result.ended - result.began)
-        self._last_ended = self._output.time = result.ended
+        self._pace.learn(batch, result)
+        self._output.time = result.ended
         for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
             request.in_flight -= 1
             if token >= 0 and request.status is not Status.FINISHED:
@@ -216,7 +206,7 @@ class Scheduler:
             self._deadlines,
             self._fail,
         )
-        for request in list(self._requests.values()):
+        for request in self._requests:
             self._enqueue(request)
 
     # --- what the clients want --------------------------------------------------------------------
@@ -226,27 +216,25 @@ class Scheduler:
             case Submit():
                 self._accept(message)
             case AbortRequest():
-                self._abort(message)
+                for request in self._requests.of(message.client, message.request_id):
+                    self._finish(request, "abort")
             case StopFound():
                 for seq in message.seqs:
-                    if seq in self._requests:
-                        self._finish(self._requests[seq], "stop")
+                    if (request := self._requests.get(seq)) is not None:
+                        self._finish(request, "stop")
             case Inspect():
                 self._inspect(message)
             case Drain():
                 self._draining = True
             case AbortAll():
                 error = ErrorInfo("server_stopping", message.reason)
-                for request in list(self._requests.values()):
+                for request in self._requests:
                     self._finish(request, "abort", error=error)
 
     def _accept(self, message: Submit) -> None:
-        mine = self._by_client.setdefault(message.client, {})
-        if message.request_id in mine:
-            return  # sent again by its client: it is under way
-        request = Request.from_submit(self._next_seq, message, self._eos_ids)
-        self._next_seq += 1
-        self._requests[request.seq] = mine[request.request_id] = request
+        request = self._requests.add(message)
+        if request is None:
+            return
         self._deadlines.watch(request)
         try:
             check_queue(self.waiting, self._args.max_queued_requests)
@@ -264,15 +252,6 @@ class Scheduler:
             self._fail(request, error)
             return
         self.waiting.push(request)
-
-    def _abort(self, message: AbortRequest) -> None:
-        mine = self._by_client.get(message.client, {})
-        if message.request_id:
-            targets = [mine[message.request_id]] if message.request_id in mine else []
-        else:
-            targets = list(mine.values())
-        for request in targets:
-            self._finish(request, "abort")
 
     # --- the one way out --------------------------------------------------------------------------
 
@@ -298,17 +277,10 @@ class Scheduler:
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
         self.statistics.ended[reason] += 1
         self._output.closed.append(close_text(request))
-        self._forget(request)
+        self._deadlines.forget(request)
+        self._requests.remove(request)
         if request.in_flight == 0 and self._planner is not None:
             self._planner.admission.release(request)
-
-    def _forget(self, request: Request) -> None:
-        self._deadlines.forget(request)
-        del self._requests[request.seq]
-        mine = self._by_client[request.client]
-        del mine[request.request_id]
-        if not mine:
-            del self._by_client[request.client]
 
     def _flush_output(self) -> None:
         if not self._output.is_empty:
@@ -330,7 +302,7 @@ class Scheduler:
     @property
     def patience(self) -> float:
         """Seconds for which it pays to wait for company before an idle worker gets a step."""
-        return self._times.shortest * PATIENCE
+        return self._pace.patience
 
     def _inspect(self, message: Inspect) -> None:
         values = message.values | self.info()

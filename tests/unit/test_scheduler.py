@@ -1,5 +1,6 @@
 """The scheduler, driven by a simulated worker and a simulated clock."""
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -458,3 +459,18 @@ def test_a_late_plan_is_still_there_before_the_worker_needs_it() -> None:
     world.tell(submit("a", [9], 40, ignore_eos=True))
     world.run()
     assert world.scheduler.info()["late_plans"] <= 2  # until the first durations are known
+
+
+def test_nothing_that_the_scheduler_makes_needs_the_garbage_collector() -> None:
+    world = World(args(max_running_requests=4), num_pages=12)
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(200):
+            world.tell(submit(f"r{i}", [9 + i % 5] * (1 + i % 17), 6, queue_deadline=1000.5 + i))
+            world.tell(abort(f"r{i // 2}"))
+            world.step()
+        world.run()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -1,0 +1,137 @@
+"""How long the scheduler itself takes for a step: `python -m bench.scheduler_speed`.
+
+The real scheduler with a worker that answers at once. 256 requests run and 10,000 wait; whoever
+ends is replaced. Timed is all that lies between a worker's result and the next plan: decoding the
+result, taking in its tokens, planning, encoding plan and output. One step a line of the table is
+one call; new requests arrive outside of the timed part, as they come between results.
+"""
+
+import argparse
+import gc
+import random
+import time
+from array import array
+from collections import deque
+
+import msgspec
+
+from bench.metrics import percentile
+from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.messages import StepPlan, StepResult, Submit, WorkerReady, pack_ids, unpack_ids
+from quadriga.sampling import SamplingParams
+from quadriga.sockets import encode
+from scheduler_proc.scheduler import Scheduler
+
+PAGE_SIZE = 16
+PREFIXES = 32
+CLIENTS = 16
+decode = msgspec.msgpack.Decoder(StepPlan | StepResult).decode
+
+
+class Sink:
+    """Takes messages as a socket would: it encodes them. Keeps the plans."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.frames.append(encode(message))
+
+
+class Load:
+    """Endless requests: a prompt of 64 to 512 tokens, half of them with one of 32 prefixes of 256
+    tokens; 32 to 512 tokens of output."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._prefixes = [self._tokens(256) for _ in range(PREFIXES)]
+        self._count = 0
+
+    def _tokens(self, count: int) -> "array[int]":
+        return array("i", self._random.choices(range(3, 30_000), k=count))
+
+    def next(self, now: float) -> Submit:
+        chosen = self._random
+        prompt = self._tokens(chosen.randint(64, 512))
+        if chosen.random() < 0.5:
+            prompt = chosen.choice(self._prefixes) + prompt[:64]
+        self._count += 1
+        params = SamplingParams(
+            max_new_tokens=chosen.randint(32, 512), seed=0, ignore_eos=True, temperature=0
+        )
+        client = b"%d" % (self._count % CLIENTS)
+        return Submit(
+            client, f"r{self._count}", pack_ids(prompt), params, True, now, now,
+            priority=chosen.randint(-5, 5),
+        )  # fmt: skip
+
+
+def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[float]:
+    """Seconds of each step."""
+    worker, now, load = Sink(), 1000.0, Load(0)
+    scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
+    scheduler.iterate([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
+    scheduler.iterate([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
+    computed: dict[int, tuple[int, int]] = {}
+    times: list[float] = []
+    while len(times) < steps:
+        plan = decode(worker.frames.popleft())
+        assert isinstance(plan, StepPlan)
+        tokens = _run(plan, computed)
+        now += 0.01
+        frame = encode(StepResult(plan.step, pack_ids(tokens), now - 0.01, now))
+        began = time.perf_counter()
+        result = decode(frame)
+        assert isinstance(result, StepResult)
+        scheduler.iterate([], [result])
+        times.append(time.perf_counter() - began)
+        missing = waiting - len(scheduler.waiting)
+        scheduler.iterate([load.next(now) for _ in range(missing)], [])
+    return times
+
+
+def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
+    """What a worker would answer. computed: of each slot, tokens computed and known."""
+    for new in plan.new:
+        computed[new.slot] = (new.computed, len(new.token_ids) // 4)
+    tokens = []
+    for slot, count in zip(unpack_ids(plan.slots), unpack_ids(plan.num_tokens), strict=True):
+        done, known = computed[slot]
+        done += count
+        samples = done == known
+        computed[slot] = (done, known + samples)
+        tokens.append(3 + (7919 * slot + known) % 30_000 if samples else -1)
+    return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--batch-mode", default="mixed", choices=BATCH_MODES)
+    parser.add_argument("--pages", type=int, default=16_384, help="of 16 tokens")
+    parser.add_argument("--fair-clients", action="store_true")
+    arguments = parser.parse_args()
+    gc.disable()  # as in scheduler_proc/main.py
+    print(f"{arguments.running} running, {arguments.waiting} waiting, us a step")
+    print(f"{'policy':12}{'p50':>8}{'p90':>8}{'p99':>8}{'p99.9':>8}{'max':>8}")
+    for policy in arguments.policies:
+        args = SchedulerArgs(
+            max_batch_size=arguments.running,
+            max_running_requests=arguments.running,
+            max_queued_requests=10 * arguments.waiting,
+            schedule_policy=policy,
+            batch_mode=arguments.batch_mode,
+            fair_clients=arguments.fair_clients,
+            plan_at_once=True,
+        )
+        times = measure(args, arguments.steps, arguments.waiting, arguments.pages)
+        times = times[arguments.steps // 4 :]  # the running batch has filled up by then
+        shares = [percentile(times, share) for share in (50, 90, 99, 99.9, 100)]
+        print(f"{policy:12}" + "".join(f"{1e6 * value:8.0f}" for value in shares))
+
+
+if __name__ == "__main__":
+    main()
