@@ -65,26 +65,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def bench(options: Options, encode: Encode | None = None) -> int:
     """Start or find the server, run warm-ups and measured runs, print and write the results."""
     async with AsyncExitStack() as stack:
-        endpoint, info = await _server(options, stack)
-        clients = [
-            await stack.enter_async_context(AsyncClient(endpoint, CONNECT_SECONDS))
-            for _ in range(_num_connections(options.workload.requests))
-        ]
-        if options.pretok and encode is None:
-            encode = tokenizer_of(options, str(info.get("model", "")))
-        runs = Runs(options, clients, info, encode)
+        runs = await open_runs(options, stack, encode)
         warmups = [await runs.warm_up(number) for number in range(options.warmup_runs)]
         results = [await runs.measure(number) for number in range(options.repeat_runs)]
     if len(results) > 1:
         print(report.over_runs(results))
     if options.json_path is not None:
-        report.write_json(options.json_path, options, info, results, warmups)
+        report.write_json(options.json_path, options, runs.info, results, warmups)
     failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
     return EXIT_FAILED_REQUESTS if failed else EXIT_OK
 
 
+async def open_runs(
+    options: Options, stack: AsyncExitStack, encode: Encode | None = None
+) -> "Runs":
+    """A server that serves, and connections to it; the stack closes them."""
+    endpoint, info = await _server(options, stack)
+    clients = [
+        await stack.enter_async_context(AsyncClient(endpoint, CONNECT_SECONDS))
+        for _ in range(_num_connections(options.workload.requests))
+    ]
+    if options.pretok and encode is None:
+        encode = tokenizer_of(options, str(info.get("model", "")))
+    return Runs(options, clients, info, encode)
+
+
 class Runs:
-    """The runs of one bench, on connections that stay open."""
+    """The runs of one bench, on connections that stay open. info: of the server, at the start."""
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class Runs:
     ) -> None:
         self._options = options
         self._clients = clients
+        self.info = info
         self._vocab_size = info.get("vocab_size")
         self._encode = encode
 

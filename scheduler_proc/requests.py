@@ -25,8 +25,9 @@ class LiveRequests:
         self._by_seq[request.seq] = mine[request.request_id] = request
         return request
 
-    def get(self, seq: int) -> Request | None:
-        return self._by_seq.get(seq)
+    def numbered(self, seqs: list[int]) -> list[Request]:
+        """Those of these numbers that have not ended."""
+        return [self._by_seq[seq] for seq in seqs if seq in self._by_seq]
 
     def of(self, client: bytes, request_id: str = "") -> list[Request]:
         """One request of a client, or with an empty id all of them; unknown ones are left out."""

@@ -219,9 +219,8 @@ class Scheduler:
                 for request in self._requests.of(message.client, message.request_id):
                     self._finish(request, "abort")
             case StopFound():
-                for seq in message.seqs:
-                    if (request := self._requests.get(seq)) is not None:
-                        self._finish(request, "stop")
+                for stopped in self._requests.numbered(message.seqs):
+                    self._finish(stopped, "stop")
             case Inspect():
                 self._inspect(message)
             case Drain():

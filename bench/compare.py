@@ -1,0 +1,171 @@
+"""Ways to serve against one another: `python -m bench.compare "NAME: FLAGS" ... -- FLAGS`.
+
+Each variant is a server of its own, started with the common flags after `--` and those behind its
+name; all of them run at the same time, and the load goes to one after the other, again and again
+(--repeat-runs), so that a slow minute of the machine meets all of them. The table shows medians
+over the runs, and throughput as a ratio to the first variant. For example
+
+    python -m bench.compare "together: " "apart: --batch-mode prefill-first" -- --num-requests 64
+"""
+
+import asyncio
+import contextlib
+import io
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench import serving
+from bench.metrics import ClientSummary, Spread
+from bench.options import Options, parse
+from bench.report import Result
+from quadriga.errors import ConfigError, QuadrigaError
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of a run; `places`: digits after the point."""
+
+    title: str
+    value: Callable[[Result], float | None]
+    places: int = 0
+
+
+def spread_columns(title: str, get: Callable[[Result], Spread | None]) -> list[Column]:
+    """p50 and p99 of something in ms."""
+
+    def of(share: str) -> Callable[[Result], float | None]:
+        return lambda result: getattr(get(result), share, None)
+
+    return [Column(f"{title} p50", of("p50")), Column(f"{title} p99", of("p99"))]
+
+
+COLUMNS = [
+    Column("tok/s", lambda r: r.summary.throughput),
+    *spread_columns("TTFT", lambda r: r.summary.ttft),
+    *spread_columns("queue", lambda r: r.summary.queue_wait),
+    *spread_columns("prefill", lambda r: r.summary.prefill),
+    *spread_columns("ITL", lambda r: r.summary.itl),
+    *spread_columns("TPOT", lambda r: r.summary.tpot)[:1],
+    *spread_columns("latency", lambda r: r.summary.latency)[1:],
+    Column("steps", lambda r: r.cost.steps),
+    Column("busy %", lambda r: None if r.cost.busy_share is None else 100 * r.cost.busy_share, 1),
+    Column("hits %", lambda r: 100 * (r.summary.cache_hit_rate or 0.0), 1),
+    Column("failed", lambda r: r.summary.failed),
+]
+
+
+def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
+    """Of each client apart, where there are a few."""
+    if not 2 <= len(clients) <= 4:
+        return []
+    columns = []
+    for place, client in enumerate(clients):
+
+        def one(result: Result, place: int = place) -> ClientSummary:
+            return result.summary.clients[place]
+
+        columns += spread_columns(f"TTFT of {client.client}", lambda r, one=one: one(r).ttft)  # type: ignore[misc]
+        columns += spread_columns(f"ITL of {client.client}", lambda r, one=one: one(r).itl)  # type: ignore[misc]
+    return columns
+
+
+async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
+    """Run them; the results of each. What bench.serving prints of every run is left out."""
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    async with AsyncExitStack() as stack:
+        runs = {}
+        for name, options in variants.items():
+            print(f"starting {name}", file=sys.stderr, flush=True)
+            runs[name] = await serving.open_runs(options, stack)
+        first = next(iter(variants.values()))
+        for number in range(first.warmup_runs):
+            for name in variants:
+                await _quietly(runs[name].warm_up(number))
+        for number in range(first.repeat_runs):
+            for name in variants:
+                result = await _quietly(runs[name].measure(number))
+                results[name].append(result)
+                print(
+                    f"run {number + 1}/{first.repeat_runs} {name}:"
+                    f" {result.summary.throughput or 0:.1f} tok/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return results
+
+
+async def _quietly(run):  # type: ignore[no-untyped-def]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return await run
+
+
+def table(results: dict[str, list[Result]]) -> str:
+    """Medians, as a table in markdown: a line for each figure, a column for each variant."""
+    names = list(results)
+    first = results[names[0]]
+    lines = ["| ms where not said | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for column in COLUMNS + client_columns(first[0].summary.clients):
+        cells = [_cell(column, results[name], first) for name in names]
+        lines.append(f"| {column.title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(column: Column, results: list[Result], first: list[Result]) -> str:
+    value = _median(column, results)
+    if value is None:
+        return "n/a"
+    text = f"{value:.{column.places}f}"
+    base = _median(column, first)
+    if column.title == "tok/s" and base and results is not first:
+        text += f" ({value / base:.2f} x)"
+    return text
+
+
+def _median(column: Column, results: list[Result]) -> float | None:
+    values = [v for v in map(column.value, results) if v is not None]
+    return statistics.median(values) if values else None
+
+
+def variants_of(argv: list[str]) -> dict[str, Options]:
+    """The options of each variant. ConfigError for a command line that is none."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    named, common = argv[:split], argv[split + 1 :]
+    variants = {}
+    for text in named:
+        name, colon, flags = text.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
+        variants[name.strip()] = parse([*common, *flags.split()])
+        if variants[name.strip()].server is None:
+            raise ConfigError("--endpoint measures one server: leave it out to compare several")
+    if len(variants) < 2:
+        raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS" -- ...')
+    return variants
+
+
+def main() -> int:
+    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+        print(__doc__)
+        return serving.EXIT_OK
+    try:
+        results = asyncio.run(compare(variants_of(sys.argv[1:])))
+    except ConfigError as error:
+        print(f"bench.compare: {error}", file=sys.stderr)
+        return serving.EXIT_USAGE
+    except QuadrigaError as error:
+        print(f"bench.compare: {error}", file=sys.stderr)
+        return serving.EXIT_NO_SERVER
+    print(table(results))
+    failed = any(result.summary.failed for runs in results.values() for result in runs)
+    return serving.EXIT_FAILED_REQUESTS if failed else serving.EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
