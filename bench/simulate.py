@@ -45,7 +45,7 @@ from quadriga.messages import (
     pack_ids,
 )
 from quadriga.sampling import SamplingParams
-from scheduler_proc.main import MESSAGES_A_ROUND, MOST_QUIET_SECONDS, QUIETS_GATHERED
+from scheduler_proc.main import MESSAGES_A_ROUND, QUIETS_GATHERED
 from scheduler_proc.scheduler import Scheduler
 
 Ints = npt.NDArray[np.int64]
@@ -278,7 +278,7 @@ class Replica:
 
     def _gathers(self) -> bool:
         """While the worker has nothing to do, requests that come together are waited for."""
-        now, quiet = self._clock.now, min(MOST_QUIET_SECONDS, self.scheduler.patience)
+        now, quiet = self._clock.now, self.scheduler.patience
         if self._gathered_at is None:
             if not (self._messages and self.scheduler.idle and quiet > 0):
                 return False

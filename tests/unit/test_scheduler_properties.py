@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
 from tests.unit.chaos import PREFIXES, Chaos, random_life
 
-
 pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
 
 
