@@ -42,7 +42,8 @@ def test_every_field_is_a_flag_with_a_help_text() -> None:
     "name",
     ["max-batch-size", "prefill-max-batch-size", "prefill-max-tokens", "max-running-requests",
      "max-queued-requests", "tokenize-workers", "stream-interval", "page-size",
-     "max-total-tokens", "context-length", "worker-threads"],
+     "max-total-tokens", "context-length", "worker-threads", "pack-lookahead", "pack-fifo-every",
+     "priority-preemption-threshold", "queue-timeout", "request-timeout"],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_a_knob_that_is_not_positive_is_an_error_with_its_name(name: str, value: str) -> None:
@@ -63,6 +64,46 @@ def test_a_memory_fraction_out_of_range_is_an_error(value: str) -> None:
 def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5555"):
         parse("--endpoint", endpoint)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--chunked-prefill-size 0", "must be positive, or -1"),
+        ("--chunked-prefill-size -2", r"must be positive, or -1 for whole prompts \(it is -2\)"),
+        ("--max-total-tokens 100 --page-size 16", "page_size 16 does not divide it; 96 would fit"),
+        ("--decode-first --batch-mode alternate", "--decode-first contradicts"),
+        ("--batching static --batch-mode alternate", "contradicts --batch-mode alternate"),
+        ("--batching static --decode-first", "contradicts --batch-mode decode-first"),
+        ("--schedule-policy lpm --disable-radix-cache", "needs the prefix cache"),
+        ("--schedule-policy dfs-weight --no-prefix-cache", "needs the prefix cache"),
+        ("--pack-lookahead 3", "no effect with --schedule-policy fcfs"),
+        ("--pack-fifo-every 3 --schedule-policy lpm", "no effect with --schedule-policy lpm"),
+        ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
+        ("--schedule-conservativeness 0", "above 0 and at most 10"),
+        ("--schedule-conservativeness nan", "above 0 and at most 10"),
+        ("--debug-retract-probability 1.1", "from 0 to 1"),
+    ],
+)
+def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
+    flags: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse(*flags.split())
+
+
+def test_decode_first_and_static_batching_are_modes() -> None:
+    assert parse().scheduler.mode == "mixed"
+    assert parse("--decode-first").scheduler.mode == "decode-first"
+    assert parse("--batching", "static").scheduler.mode == "prefill-first"
+
+
+def test_the_step_budget_is_the_smaller_of_chunk_and_prefill_tokens() -> None:
+    assert parse().scheduler.prefill_budget("cpu") == 512
+    assert parse().scheduler.prefill_budget("cuda") == 8192
+    assert parse("--prefill-max-tokens", "100").scheduler.prefill_budget("cpu") == 100
+    whole = parse("--chunked-prefill-size", "-1").scheduler
+    assert whole.prefill_budget("cpu") == 16384 and whole.chunk_size("cpu") is None
 
 
 def test_the_prefill_width_is_the_decode_width_where_unset() -> None:
