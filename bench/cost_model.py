@@ -92,16 +92,11 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """ms: what one unit of each feature costs.
-
-    slowdown: by how much steps take longer in a server than in a worker that has the machine for
-    itself.
-    """
+    """ms: what one unit of each feature costs."""
 
     ms: dict[str, float]
     measured_on: MeasuredOn
     delays_ms: Delays = Delays()
-    slowdown: float = 1.0
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -113,11 +108,11 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def prices(self) -> tuple[float, ...]:
-        """Seconds in a server for one unit of each feature, in the order of FEATURES."""
-        return tuple(self.ms.get(name, 0.0) * self.slowdown / 1000 for name in FEATURES)
+        """Seconds for one unit of each feature, in the order of FEATURES."""
+        return tuple(self.ms.get(name, 0.0) / 1000 for name in FEATURES)
 
     def step_ms(self, features: Features) -> float:
-        """ms of such a step in a worker that has the machine for itself."""
+        """ms of such a step."""
         return sum(self.ms.get(name, 0.0) * getattr(features, name) for name in FEATURES)
 
 

@@ -2,8 +2,8 @@
 
 Runs plans of many shapes on a worker in this process, each several times in shuffled order, and
 fits their medians by non-negative least squares on the relative error. With --calibrate RUN.json
-(of `bench.serving --json`) nothing is run: the delays outside of the steps, and the slow-down of
-the steps by the other processes, are taken from a measured run into a model that exists already.
+(of `bench.serving --json`) nothing is run: the delays outside of the steps are taken from a
+measured run into a model that exists already.
 """
 
 import argparse
@@ -247,7 +247,7 @@ def _short(value: float) -> float:
 
 def calibrate(model: CostModel, run: dict[str, Any]) -> CostModel:
     """The model with the delays of a measured run of `bench.serving --json`: medians over its
-    runs. `plan` and `result`, which nobody measures, share the way that a step gap shows."""
+    runs. `plan` and `result` are kept: no run measures them."""
     summaries = [one["summary"] for one in run["runs"]]
 
     def p50(name: str) -> float:

@@ -54,9 +54,9 @@ def test_a_mixed_step_counts_both_kinds_of_rows_apart() -> None:
     assert (found.decode_keys, found.extend_pairs) == (6 + 8, 1 + 2)
 
 
-def test_a_server_is_slower_than_a_worker_alone() -> None:
-    model = CostModel(ms=MS, measured_on=MEASURED_ON, slowdown=1.5)
-    assert model.prices[0] == pytest.approx(0.030)
+def test_a_step_costs_the_sum_of_its_work() -> None:
+    model = CostModel(ms=MS, measured_on=MEASURED_ON)
+    assert model.prices[0] == pytest.approx(0.020)
     assert model.step_ms(features_of(ints(1), ints(99), 1)) == pytest.approx(20 + 0.5 + 1.0)
 
 
