@@ -8,6 +8,7 @@ measured run into a model that exists already.
 
 import argparse
 import json
+import os
 import random
 import shlex
 import statistics
@@ -175,6 +176,9 @@ def measure(bench: Bench, cases: Sequence[Case], repeats: int) -> Floats:
 def make_bench(config: ServerConfig) -> tuple[Bench, MeasuredOn]:
     """Load the model of these flags. QuadrigaError where that does not work."""
     from quadriga.model_source import resolve_model
+    from worker_proc.main import SPIN_COUNT
+
+    os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
     from worker_proc.hardware import set_threads
     from worker_proc.kv_pool import pages_of_pool
     from worker_proc.runner import make_runner
