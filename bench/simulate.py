@@ -29,8 +29,10 @@ from tqdm import tqdm
 
 from bench import cost_model, trace
 from bench.cost_model import CostModel, features_of
+from bench.flags import server_flags_in
+from bench.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags, trace_spec
 from bench.metrics import MS, Goodput, Slo, Spread
-from bench.trace import FIRST_ID, LENGTHS_FORM, Lengths, TraceRequest, TraceSpec
+from bench.trace import FIRST_ID, TraceRequest
 from quadriga import config as server_flags
 from quadriga.config import SchedulerArgs, ServerConfig
 from quadriga.errors import ConfigError, PromptTooLong, QuadrigaError
@@ -728,17 +730,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             enumerate(requests), key=lambda one: 0.0 if one[1].follows is not None else one[1].at
         )
         return len(requests), indexed
-    load = {name: given.get(name, default) for name, (default, *_) in LOAD_FLAGS.items()}
-    shuffle = load.pop("prefix_order") == "shuffled"
-    input_len = Lengths.parse(load.pop("random_input_len"), "random_input_len")
-    output_len = Lengths.parse(load.pop("max_new_tokens"), "max_new_tokens")
-    spec = TraceSpec(
-        input_len=input_len,
-        output_len=output_len,
-        shuffle_groups=shuffle,
-        seed=arguments.seed,
-        **load,
-    )
+    spec = trace_spec(DEFAULTS | given)
     return spec.num_requests, enumerate(trace.generate(spec))
 
 
@@ -780,21 +772,11 @@ def _source(path: Path, model: CostModel) -> str:
     return f"{path.stem} ({on.model}, {on.dtype}, {on.device}{threads}, {on.date})"
 
 
-LOAD_FLAGS: dict[str, tuple[Any, Any, str, str]] = {
-    "num_requests": (1000, int, "N", "(default: 1000)"),
-    "random_input_len": ("64", str, "SPEC", f"{LENGTHS_FORM} (default: 64)"),
-    "max_new_tokens": ("32", str, "SPEC", f"{LENGTHS_FORM} (default: 32)"),
-    "prefix_groups": (0, int, "G", "groups of prompts, each with a prefix in common"),
-    "prefix_len": (0, int, "P", "tokens of such a prefix"),
-    "prefix_order": ("shuffled", str, "ORDER", "shuffled or grouped (default: shuffled)"),
-    "turns": (1, int, "T", "requests of a chat (default: 1)"),
-    "think_time": (0.0, float, "SECONDS", "from an answer to the next turn (default: 0)"),
-    "num_clients": (1, int, "N", "clients that the chats are spread over (default: 1)"),
-    "request_rate": (math.inf, float, "R", "chats a second (default: inf, all at once)"),
-    "burstiness": (1.0, float, "B", "1: Poisson, less: burstier, inf: even (default: 1)"),
-    "max_concurrency": (None, int, "N", "closed loop: N chats at a time"),
+DEFAULTS = LOAD_DEFAULTS | {
+    "num_requests": 1000,
+    "random_input_len": "64",
+    "max_new_tokens": "32",
 }
-"""Default, type, placeholder and help; names and meanings are those of bench.serving."""
 
 SERVER_FLAGS = {
     *(field.name for field in dataclasses.fields(SchedulerArgs)),
@@ -806,9 +788,7 @@ SERVER_FLAGS = {
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
     """ConfigError for flags that cannot work, or would change nothing here."""
-    groups = ServerConfig().groups()
-    server = {field.name for group in groups for field in dataclasses.fields(group)}
-    idle = [server_flags.flag_name(n) for n in vars(arguments) if n in server - SERVER_FLAGS]
+    idle = [server_flags.flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
     if idle:
         raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: leave it out")
     if arguments.replicas <= 0:
@@ -820,12 +800,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m bench.simulate", description=__doc__, allow_abbrev=False
     )
-    add = parser.add_argument_group("what is sent, and when").add_argument
-    add("--trace", type=Path, metavar="FILE", help="requests as recorded (format: bench/trace.py)")
-    add("--seed", type=int, default=0, help="of what is drawn")
-    for name, (_, kind, placeholder, text) in LOAD_FLAGS.items():
-        flag = server_flags.flag_name(name)
-        add(flag, type=kind, default=argparse.SUPPRESS, metavar=placeholder, help=text)
+    load = parser.add_argument_group("what is sent, and when")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests as recorded (format: bench/trace.py)"
+    )
+    load.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    add_load_flags(load, defaults=DEFAULTS)
     _add_world(parser.add_argument_group("what it is sent to"))
     _add_output(parser.add_argument_group("what comes out"))
     server_flags.add_flags(parser)
