@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from bench.simulate import Records, Sample
+    from bench.simulated_records import Records, Sample
 
 Figure: Any = importlib.import_module("matplotlib.figure").Figure
 """Not through pyplot, which looks for a screen."""

@@ -12,7 +12,9 @@ import pytest
 from bench import cost_model, simulate, trace
 from bench.cost_model import CostModel, Delays, MeasuredOn
 from bench.metrics import Slo
-from bench.simulate import START, Figures, World, draw_ids, figures
+from bench.simulated_report import Figures, figures
+from bench.simulated_run import MOST_SAMPLES, World
+from bench.simulated_server import START, draw_ids
 from bench.trace import Lengths, TraceRequest, TraceSpec, generate
 from quadriga.config import ServerConfig
 
@@ -189,7 +191,7 @@ def test_memory_of_samples_is_bounded() -> None:
     world = world_of()
     world._sample_seconds = 1e-6
     run(world, requests(400))
-    assert 100 < len(world.samples) <= simulate.MOST_SAMPLES
+    assert 100 < len(world.samples) <= MOST_SAMPLES
     times = [sample.time for sample in world.samples]
     assert times == sorted(times)
     assert times[0] >= START
