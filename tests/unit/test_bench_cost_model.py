@@ -7,17 +7,8 @@ import pytest
 
 from bench import cost_model
 from bench.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
-from bench.fit_cost_model import (
-    Bench,
-    Row,
-    calibrate,
-    design,
-    features_of_case,
-    fit,
-    main,
-    measure,
-    non_negative_least_squares,
-)
+from bench.fit_cost_model import calibrate, fit, main, non_negative_least_squares
+from bench.measure_steps import Bench, Row, design, features_of_case, measure
 from quadriga.errors import ConfigError
 from quadriga.messages import StepPlan, StepResult, unpack_ids
 
