@@ -127,7 +127,7 @@ def _plotter(path: Path | None) -> Callable[[World], None]:
         from bench import plots
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs {error.name}, which is not installed: pip install matplotlib"
+            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
         ) from None
     return lambda world: plots.draw(path, world.records, world.samples, START)
 
