@@ -122,6 +122,11 @@ def _add_load(group: Any) -> None:
     )
     add_load_flags(group, ("random_input_len",))
     group.add_argument(
+        "--same-prompts",
+        action="store_true",
+        help="every run sends the very same prompts, which the prefix cache may then serve",
+    )
+    group.add_argument(
         "--pretok", action="store_true", help="send token ids, so that the server tokenises nothing"
     )
     group.add_argument(

@@ -97,6 +97,7 @@ def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
         requests=read_trace(arguments.trace) if spec is None else list(generate(spec)),
         text=None if sends_ids else " ".join([text] * arguments.prompt_repeats),
         unique=arguments.unique_prompts,
+        repeat=arguments.same_prompts,
         seed=arguments.seed,
     )
 

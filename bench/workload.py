@@ -37,15 +37,19 @@ class Workload:
     it is given; in other runs, and in front of every prompt where they shall be unique, stands a
     word that differs from its first letter on. Literal ids are sent as they are in run 0, and as
     others in other runs.
+    repeat: every run sends what run 0 sends. Then the prefix cache serves them, as far as prompts
+    fill pages; it does not where a prompt is shorter than one.
     """
 
     requests: Sequence[TraceRequest]
     text: str | None = DEFAULT_PROMPT
     unique: bool = False
     seed: int = 0
+    repeat: bool = False
 
     def jobs(self, run: int, vocab_size: int | None = None) -> list[Job]:
         """The jobs of a run. vocab_size: ids to draw from, where no text is sent."""
+        run = 0 if self.repeat else run
         prompts = self._texts(run) if self.text is not None else self._ids(run, vocab_size)
         return [Job(*pair) for pair in zip(self.requests, prompts, strict=True)]
 

@@ -43,6 +43,11 @@ def test_prompts_of_other_runs_differ_from_the_first_letter_on() -> None:
     assert texts(2, 2) == ["b Hello"] * 2
 
 
+def test_where_it_is_asked_for_every_run_sends_the_same_prompts() -> None:
+    workload = Workload([TraceRequest(0.0, (), 1)] * 3, "Hi", repeat=True)
+    assert workload.jobs(5) == workload.jobs(0)
+
+
 def test_unique_prompts_differ_from_the_first_letter_on() -> None:
     for run in range(3):
         assert len({prompt[0] for prompt in texts(run, 52, unique=True)}) == 52
