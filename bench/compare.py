@@ -37,13 +37,15 @@ class Column:
     places: int = 0
 
 
-def spread_columns(title: str, get: Callable[[Result], Spread | None]) -> list[Column]:
-    """p50 and p99 of something in ms."""
+def spread_columns(
+    title: str, get: Callable[[Result], Spread | None], shares: int = 2
+) -> list[Column]:
+    """p50, p99 and max of something in ms, or the first `shares` of them."""
 
     def of(share: str) -> Callable[[Result], float | None]:
         return lambda result: getattr(get(result), share, None)
 
-    return [Column(f"{title} p50", of("p50")), Column(f"{title} p99", of("p99"))]
+    return [Column(f"{title} {share}", of(share)) for share in ("p50", "p99", "max")[:shares]]
 
 
 COLUMNS = [
@@ -51,8 +53,8 @@ COLUMNS = [
     *spread_columns("TTFT", lambda r: r.summary.ttft),
     *spread_columns("queue", lambda r: r.summary.queue_wait),
     *spread_columns("prefill", lambda r: r.summary.prefill),
-    *spread_columns("ITL", lambda r: r.summary.itl),
-    *spread_columns("TPOT", lambda r: r.summary.tpot)[:1],
+    *spread_columns("ITL", lambda r: r.summary.itl, 3),
+    *spread_columns("TPOT", lambda r: r.summary.tpot, 1),
     *spread_columns("latency", lambda r: r.summary.latency)[1:],
     Column("steps", lambda r: r.cost.steps),
     Column("busy %", lambda r: None if r.cost.busy_share is None else 100 * r.cost.busy_share, 1),
@@ -72,7 +74,7 @@ def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
             return result.summary.clients[place]
 
         columns += spread_columns(f"TTFT of {client.client}", lambda r, one=one: one(r).ttft)  # type: ignore[misc]
-        columns += spread_columns(f"ITL of {client.client}", lambda r, one=one: one(r).itl)  # type: ignore[misc]
+        columns += spread_columns(f"ITL of {client.client}", lambda r, one=one: one(r).itl, 3)  # type: ignore[misc]
     return columns
 
 

@@ -92,10 +92,12 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """ms: what one unit of each feature costs."""
+    """ms: what one unit of each feature costs in a worker that is alone. slowdown: how many times
+    as long a step takes in a server, beside the other processes."""
 
     ms: dict[str, float]
     measured_on: MeasuredOn
+    slowdown: float = 1.0
     delays_ms: Delays = Delays()
     fit: Fit | None = None
 
@@ -108,11 +110,11 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def prices(self) -> tuple[float, ...]:
-        """Seconds for one unit of each feature, in the order of FEATURES."""
-        return tuple(self.ms.get(name, 0.0) / 1000 for name in FEATURES)
+        """Seconds for one unit of each feature in a server, in the order of FEATURES."""
+        return tuple(self.slowdown * self.ms.get(name, 0.0) / 1000 for name in FEATURES)
 
     def step_ms(self, features: Features) -> float:
-        """ms of such a step."""
+        """ms of such a step in a worker that is alone."""
         return sum(self.ms.get(name, 0.0) * getattr(features, name) for name in FEATURES)
 
 

@@ -69,9 +69,10 @@ def _short(value: float) -> float:
 # --- what lies outside of the steps ---------------------------------------------------------------
 
 
-def calibrate(model: CostModel, run: dict[str, Any]) -> CostModel:
+def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostModel:
     """The model with the delays of a measured run of `bench.serving --json`: medians over its
-    runs. `plan` and `result` are kept: no run measures them."""
+    runs. `plan` and `result` are kept: no run measures them. slowdown: measured over simulated
+    latency of one trace, as `bench.simulate --compare` prints them."""
     summaries = [one["summary"] for one in run["runs"]]
 
     def p50(name: str) -> float:
@@ -85,7 +86,7 @@ def calibrate(model: CostModel, run: dict[str, Any]) -> CostModel:
         result=model.delays_ms.result,
         delivery=_short(p50("delivery")),
     )
-    return msgspec.structs.replace(model, delays_ms=delays)
+    return msgspec.structs.replace(model, delays_ms=delays, slowdown=slowdown)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -97,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given)
     try:
         if arguments.calibrate is not None:
-            model = calibrate(load(arguments.out), _read_run(arguments.calibrate))
+            model = calibrate(
+                load(arguments.out), _read_run(arguments.calibrate), arguments.slowdown
+            )
         else:
             model = _measured_model(arguments, given)
         save(arguments.out, model)
@@ -141,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=7, help="of every plan (default: 7)")
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN.json", help="take the delays from a measured run"
+    )
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        default=1.0,
+        help="with --calibrate: a step takes so many times as long in a server (default: 1)",
     )
     server_flags.add_flags(parser)
     return parser
