@@ -98,8 +98,10 @@ class KVCache:
         """Put the request's full pages into the tree, as far as their tokens are known and
         computed or planned: plans run in order, so whoever finds a page there reads it later.
 
-        Where another request has computed the same tokens, this one keeps its own page, which is
-        nobody else's, and goes on below the other's node (see `drop_duplicates`).
+        Where the same tokens are cached already, the request keeps its own page and goes on below
+        that node. A node without users takes over the page and its old one is free, so that no
+        page less is available than before; one that is in use stays as it is, and the own page is
+        nobody else's (see `drop_duplicates`).
         """
         if not self._prefix_cache:
             return
@@ -112,6 +114,9 @@ class KVCache:
             if node is None:
                 node = tree.add(parent, key, request.pages[index])
             else:
+                if node.users == 0:
+                    self._free.append(node.page)
+                    node.page = request.pages[index]
                 tree.hold(node)
             path.append(node)
 

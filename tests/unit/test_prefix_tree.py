@@ -78,6 +78,20 @@ def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
     assert kv.num_cached == 2 and kv.num_free == 6
 
 
+def test_sharing_what_is_cached_already_makes_no_page_less_available():
+    kv = KVCache(6, PAGE)
+    one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
+    kv.seat(one)
+    kv.seat(two)
+    one.computed = two.computed = 4
+    kv.release(one)
+    available = kv.num_available
+    kv.share_computed(two)
+    assert kv.num_available == available
+    assert [node.page for node in two.path] == two.pages
+    kv.check([two])
+
+
 def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on():
     kv = KVCache(6, PAGE)
     kv.release(run(kv, [1, 2, 3, 4, 5]))
