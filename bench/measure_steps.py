@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from bench.cost_model import Features, MeasuredOn, features_of
 from quadriga.config import ServerConfig
-from quadriga.messages import DECODE, EXTEND, NewSlot, StepPlan, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quadriga.messages import CloseText
+from quadriga.messages.to_detok import CloseText
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from bench.simulated_server import START, Clock, FrontDoor, Replica, draw_ids
 from bench.trace import TraceRequest
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.messages import CloseText
+from quadriga.messages.to_detok import CloseText
 
 MOST_SAMPLES = 1024
 """Of pages and queues over time; the interval between them grows with the run."""

@@ -21,16 +21,10 @@ from bench.simulated_records import Growing
 from bench.trace import FIRST_ID, TraceRequest
 from quadriga.config import ServerConfig
 from quadriga.errors import PromptTooLong
-from quadriga.messages import (
-    CloseText,
-    SchedulerMessage,
-    StepOutput,
-    StepPlan,
-    StepResult,
-    Submit,
-    WorkerReady,
-    pack_ids,
-)
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.to_detok import CloseText, StepOutput
+from quadriga.messages.to_scheduler import SchedulerMessage, Submit
+from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
 from scheduler_proc.main import MESSAGES_A_ROUND, QUIETS_GATHERED
 from scheduler_proc.scheduler import Scheduler

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from detok_proc.incremental import DecoderFactory, TextDecoder
 from detok_proc.stop_strings import StopStrings
-from quadriga.messages import (
-    Chunk,
-    CloseText,
-    End,
-    OpenText,
-    StageTimes,
-    StepOutput,
-    Usage,
-    pack_ids,
-    unpack_ids,
-)
+from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.public import Chunk, End, StageTimes, Usage
+from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

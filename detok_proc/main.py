@@ -6,15 +6,9 @@ import time
 from itertools import chain
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages import (
-    Chunks,
-    DetokMessage,
-    Info,
-    InfoReply,
-    StepOutput,
-    StopDetok,
-    StopFound,
-)
+from quadriga.messages.public import Chunks, Info
+from quadriga.messages.to_detok import DetokMessage, InfoReply, StepOutput, StopDetok
+from quadriga.messages.to_scheduler import StopFound
 from quadriga.model_source import resolve_model
 from quadriga.process import Child, run_child
 from quadriga.sockets import Inbox, Outbox, encode

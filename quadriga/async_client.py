@@ -12,7 +12,7 @@ from quadriga.config import DEFAULT_ENDPOINT
 from quadriga.connection import Connection
 from quadriga.errors import DeadlineExceeded, ServerFailed
 from quadriga.handle import Handle
-from quadriga.messages import (
+from quadriga.messages.public import (
     PROTOCOL_VERSION,
     Abort,
     Chunks,

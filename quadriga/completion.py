@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quadriga.errors import InvalidRequest
-from quadriga.messages import ChatMessage, Usage, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.public import ChatMessage, Usage
 
 Chat = list[dict[str, str]]
 Prompt = str | list[int] | Chat

@@ -8,7 +8,7 @@ import msgspec
 
 from quadriga import errors, sockets
 from quadriga.errors import InvalidRequest, ServerUnreachable
-from quadriga.messages import (
+from quadriga.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     ErrorInfo,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from quadriga import errors
 from quadriga.completion import Completion, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, QuadrigaError, RequestFailed
-from quadriga.messages import Chunk, End, ErrorInfo, unpack_ids
+from quadriga.messages.ids import unpack_ids
+from quadriga.messages.public import Chunk, End, ErrorInfo
 
 
 class Handle:

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from quadriga.errors import AddressInUse, ConfigError
-from quadriga.messages import MAX_FRAME_BYTES
+from quadriga.messages.public import MAX_FRAME_BYTES
 
 LINGER_MS = 2000
 CLIENT_QUEUE_MESSAGES = 4096

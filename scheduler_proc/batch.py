@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from quadriga import messages
-from quadriga.messages import NewSlot, StepPlan, pack_ids
+from quadriga.messages import worker
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.worker import NewSlot, StepPlan
 from scheduler_proc.request import Request
 
 
 class ForwardMode(enum.IntEnum):
     """EXTEND: rows with prompt tokens; DECODE: rows of one token; MIXED: both."""
 
-    EXTEND = messages.EXTEND
-    DECODE = messages.DECODE
-    MIXED = messages.MIXED
+    EXTEND = worker.EXTEND
+    DECODE = worker.DECODE
+    MIXED = worker.MIXED
 
 
 @dataclass(slots=True)

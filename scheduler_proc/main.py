@@ -3,7 +3,8 @@
 import gc
 import time
 
-from quadriga.messages import AbortAll, ResultMessage, SchedulerMessage, Submit
+from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage, Submit
+from quadriga.messages.worker import ResultMessage
 from quadriga.model_source import resolve_model
 from quadriga.process import ABORT, Child, run_child
 from quadriga.sockets import Inbox, Outbox, Poller

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from quadriga.messages import CloseText, OpenText, StepOutput, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
 from scheduler_proc.request import Request
 
 

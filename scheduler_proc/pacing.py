@@ -7,7 +7,7 @@ millisecond) and no longer, because a result is always answered at once.
 
 from collections import deque
 
-from quadriga.messages import StepResult
+from quadriga.messages.worker import StepResult
 from scheduler_proc.batch import ScheduleBatch
 
 REMEMBERED = 8

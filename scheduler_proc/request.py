@@ -4,7 +4,9 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
-from quadriga.messages import ErrorInfo, Submit, unpack_ids
+from quadriga.messages.ids import unpack_ids
+from quadriga.messages.public import ErrorInfo
+from quadriga.messages.to_scheduler import Submit
 from quadriga.sampling import SamplingParams
 from scheduler_proc.prefix_tree import Node
 

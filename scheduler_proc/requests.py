@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from quadriga.messages import Submit
+from quadriga.messages.to_scheduler import Submit
 from scheduler_proc.request import Request
 
 

@@ -14,25 +14,19 @@ import msgspec
 
 from quadriga.config import SchedulerArgs
 from quadriga.errors import QuadrigaError
-from quadriga.messages import (
+from quadriga.messages.ids import unpack_ids
+from quadriga.messages.public import ErrorInfo, Info, InfoValues
+from quadriga.messages.to_detok import InfoReply, StopDetok
+from quadriga.messages.to_scheduler import (
     AbortAll,
     AbortRequest,
     Drain,
-    ErrorInfo,
-    Info,
-    InfoReply,
-    InfoValues,
     Inspect,
-    ResultMessage,
     SchedulerMessage,
-    StepResult,
-    StopDetok,
     StopFound,
-    StopWorker,
     Submit,
-    WorkerReady,
-    unpack_ids,
 )
+from quadriga.messages.worker import ResultMessage, StepResult, StopWorker, WorkerReady
 from scheduler_proc.admission import Admission, check_queue
 from scheduler_proc.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.deadlines import Deadlines

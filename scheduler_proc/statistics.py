@@ -4,7 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from quadriga.config import SchedulerArgs
-from quadriga.messages import InfoValues, StepResult, WorkerReady
+from quadriga.messages.public import InfoValues
+from quadriga.messages.worker import StepResult, WorkerReady
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
 from scheduler_proc.planner import Planner
 

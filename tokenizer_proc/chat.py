@@ -10,7 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quadriga.errors import InvalidRequest
-from quadriga.messages import ChatMessage
+from quadriga.messages.public import ChatMessage
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from quadriga.messages import ChatMessage
+from quadriga.messages.public import ChatMessage
 from tokenizer_proc.chat import ChatTemplate
 
 if TYPE_CHECKING:

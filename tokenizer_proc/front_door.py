@@ -12,25 +12,22 @@ from array import array
 
 from quadriga.config import FrontDoorArgs, ServerConfig
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping, SlowReader
-from quadriga.messages import (
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
-    AbortRequest,
-    Drain,
     ErrorInfo,
     Generate,
     GetInfo,
     InfoValues,
-    Inspect,
     Ping,
     Pong,
     Probe,
     Refused,
     ServerGone,
-    Submit,
-    pack_ids,
 )
+from quadriga.messages.to_scheduler import AbortRequest, Drain, Inspect, Submit
 from quadriga.model_source import ModelFiles
 from quadriga.sockets import AsyncPort, Outbox, Unreachable, encode
 from tokenizer_proc import requests

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from quadriga.messages import StepPlan
+from quadriga.messages.worker import StepPlan
 from worker_proc.attention.base import Ints, Rows
 from worker_proc.kv_pool import SlotTable
 

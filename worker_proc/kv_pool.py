@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.messages import NewSlot
+from quadriga.messages.worker import NewSlot
 from quadriga.sampling import GREEDY_BELOW_TEMPERATURE
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.hardware import free_memory

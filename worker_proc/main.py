@@ -4,7 +4,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from quadriga.messages import ResultMessage, StepPlan, WorkerMessage, WorkerReady
+from quadriga.messages.worker import ResultMessage, StepPlan, WorkerMessage, WorkerReady
 from quadriga.model_source import resolve_model
 from quadriga.process import Child, run_child
 from quadriga.sockets import Inbox, Outbox

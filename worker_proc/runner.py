@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quadriga.config import ServerConfig
-from quadriga.messages import DECODE, EXTEND, NewSlot, StepPlan, StepResult, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
 from quadriga.model_source import ModelFiles
 from worker_proc.attention.base import AttentionBackend
 from worker_proc.attention.registry import make_attention

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from quadriga.client import Client, SamplingParams
-from quadriga.messages import MAX_FRAME_BYTES
+from quadriga.messages.public import MAX_FRAME_BYTES
 from tests.server import Server, settle
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)

@@ -5,19 +5,10 @@ from collections import deque
 import msgspec
 
 from quadriga.config import SchedulerArgs
-from quadriga.messages import (
-    AbortRequest,
-    CloseText,
-    NewSlot,
-    SchedulerMessage,
-    StepOutput,
-    StepPlan,
-    StepResult,
-    Submit,
-    WorkerReady,
-    pack_ids,
-    unpack_ids,
-)
+from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.to_detok import CloseText, StepOutput
+from quadriga.messages.to_scheduler import AbortRequest, SchedulerMessage, Submit
+from quadriga.messages.worker import NewSlot, StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
 from scheduler_proc.scheduler import Scheduler
 

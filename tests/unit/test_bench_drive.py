@@ -11,7 +11,7 @@ from bench.trace import TraceRequest
 from bench.workload import Job, Prompt
 from quadriga.client import Completion, StreamChunk, Timings
 from quadriga.errors import QueueFull, RequestFailed
-from quadriga.messages import Usage
+from quadriga.messages.public import Usage
 from quadriga.sampling import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5)

@@ -19,7 +19,8 @@ from bench.serving import EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED, EXIT_OK, EXIT_
 from bench.trace import TraceRequest, prompt_ids, write_trace
 from bench.workload import Job
 from quadriga import sockets
-from quadriga.messages import (
+from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.public import (
     PROTOCOL_VERSION,
     Abort,
     Chunk,
@@ -35,8 +36,6 @@ from quadriga.messages import (
     Refused,
     StageTimes,
     Usage,
-    pack_ids,
-    unpack_ids,
 )
 
 ROOT = Path(__file__).resolve().parents[2]

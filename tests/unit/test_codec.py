@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga import messages
-from quadriga.messages import Chunk, Chunks, End, Generate, StageTimes, Usage, pack_ids, unpack_ids
+from quadriga.messages import public
+from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.public import Chunk, Chunks, End, Generate, StageTimes, Usage
 from quadriga.sampling import SamplingParams
 from quadriga.sockets import encode
 
@@ -43,13 +44,13 @@ def test_a_request_comes_out_of_the_codec_as_it_went_in(
     prompt: str, params: SamplingParams
 ) -> None:
     message = Generate(1, "id", prompt, params)
-    assert msgspec.msgpack.decode(encode(message), type=messages.ClientMessage) == message
+    assert msgspec.msgpack.decode(encode(message), type=public.ClientMessage) == message
 
 
 def test_a_result_comes_out_of_the_codec_as_it_went_in() -> None:
     end = End("stop", Usage(3, 1, 0), StageTimes(1.0, 2.0, 3.0, 4.0, 5.0), "\n")
     message = Chunks([Chunk("id", 0, "né", pack_ids([5]), [4.0], end)])
-    assert msgspec.msgpack.decode(encode(message), type=messages.ServerMessage) == message
+    assert msgspec.msgpack.decode(encode(message), type=public.ServerMessage) == message
 
 
 def test_defaults_stay_off_the_wire() -> None:
@@ -58,5 +59,5 @@ def test_defaults_stay_off_the_wire() -> None:
 
 def test_an_infinite_number_survives_so_that_validation_can_name_it() -> None:
     message = Generate(1, "id", "x", SamplingParams(temperature=math.inf))
-    decoded = msgspec.msgpack.decode(encode(message), type=messages.ClientMessage)
+    decoded = msgspec.msgpack.decode(encode(message), type=public.ClientMessage)
     assert decoded == message

@@ -7,16 +7,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages import (
-    CloseText,
-    ErrorInfo,
-    OpenText,
-    StageTimes,
-    StepOutput,
-    Usage,
-    pack_ids,
-    unpack_ids,
-)
+from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.public import ErrorInfo, StageTimes, Usage
+from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0

@@ -10,18 +10,10 @@ import pytest
 import zmq
 
 from quadriga.endpoints import Endpoints
-from quadriga.messages import (
-    CloseText,
-    Info,
-    InfoReply,
-    OpenText,
-    SchedulerMessage,
-    ServerMessage,
-    StepOutput,
-    StopDetok,
-    StopFound,
-    pack_ids,
-)
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.public import Info, ServerMessage
+from quadriga.messages.to_detok import CloseText, InfoReply, OpenText, StepOutput, StopDetok
+from quadriga.messages.to_scheduler import SchedulerMessage, StopFound
 from quadriga.sockets import encode
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.config import POLICIES, SchedulerArgs
-from quadriga.messages import Submit, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.to_scheduler import Submit
 from quadriga.sampling import SamplingParams
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import (

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from quadriga.client import AsyncClient
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.messages import MAX_FRAME_BYTES, Generate, Ping, Refused, Submit, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
+from quadriga.messages.to_scheduler import Submit
 from quadriga.model_source import ModelFiles
 from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from quadriga.sockets import encode

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.config import ModelArgs, WorkerArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.messages import NewSlot, pack_ids
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.worker import NewSlot
 from quadriga.model_source import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, prompts_of, runner_of

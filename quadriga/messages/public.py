@@ -1,0 +1,169 @@
+"""client ⇄ tokenizer_proc: the public link, described in docs/protocol.md."""
+
+import msgspec
+
+from quadriga.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""A larger public frame is refused by name; ten times as much ends the connection."""
+
+
+# --- client -> tokenizer_proc ---------------------------------------------------------------------
+
+
+class ChatMessage(msgspec.Struct):
+    """One turn of a chat; a map on the wire. Further keys reach the chat template untouched."""
+
+    role: str
+    content: str
+
+
+class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
+    """Ask for one completion.
+
+    prompt: a string, or a chat as a list of {role, content} maps.
+    stream: chunks as tokens come; else one chunk at the end.
+    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as
+        the server was started (--allow-auto-truncate).
+    prompt_token_ids: int32 bytes, instead of a prompt, which is then empty: nothing is encoded.
+    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
+    queue_timeout: seconds until the request must have been admitted; timeout: until it must have
+        ended. Both count from its arrival and end it with deadline_exceeded. None: as the server
+        was started (--queue-timeout, --request-timeout).
+    """
+
+    version: int
+    request_id: str
+    prompt: str | list[ChatMessage]
+    params: SamplingParams = SamplingParams()
+    stream: bool = True
+    truncate_prompt: bool | None = None
+    prompt_token_ids: bytes | None = None
+    priority: int = 0
+    queue_timeout: float | None = None
+    timeout: float | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """End a request of this client; an empty id ends all of them. Unknown ids are ignored."""
+
+    version: int
+    request_id: str
+
+
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
+    """Answered at once by the front door with a Pong."""
+
+    version: int
+
+
+class GetInfo(msgspec.Struct, tag="get_info", array_like=True, frozen=True):
+    """Answered with an Info that has travelled the whole ring."""
+
+    version: int
+    request_id: str
+
+
+ClientMessage = Generate | Abort | Ping | GetInfo
+
+
+# --- tokenizer_proc -> client ---------------------------------------------------------------------
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """code: as in quadriga/errors.py; field: the request's field that is to blame, or ""."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+class Usage(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens. cached_tokens: how many of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class StageTimes(msgspec.Struct, array_like=True, frozen=True):
+    """When the request passed each stage, in Unix seconds; 0.0 where it never came there."""
+
+    received: float
+    tokenized: float
+    admitted: float
+    first_token: float
+    detokenized: float
+
+
+class End(msgspec.Struct, array_like=True, frozen=True):
+    """The one terminal message of a request, in its last chunk.
+
+    finish_reason: stop, length, abort or error; matched_stop: the stop string or token id.
+    """
+
+    finish_reason: str
+    usage: Usage
+    times: StageTimes
+    matched_stop: str | int | None = None
+    error: ErrorInfo | None = None
+
+
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """What is new of one request.
+
+    text_offset: characters of this request's text that were sent before.
+    token_ids: int32 bytes; token_times: for each of them, the end of the step that gave it.
+    """
+
+    request_id: str
+    text_offset: int
+    text: str
+    token_ids: bytes
+    token_times: list[float]
+    end: End | None = None
+
+
+class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
+    """All that is new for one client after one step."""
+
+    chunks: list[Chunk]
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """A message that never entered; the terminal message of its request, if it had an id."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
+    """instance: drawn anew at each start of the server."""
+
+    version: int
+    instance: str
+    max_frame_bytes: int
+
+
+class Probe(msgspec.Struct, tag="probe", array_like=True, frozen=True):
+    """Nothing to do: it lets the server find out whether the client is still there."""
+
+
+class ServerGone(msgspec.Struct, tag="server_gone", array_like=True, frozen=True):
+    """The server ends or cut this client off: each of the client's open requests ends with this."""
+
+    error: ErrorInfo
+
+
+InfoValues = dict[str, str | int | float | bool | dict[str, int] | None]
+
+
+class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
+    """`values` is a map; its keys are listed in docs/protocol.md."""
+
+    request_id: str
+    values: InfoValues
+
+
+ServerMessage = Chunks | Refused | Pong | Probe | ServerGone | Info
