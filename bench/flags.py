@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from bench.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags
 from bench.workload import DEFAULT_PROMPT
 from quadriga import config as server_flags
-from quadriga.config import ServerConfig, flag_name
+from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.flags import flag_name
 from quadriga.sampling import MAX_SEED
 
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from bench.trace import LENGTHS_FORM, Lengths, TraceSpec
-from quadriga.config import flag_name
+from quadriga.flags import flag_name
 
 
 class LoadFlag(NamedTuple):

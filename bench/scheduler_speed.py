@@ -16,11 +16,11 @@ from collections import deque
 import msgspec
 
 from bench.metrics import percentile
-from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.messages.ids import pack_ids, unpack_ids
 from quadriga.messages.to_scheduler import Submit
 from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
+from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.sockets import encode
 from scheduler_proc.scheduler import Scheduler
 

@@ -27,8 +27,10 @@ from bench.simulated_run import World
 from bench.simulated_server import START
 from bench.trace import TraceRequest
 from quadriga import config as server_flags
-from quadriga.config import SchedulerArgs, ServerConfig
+from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.flags import flag_name
+from quadriga.scheduler_args import SchedulerArgs
 
 DEFAULTS = LOAD_DEFAULTS | {
     "num_requests": 1000,
@@ -92,7 +94,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, TraceRequest]]]:
     """How many requests come, and they with their indexes, in the order that World.run wants."""
     given = vars(arguments)
-    drawn = [server_flags.flag_name(name) for name in LOAD_FLAGS if name in given]
+    drawn = [flag_name(name) for name in LOAD_FLAGS if name in given]
     if arguments.trace is not None:
         if drawn:
             raise ConfigError(
@@ -147,7 +149,7 @@ def _source(path: Path, model: CostModel) -> str:
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
     """ConfigError for flags that cannot work, or would change nothing here."""
-    idle = [server_flags.flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
+    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
     if idle:
         raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: leave it out")
     if arguments.replicas <= 0:

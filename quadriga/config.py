@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.errors import ConfigError
+from quadriga.flags import flag, flag_name, positive
+from quadriga.scheduler_args import SchedulerArgs
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 BUILTIN_MODEL = "smollm2-135m"
-
-
-def flag(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command line flag."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class ModelArgs:
     context_length: int | None = flag(None, "serve a shorter context than the model's own (tokens)")
 
     def validate(self) -> None:
-        _positive("context_length", self.context_length)
+        positive("context_length", self.context_length)
 
     @property
     def shown_name(self) -> str:
@@ -59,9 +56,9 @@ class FrontDoorArgs:
     )
 
     def validate(self) -> None:
-        _positive("tokenize_workers", self.tokenize_workers)
-        _positive("queue_timeout", self.queue_timeout)
-        _positive("request_timeout", self.request_timeout)
+        positive("tokenize_workers", self.tokenize_workers)
+        positive("queue_timeout", self.queue_timeout)
+        positive("request_timeout", self.request_timeout)
         # Not ipc: a second server would take the path over in silence.
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
@@ -69,147 +66,6 @@ class FrontDoorArgs:
                 f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
                 f" to 65535, for example {DEFAULT_ENDPOINT}"
             )
-
-
-BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
-POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerArgs:
-    """scheduler_proc."""
-
-    max_batch_size: int = flag(64, "requests in one decode step")
-    prefill_max_batch_size: int | None = flag(
-        None, "waiting requests that one step may admit (default: --max-batch-size)"
-    )
-    prefill_max_tokens: int = flag(16384, "prompt tokens that one prefill step may hold")
-    chunked_prefill_size: int | None = flag(
-        None,
-        "prompt tokens of one step; a longer prompt is computed in chunks of that size, -1: never"
-        " (default: 512 on a CPU, 8192 on a GPU)",
-    )
-    max_running_requests: int = flag(256, "requests that hold a slot at the same time")
-    max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
-    batch_mode: str = flag("mixed", "what a step computes: see docs/scheduling.md", BATCH_MODES)
-    decode_first: bool = flag(False, "the same as --batch-mode decode-first")
-    batching: str = flag(
-        "continuous",
-        "static: a batch is run to its end before the next is admitted (to compare against)",
-        ("continuous", "static"),
-    )
-    schedule_policy: str = flag("fcfs", "order of the waiting queue", POLICIES)
-    pack_lookahead: int | None = flag(
-        None, "pack: how many waiting requests it looks at to fill a step (default: 32)"
-    )
-    pack_fifo_every: int | None = flag(
-        None, "pack: every N-th round is first come, first served (default: 8)"
-    )
-    priority_preemption_threshold: int | None = flag(
-        None,
-        "priority: a waiting request whose priority is higher by so much takes the place of a"
-        " running one (default: 10)",
-    )
-    fair_clients: bool = flag(
-        False, "clients take turns (deficit round robin), whatever each of them has sent"
-    )
-    schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
-    disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prompt beginnings")
-    no_prefix_cache: bool = flag(False, "the same as --disable-radix-cache")
-    plan_at_once: bool = flag(
-        False, "plan a step as soon as there is room, not as late as the worker allows"
-    )
-    debug_retract_probability: float = flag(
-        0.0, "for tests: retract a running request at random, so often a step, in [0, 1]"
-    )
-
-    def validate(self) -> None:
-        for name in (
-            "max_batch_size",
-            "prefill_max_batch_size",
-            "prefill_max_tokens",
-            "max_running_requests",
-            "max_queued_requests",
-            "pack_lookahead",
-            "pack_fifo_every",
-            "priority_preemption_threshold",
-        ):
-            _positive(name, getattr(self, name))
-        chunk = self.chunked_prefill_size
-        if chunk is not None and chunk != -1 and chunk <= 0:
-            raise ConfigError(
-                f"chunked_prefill_size must be positive, or -1 for whole prompts (it is {chunk})"
-            )
-        if not 0 < self.schedule_conservativeness <= 10:
-            raise ConfigError(
-                f"schedule_conservativeness is {self.schedule_conservativeness}:"
-                " it must be above 0 and at most 10"
-            )
-        if not 0 <= self.debug_retract_probability <= 1:
-            raise ConfigError(
-                f"debug_retract_probability is {self.debug_retract_probability}:"
-                " it must be from 0 to 1"
-            )
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """ConfigError for flags that contradict each other, or of which one would do nothing."""
-        mode = self.batch_mode
-        if self.decode_first and mode not in (self.default("batch_mode"), "decode-first"):
-            raise ConfigError(f"--decode-first contradicts --batch-mode {mode}: leave one out")
-        if self.batching == "static" and (
-            self.decode_first or mode not in (self.default("batch_mode"), "prefill-first")
-        ):
-            raise ConfigError(
-                "--batching static prefills a batch and then decodes it: it contradicts"
-                f" --batch-mode {'decode-first' if self.decode_first else mode}"
-            )
-        if not self.prefix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
-            raise ConfigError(
-                f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
-                " it needs the prefix cache, leave --disable-radix-cache out"
-            )
-        for name, policy in (
-            ("pack_lookahead", "pack"),
-            ("pack_fifo_every", "pack"),
-            ("priority_preemption_threshold", "priority"),
-        ):
-            if getattr(self, name) is not None and self.schedule_policy != policy:
-                raise ConfigError(
-                    f"{flag_name(name)} has no effect with --schedule-policy"
-                    f" {self.schedule_policy}: add --schedule-policy {policy}, or leave it out"
-                )
-
-    @classmethod
-    def default(cls, name: str) -> Any:
-        """The value of a flag that was not given."""
-        return next(field.default for field in dataclasses.fields(cls) if field.name == name)
-
-    @property
-    def prefill_width(self) -> int:
-        return self.prefill_max_batch_size or self.max_batch_size
-
-    @property
-    def mode(self) -> str:
-        """--batch-mode, with --decode-first taken in; static batching prefills first."""
-        if self.decode_first:
-            return "decode-first"
-        return "prefill-first" if self.batching == "static" else self.batch_mode
-
-    @property
-    def prefix_cache(self) -> bool:
-        return not (self.disable_radix_cache or self.no_prefix_cache)
-
-    def prefill_budget(self, device: str) -> int:
-        """Prompt tokens that one step may hold."""
-        chunk = self.chunk_size(device)
-        return self.prefill_max_tokens if chunk is None else min(chunk, self.prefill_max_tokens)
-
-    def chunk_size(self, device: str) -> int | None:
-        """Tokens of the largest chunk; None where prompts are never cut."""
-        if self.chunked_prefill_size is None:
-            return 512 if device == "cpu" else 8192
-        return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +87,9 @@ class WorkerArgs:
     worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
 
     def validate(self) -> None:
-        _positive("page_size", self.page_size)
-        _positive("max_total_tokens", self.max_total_tokens)
-        _positive("worker_threads", self.worker_threads)
+        positive("page_size", self.page_size)
+        positive("max_total_tokens", self.max_total_tokens)
+        positive("worker_threads", self.worker_threads)
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
@@ -256,7 +112,7 @@ class DetokArgs:
     stream_interval: int = flag(1, "text is sent every N tokens; the first piece at once")
 
     def validate(self) -> None:
-        _positive("stream_interval", self.stream_interval)
+        positive("stream_interval", self.stream_interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +136,7 @@ class ServerConfig:
 
     model: ModelArgs = ModelArgs()
     front_door: FrontDoorArgs = FrontDoorArgs()
-    scheduler: SchedulerArgs = SchedulerArgs()
+    scheduler: SchedulerArgs = SchedulerArgs()  # noqa: RUF009 - frozen, like the others
     worker: WorkerArgs = WorkerArgs()
     detok: DetokArgs = DetokArgs()
     launch: LaunchArgs = LaunchArgs()
@@ -316,10 +172,6 @@ class ServerConfig:
                 name = flag_name(field.name)
                 argv += [name] if value is True else [name, str(value)]
         return argv
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -358,8 +210,3 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     config = ServerConfig().replace(**{k: v for k, v in vars(namespace).items() if k in known})
     config.validate()
     return config
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name} must be positive (it is {value})")

@@ -1,7 +1,7 @@
 """Who may leave the waiting queue now: slots, pages, and what the running ones may still need."""
 
-from quadriga.config import SchedulerArgs
 from quadriga.errors import PromptTooLong, QueueFull
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.policy import WaitingQueue
 from scheduler_proc.request import Request, Status

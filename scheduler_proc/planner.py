@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from quadriga.config import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission
 from scheduler_proc.batch import RunningBatch, ScheduleBatch, new_slot
 from scheduler_proc.deadlines import Deadlines

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quadriga.config import SchedulerArgs
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.fairness import FairClients
 from scheduler_proc.policy import (
     FirstComeFirstServed,

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import msgspec
 
-from quadriga.config import SchedulerArgs
 from quadriga.errors import QuadrigaError
 from quadriga.messages.ids import unpack_ids
 from quadriga.messages.public import ErrorInfo, Info, InfoValues
@@ -27,6 +26,7 @@ from quadriga.messages.to_scheduler import (
     Submit,
 )
 from quadriga.messages.worker import ResultMessage, StepResult, StopWorker, WorkerReady
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission, check_queue
 from scheduler_proc.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.deadlines import Deadlines

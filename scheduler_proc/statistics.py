@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from quadriga.config import SchedulerArgs
 from quadriga.messages.public import InfoValues
 from quadriga.messages.worker import StepResult, WorkerReady
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
 from scheduler_proc.planner import Planner
 

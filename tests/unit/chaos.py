@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.messages.to_scheduler import StopFound
+from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from tests.unit.simulation import World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]

@@ -4,12 +4,12 @@ from collections import deque
 
 import msgspec
 
-from quadriga.config import SchedulerArgs
 from quadriga.messages.ids import pack_ids, unpack_ids
 from quadriga.messages.to_detok import CloseText, StepOutput
 from quadriga.messages.to_scheduler import AbortRequest, SchedulerMessage, Submit
 from quadriga.messages.worker import NewSlot, StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
+from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.scheduler import Scheduler
 
 EOS = 2

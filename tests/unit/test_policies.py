@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config import POLICIES, SchedulerArgs
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.to_scheduler import Submit
 from quadriga.sampling import SamplingParams
+from quadriga.scheduler_args import POLICIES, SchedulerArgs
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import (
     FirstComeFirstServed,

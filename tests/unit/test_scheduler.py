@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import BATCH_MODES, SchedulerArgs
 from quadriga.messages.to_scheduler import AbortAll, Drain, StopFound
 from quadriga.messages.worker import DECODE, EXTEND, MIXED
+from quadriga.scheduler_args import BATCH_MODES, SchedulerArgs
 from scheduler_proc.kv_cache import KVCache
 from tests.unit.simulation import EOS, World, abort, next_token, reference, submit
 

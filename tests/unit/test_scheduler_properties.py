@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quadriga.config import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from tests.unit.chaos import PREFIXES, Chaos, random_life
 
 pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
