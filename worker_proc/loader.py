@@ -6,7 +6,6 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.model_source import ModelFiles
 from worker_proc.models.base import Model
-from worker_proc.models.layers import pack_all
 from worker_proc.models.registry import build_model
 from worker_proc.weights import NamedTensors, fill_at_random, from_gguf, from_safetensors
 
@@ -26,7 +25,6 @@ def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> M
     else:
         fill(model, _source(files), files.location)
     model.finish_loading(files.context_length)
-    pack_all(model)
     return model.eval()
 
 

@@ -10,24 +10,20 @@ from quadriga.config import ServerConfig
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
 from quadriga.model_source import ModelFiles
-from worker_proc.attention.base import AttentionBackend
-from worker_proc.attention.registry import make_attention
+from worker_proc.engine import Engine
+from worker_proc.engines import make_engine
 from worker_proc.hardware import choose_device, choose_dtype
 from worker_proc.inputs import StepInputs, ints_of, make_inputs
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.loader import load_model
-from worker_proc.models.base import Model
 from worker_proc.sampler import SamplingRows, sample
 
 
 class Runner:
-    """A model, its KV pages and its slots. One `run` at a time."""
+    """An engine and its slots. One `run` at a time."""
 
-    def __init__(
-        self, model: Model, attention: AttentionBackend, table: SlotTable, dtype: torch.dtype
-    ) -> None:
-        self.model = model
-        self.attention = attention
+    def __init__(self, engine: Engine, table: SlotTable, dtype: torch.dtype) -> None:
+        self.engine = engine
         self.table = table
         self.dtype = dtype
 
@@ -41,9 +37,7 @@ class Runner:
         if not plan.slots:
             return StepResult(plan.step, b"", began, time.time())
         inputs = make_inputs(plan, self.table)
-        hidden = self.model(
-            inputs.token_ids, inputs.positions, self.attention.begin_step(inputs.rows)
-        )
+        hidden = self.engine.forward(inputs)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
         token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
         if len(inputs.sampled_slots):
@@ -67,7 +61,11 @@ class Runner:
                 seed=table.seed[slots_there],
                 position=positions,
             )
-        sampled = sample(self.model.logits(hidden), rows)
+        sampled = (
+            self.engine.likeliest(hidden)
+            if rows is None
+            else sample(self.engine.logits(hidden), rows)
+        )
         table.tokens[slots_there, positions] = sampled.to(table.tokens.dtype)
         table.known[slots] += 1
         return sampled
@@ -98,5 +96,5 @@ def make_runner(config: ServerConfig, files: ModelFiles) -> Runner:
     shape = model.attention_shape
     slots, context = config.scheduler.max_running_requests, files.context_length
     pages = pages_of_pool(args, shape, dtype, device, slots * context)
-    attention = make_attention(args.attention_backend, shape, pages, args.page_size, dtype, device)
-    return Runner(model, attention, SlotTable(slots, context, pages, args.page_size, device), dtype)
+    engine = make_engine(args, model, pages, dtype, device)
+    return Runner(engine, SlotTable(slots, context, pages, args.page_size, device), dtype)

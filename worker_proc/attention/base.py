@@ -70,6 +70,8 @@ class StepAttention(ABC):
 class AttentionBackend(ABC):
     """Allocates the pages of all layers at construction."""
 
+    shape: AttentionShape
+
     @abstractmethod
     def begin_step(self, rows: Rows) -> StepAttention:
         """Indexes and masks for these rows, once for all layers."""

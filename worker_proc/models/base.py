@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from quadriga.errors import ModelError
-from worker_proc.attention.base import AttentionShape, StepAttention
+from worker_proc.attention.base import AttentionShape
+from worker_proc.models.ops import Ops, Value
 
 
 class Model(nn.Module):
@@ -20,12 +21,12 @@ class Model(nn.Module):
     vocab_size: int
 
     @abstractmethod
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """token_ids, positions: [tokens] integers. Returns hidden states [tokens, hidden]."""
+    def body(self, ops: Ops[Value]) -> Value:
+        """The step's tokens to hidden states [tokens, hidden]."""
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden]. Returns [rows, vocab_size]."""
+    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+        """Some rows of hidden states [rows, hidden] to logits [rows, vocab_size]."""
 
     @abstractmethod
     def checkpoint_tensors(self) -> dict[str, Tensor]:

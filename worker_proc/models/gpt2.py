@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker_proc.attention.base import AttentionShape, StepAttention
+from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model, require, setting
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, TiedHead
+from worker_proc.models.layers import Embedding, LayerNorm, Linear
+from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +57,19 @@ class GPT2(Model):
         self.tied = config.tied
         self.token_embedding = Embedding(config.vocab_size, config.hidden)
         self.position_embedding = Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = LayerNorm(config.hidden, config.epsilon)
-        self.lm_head = (
-            TiedHead(self.token_embedding)
-            if config.tied
-            else Linear(config.hidden, config.vocab_size)
-        )
+        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        x = self.token_embedding(token_ids) + self.position_embedding(positions)
-        for block in self.blocks:
-            x = block(x, attention)
+    def body(self, ops: Ops[Value]) -> Value:
+        x = ops.embed(self.token_embedding, self.position_embedding)
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            x = block.run(ops, layer, x)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.final_norm(hidden))
+    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+        return ops.logits(self.lm_head or self.token_embedding, ops.norm(self.final_norm, hidden))
 
     def canonical_name(self, name: str) -> str | None:
         name = name.removeprefix("transformer.")
@@ -86,7 +84,7 @@ class GPT2(Model):
             "ln_f.weight": self.final_norm.weight,
             "ln_f.bias": self.final_norm.bias,
         }
-        if isinstance(self.lm_head, Linear):
+        if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.weight
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)
@@ -96,22 +94,21 @@ class GPT2(Model):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2Config, layer: int) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         hidden = config.hidden
-        self.layer = layer
-        self.heads = config.heads
         self.attention_norm = LayerNorm(hidden, config.epsilon)
         self.qkv_proj = Linear(hidden, 3 * hidden, bias=True)
         self.out_proj = Linear(hidden, hidden, bias=True)
         self.mlp_norm = LayerNorm(hidden, config.epsilon)
-        self.up_proj = Linear(hidden, config.inner, bias=True, gelu=True)
+        self.up_proj = Linear(hidden, config.inner, bias=True)
         self.down_proj = Linear(config.inner, hidden, bias=True)
 
-    def forward(self, x: Tensor, attention: StepAttention) -> Tensor:
-        qkv = self.qkv_proj(self.attention_norm(x)).view(len(x), 3, self.heads, -1)
-        x = x + self.out_proj(attention.attend(self.layer, qkv[:, 0], qkv[:, 1:]))
-        return x + self.down_proj(self.up_proj(self.mlp_norm(x)))
+    def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
+        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope=None))
+        inner = ops.project_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
+        return ops.add_projection(x, self.down_proj, inner)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -1,8 +1,7 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Touvron et al. 2023, https://arxiv.org/abs/2302.13971; rotary positions of Su et al. 2021,
-https://arxiv.org/abs/2104.09864, in the form that rotates the first half of a head against the
-second; scaled positions as in Llama 3.1 (https://arxiv.org/abs/2407.21783).
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; scaled positions as in Llama 3.1
+(https://arxiv.org/abs/2407.21783).
 """
 
 import math
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadriga.errors import ModelError
-from worker_proc.attention.base import AttentionShape, StepAttention
+from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model, require, setting
-from worker_proc.models.layers import Embedding, Linear, RMSNorm, TiedHead
+from worker_proc.models.layers import Embedding, Linear, RMSNorm, Rope
+from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +67,24 @@ class Llama(Model):
         )
         inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
         self.embedding = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = RMSNorm(config.hidden, config.epsilon)
-        self.lm_head = (
-            TiedHead(self.embedding) if config.tied else Linear(config.hidden, config.vocab_size)
-        )
-        self.cosines = self.sines = torch.empty(0)
+        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
+        self.rope: Rope | None = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        x = self.embedding(token_ids)
-        cosines = self.cosines.index_select(0, positions)
-        sines = self.sines.index_select(0, positions)
-        for block in self.blocks:
-            x = block(x, cosines, sines, attention)
+    def body(self, ops: Ops[Value]) -> Value:
+        x = ops.embed(self.embedding)
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            x = block.run(ops, layer, x, self.rope)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.final_norm(hidden))
+    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+        return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
-        """Tables [context_length, 1, head_dim], the sines signed for `rotate`."""
-        weight = self.embedding.weight
         frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
-        angles = torch.outer(torch.arange(context_length).float(), frequencies).unsqueeze(1)
-        cosines, sines = angles.cos(), angles.sin()
-        self.cosines = torch.cat((cosines, cosines), -1).to(weight.device, weight.dtype)
-        self.sines = torch.cat((-sines, sines), -1).to(weight.device, weight.dtype)
+        self.rope = Rope(frequencies, context_length, self.embedding.weight.device)
 
     def canonical_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
@@ -105,7 +96,7 @@ class Llama(Model):
             "model.embed_tokens.weight": self.embedding.weight,
             "model.norm.weight": self.final_norm.weight,
         }
-        if isinstance(self.lm_head, Linear):
+        if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.weight
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)
@@ -115,37 +106,34 @@ class Llama(Model):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.head_dim, self.inner = config.head_dim, config.inner
-        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_size = config.heads * config.head_dim
+        self.kv_size = config.kv_heads * config.head_dim
+        self.inner = config.inner
         self.attention_norm = RMSNorm(config.hidden, config.epsilon)
-        self.qkv_proj = Linear(config.hidden, q_size + 2 * kv_size, config.attention_bias)
-        self.out_proj = Linear(q_size, config.hidden, config.attention_bias)
+        self.qkv_proj = Linear(config.hidden, self.q_size + 2 * self.kv_size, config.attention_bias)
+        self.out_proj = Linear(self.q_size, config.hidden, config.attention_bias)
         self.mlp_norm = RMSNorm(config.hidden, config.epsilon)
         self.gate_up_proj = Linear(config.hidden, 2 * config.inner, config.mlp_bias)
         self.down_proj = Linear(config.inner, config.hidden, config.mlp_bias)
 
-    def forward(
-        self, x: Tensor, cosines: Tensor, sines: Tensor, attention: StepAttention
-    ) -> Tensor:
-        qkv = self.qkv_proj(self.attention_norm(x)).view(len(x), -1, self.head_dim)
-        rotate(qkv[:, : self.heads + self.kv_heads], cosines, sines)
-        kv = qkv[:, self.heads :].unflatten(1, (2, self.kv_heads))
-        x = x + self.out_proj(attention.attend(self.layer, qkv[:, : self.heads], kv))
-        gate, up = self.gate_up_proj(self.mlp_norm(x)).split(self.inner, -1)
-        return x + self.down_proj(F.silu(gate) * up)
+    def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
+        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope))
+        inner = ops.project_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
+        return ops.add_projection(x, self.down_proj, inner)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors = {
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
         for linear, parts in (
-            (self.qkv_proj, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}),
+            (
+                self.qkv_proj,
+                {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
+            ),
             (self.out_proj, {"o_proj": len(self.out_proj.weight)}),
         ):
             tensors |= _parts("self_attn", linear, parts)
@@ -165,15 +153,6 @@ def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tens
             for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
                 tensors[f"{prefix}.{name}.{kind}"] = part
     return tensors
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Turn each pair (i, i + head_dim / 2) of x [tokens, heads, head_dim] by its angle, in place.
-
-    cosines, sines: [tokens, 1, head_dim]; the sines of the first half are negated.
-    """
-    swapped = torch.roll(x, x.shape[-1] // 2, -1)
-    x.mul_(cosines).addcmul_(swapped, sines)
 
 
 def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:

@@ -1,0 +1,25 @@
+"""The contract of an engine: a loaded model together with its KV pages, and a way to compute."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from worker_proc.inputs import StepInputs
+
+
+class Engine(ABC):
+    """Computes steps, one at a time. Owns the weights and the KV pages."""
+
+    @abstractmethod
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Compute the step's tokens, keeping their keys and values. Returns hidden states
+        [tokens, hidden], which stand until the next call."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], rows of what `forward` returned. Returns [rows, vocab_size],
+        which stand until the next call."""
+
+    @abstractmethod
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The token of the greatest logit, the first of equals, for each row: [rows] int64."""

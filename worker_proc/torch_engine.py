@@ -1,0 +1,131 @@
+"""The model in plain torch: runs on every device, and is what the kernels are tested against."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker_proc.attention.base import AttentionBackend
+from worker_proc.engine import Engine
+from worker_proc.inputs import StepInputs
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.ops import Ops
+from worker_proc.sampler import first_of_greatest
+
+PACKED_FOR_ROWS = 32
+"""oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""
+
+Packed = dict[nn.Module, Tensor]
+
+
+class TorchEngine(Engine):
+    """On a CPU that multiplies bfloat16, weights are laid out as oneDNN wants them, which is nearly
+    twice as fast at few rows."""
+
+    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+        self._model = model
+        self._attention = attention
+        self._packed: Packed = {
+            module: packed
+            for module in model.modules()
+            if isinstance(module, Linear | Embedding) and (packed := _pack(module)) is not None
+        }
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        return self._model.body(TorchOps(self._packed, inputs, self._attention))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.head(TorchOps(self._packed), hidden)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        return first_of_greatest(self.logits(hidden))
+
+
+class TorchOps(Ops[Tensor]):
+    """Without a step, for what asks for no tokens, positions or pages."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        inputs: StepInputs | None = None,
+        attention: AttentionBackend | None = None,
+    ) -> None:
+        self._packed = packed
+        self._inputs = inputs
+        if inputs is not None and attention is not None:
+            self._heads = attention.shape
+            self._attention = attention.begin_step(inputs.rows)
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Tensor:
+        assert self._inputs is not None
+        x = F.embedding(self._inputs.token_ids, tokens.weight)
+        if positions is not None:
+            x = x + F.embedding(self._inputs.positions, positions.weight)
+        return x
+
+    def norm(self, norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
+        if isinstance(norm, LayerNorm):
+            return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.epsilon)
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.epsilon)
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        return self._project(linear, linear.bias, x)
+
+    def project_gelu(self, linear: Linear, x: Tensor) -> Tensor:
+        return F.gelu(self.project(linear, x), approximate="tanh")
+
+    def project_swiglu(self, linear: Linear, x: Tensor) -> Tensor:
+        gate, up = self.project(linear, x).chunk(2, -1)
+        return F.silu(gate) * up
+
+    def add_projection(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
+        return residual + self.project(linear, x)
+
+    def attend(self, layer: int, qkv: Tensor, rope: Rope | None) -> Tensor:
+        heads, kv_heads = self._heads.heads, self._heads.kv_heads
+        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self._heads.head_dim)
+        if rope is not None:
+            self._rotate(qkv[:, : heads + kv_heads], rope)
+        kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
+        return self._attention.attend(layer, qkv[:, :heads], kv)
+
+    def logits(self, head: Linear | Embedding, x: Tensor) -> Tensor:
+        return self._project(head, None, x)
+
+    def _project(self, weights: Linear | Embedding, bias: Tensor | None, x: Tensor) -> Tensor:
+        packed = self._packed.get(weights)
+        if packed is None:
+            return F.linear(x, weights.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def _rotate(self, x: Tensor, rope: Rope) -> None:
+        """x: [tokens, heads, head_dim], in place."""
+        if self._angles is None:
+            assert self._inputs is not None
+            cosines = rope.cosines.index_select(0, self._inputs.positions).unsqueeze(1)
+            sines = rope.sines.index_select(0, self._inputs.positions).unsqueeze(1)
+            self._angles = (
+                torch.cat((cosines, cosines), -1).to(x.dtype),
+                torch.cat((-sines, sines), -1).to(x.dtype),
+            )
+        cosines, sines = self._angles
+        swapped = torch.roll(x, x.shape[-1] // 2, -1)
+        x.mul_(cosines).addcmul_(swapped, sines)
+
+
+def _pack(module: Linear | Embedding) -> Tensor | None:
+    """A bfloat16 weight on a CPU in oneDNN's own layout, instead of the one that it had. Of an
+    embedding only a copy, as it is looked up too."""
+    weight = module.weight
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype != torch.bfloat16
+        or not torch.backends.mkldnn.is_available()
+        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+    if isinstance(module, Linear):
+        del module.weight
+    return packed
