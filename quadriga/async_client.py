@@ -3,31 +3,42 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from quadriga import errors
 from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
 from quadriga.config import DEFAULT_ENDPOINT
 from quadriga.connection import Connection
-from quadriga.errors import DeadlineExceeded, ServerFailed
-from quadriga.handle import Handle
+from quadriga.errors import DeadlineExceeded, InvalidRequest, QuadrigaError, ServerFailed
+from quadriga.handle import Handle, Sink
+from quadriga.messages.ids import unpack_ids
 from quadriga.messages.public import (
     PROTOCOL_VERSION,
     Abort,
+    ChatOptions,
     Chunks,
+    ClientMessage,
+    Detokenize,
     ErrorInfo,
+    FlushCache,
     Generate,
     GetInfo,
     Info,
     Refused,
     ServerGone,
     ServerMessage,
+    Text,
+    Tokenize,
+    Tokens,
 )
 from quadriga.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+NO_CHAT_OPTIONS = ChatOptions()
 
 
 class RequestOptions(TypedDict, total=False):
@@ -40,12 +51,17 @@ class RequestOptions(TypedDict, total=False):
     priority: larger goes first, -1000 to 1000, where the server schedules by priority.
     truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as the
         server was started.
+    chat: for the chat template: tools, template_args.
+    clamp_max_new_tokens: where the context leaves less than max_new_tokens, generate that much
+        instead of raising PromptTooLong.
     """
 
     timeout: float | None
     queue_timeout: float | None
     priority: int
     truncate_prompt: bool | None
+    chat: ChatOptions
+    clamp_max_new_tokens: bool
 
 
 class AsyncClient:
@@ -60,7 +76,7 @@ class AsyncClient:
         self._identity = uuid.uuid4()
         self._counter = 0
         self._handles: dict[str, Handle] = {}
-        self._infos: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[str, asyncio.Future[Any]] = {}
         self._connection = Connection(endpoint, self._identity, self._on_message, self._fail_all)
 
     async def __aenter__(self) -> "AsyncClient":
@@ -97,8 +113,14 @@ class AsyncClient:
         queue_timeout: float | None = None,
         priority: int = 0,
         truncate_prompt: bool | None = None,
+        chat: ChatOptions = NO_CHAT_OPTIONS,
+        clamp_max_new_tokens: bool = False,
+        sink: Sink | None = None,
     ) -> Handle:
         """Send a request at once. The client must be connected. Keywords: see RequestOptions.
+
+        sink: is called with what comes, from the event loop; the handle is then not to be iterated,
+        and timeout is only the server's to watch.
 
         Raises what ended the connection if it is lost; InvalidRequest for a prompt of a wrong type
         or a message over the frame limit.
@@ -106,7 +128,7 @@ class AsyncClient:
         self._connection.raise_if_lost()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
-        handle = Handle(request_id, timeout, self._drop)
+        handle = Handle(request_id, timeout, self._drop, sink)
         wire = wire_prompt(prompt)
         self._connection.send(
             Generate(
@@ -120,6 +142,8 @@ class AsyncClient:
                 priority,
                 queue_timeout,
                 timeout,
+                chat,
+                clamp_max_new_tokens,
             )
         )
         self._handles[request_id] = handle
@@ -193,17 +217,53 @@ class AsyncClient:
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """Gauges and counters of the server; the question travels the whole ring."""
+        info: Info = await self._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), timeout)
+        return info.values
+
+    async def flush_cache(self, timeout: float = 10.0) -> int:
+        """Forget cached prefixes that nobody uses now. How many pages that freed."""
+        info: Info = await self._ask(lambda name: FlushCache(PROTOCOL_VERSION, name), timeout)
+        pages = info.values["flushed_pages"]
+        assert isinstance(pages, int)
+        return pages
+
+    async def tokenize(
+        self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
+    ) -> list[int]:
+        """The token ids of a text or a chat, as generate would have them."""
+        wire = wire_prompt(prompt)
+        if wire.token_ids is not None:
+            raise InvalidRequest("prompt is a list of token ids already", "prompt")
+        answer: Tokens = await self._ask(
+            lambda name: Tokenize(PROTOCOL_VERSION, name, wire.prompt, chat), timeout
+        )
+        return unpack_ids(answer.token_ids).tolist()
+
+    async def detokenize(
+        self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0
+    ) -> str:
+        """The text of token ids."""
+        packed = wire_prompt(token_ids).token_ids
+        if packed is None:
+            raise InvalidRequest("token_ids must be a list of integers", "token_ids")
+        answer: Text = await self._ask(
+            lambda name: Detokenize(PROTOCOL_VERSION, name, packed, skip_special_tokens), timeout
+        )
+        return answer.text
+
+    async def _ask(self, question: Callable[[str], ClientMessage], timeout: float) -> Any:
+        """Send the question that is made with a new name, and wait for its answer."""
         await self.connect()
-        request_id = f"info-{self._counter}"
+        name = f"ask-{self._counter}"
         self._counter += 1
-        answer = self._infos[request_id] = asyncio.get_running_loop().create_future()
-        self._connection.send(GetInfo(PROTOCOL_VERSION, request_id))
+        answer = self._answers[name] = asyncio.get_running_loop().create_future()
         try:
+            self._connection.send(question(name))
             return await asyncio.wait_for(answer, timeout)
         except asyncio.TimeoutError:
-            raise DeadlineExceeded(f"no info from {self.endpoint} within {timeout} s") from None
+            raise DeadlineExceeded(f"no answer from {self.endpoint} within {timeout} s") from None
         finally:
-            self._infos.pop(request_id, None)
+            self._answers.pop(name, None)
 
     # --- what comes back --------------------------------------------------------------------------
 
@@ -227,16 +287,19 @@ class AsyncClient:
                 if message.error.code == ServerFailed.code:
                     self._connection.lost = message.error
                 self._fail_all(message.error)
-            case Info():
-                answer = self._infos.get(message.request_id)
+            case Info() | Tokens() | Text():
+                answer = self._answers.get(message.request_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(message.values)
+                    answer.set_result(message)
 
     def _refused(self, message: Refused) -> None:
         handle = self._handles.get(message.request_id)
         if handle is not None:
             handle.fail(message.error)
             self._forget_if_done(handle)
+        answer = self._answers.get(message.request_id)
+        if answer is not None and not answer.done():
+            answer.set_exception(_exception(message.error))
 
     def _forget_if_done(self, handle: Handle) -> None:
         if handle.done:
@@ -246,6 +309,10 @@ class AsyncClient:
         handles, self._handles = list(self._handles.values()), {}
         for handle in handles:
             handle.fail(error)
-        for future in self._infos.values():
-            if not future.done():
-                future.set_exception(errors.from_code(error.code, error.message))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(_exception(error))
+
+
+def _exception(error: ErrorInfo) -> QuadrigaError:
+    return errors.from_code(error.code, error.message, error.field)

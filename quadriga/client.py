@@ -12,10 +12,11 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from quadriga.async_client import AsyncClient, RequestOptions
+from quadriga.async_client import NO_CHAT_OPTIONS, AsyncClient, RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk, Timings
 from quadriga.config import DEFAULT_ENDPOINT
 from quadriga.handle import Handle
+from quadriga.messages.public import ChatOptions
 from quadriga.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "ChatOptions",
     "Client",
     "Completion",
     "RequestOptions",
@@ -114,6 +116,18 @@ class Client:
     def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """As AsyncClient.info."""
         return self._run(self._async.info(timeout))
+
+    def flush_cache(self, timeout: float = 10.0) -> int:
+        """As AsyncClient.flush_cache."""
+        return self._run(self._async.flush_cache(timeout))
+
+    def tokenize(self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS) -> list[int]:
+        """As AsyncClient.tokenize."""
+        return self._run(self._async.tokenize(prompt, chat))
+
+    def detokenize(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """As AsyncClient.detokenize."""
+        return self._run(self._async.detokenize(token_ids, skip_special_tokens))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -10,18 +10,29 @@ from quadriga.errors import DeadlineExceeded, QuadrigaError, RequestFailed
 from quadriga.messages.ids import unpack_ids
 from quadriga.messages.public import Chunk, End, ErrorInfo
 
+Sink = Callable[[StreamChunk | QuadrigaError], None]
+"""Takes each chunk of a request at the moment at which it comes, or the error that ends it."""
+
 
 class Handle:
-    """A request under way: an async iterator of its StreamChunks."""
+    """A request under way: an async iterator of its StreamChunks, unless it has a sink.
+
+    on_abort: called when the caller lost interest.
+    """
 
     def __init__(
-        self, request_id: str, timeout: float | None, on_abort: "Callable[[Handle], None]"
+        self,
+        request_id: str,
+        timeout: float | None,
+        on_abort: "Callable[[Handle], None]",
+        sink: Sink | None = None,
     ) -> None:
         self.request_id = request_id
         self._on_abort = on_abort
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError] = asyncio.Queue()
+        self._put: Sink = sink or self._queue.put_nowait
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._timings = Timings(submitted=time.time())
@@ -77,12 +88,12 @@ class Handle:
         if chunk.end and chunk.end.error:
             self.fail(chunk.end.error)
         else:
-            self._queue.put_nowait(item)
+            self._put(item)
 
     def fail(self, error: ErrorInfo) -> None:
         """The request ends with an error."""
         self.done = True
-        self._queue.put_nowait(errors.from_code(error.code, error.message, error.field))
+        self._put(errors.from_code(error.code, error.message, error.field))
 
     def _finish(self, end: End, received_at: float) -> Completion:
         self.done = True

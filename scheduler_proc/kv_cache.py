@@ -143,6 +143,12 @@ class KVCache:
             node.page = page
         return bool(own)
 
+    def flush(self) -> int:
+        """Free the cached pages that nobody uses. How many there were."""
+        count = self.tree.num_unused
+        self._free += self.tree.evict(count)
+        return count
+
     def _key(self, request: Request, index: int) -> bytes:
         start = index * self.page_size
         return request.tokens[start : start + self.page_size].tobytes()

@@ -298,12 +298,17 @@ class Scheduler:
         return self._pace.patience
 
     def _inspect(self, message: Inspect) -> None:
-        values = message.values | self.info()
+        flushed = {"flushed_pages": self._flush_cache()} if message.flush_cache else {}
+        values = message.values | flushed | self.info()
         pids = message.values.get("pids")
         if isinstance(pids, dict):
             worker = self._worker_facts.pid if self._worker_facts else 0
             values["pids"] = pids | {"scheduler_proc": os.getpid(), "worker_proc": worker}
         self._detok.send(InfoReply(message.client, Info(message.request_id, values)))
+
+    def _flush_cache(self) -> int:
+        """Forget the cached prefixes that nobody uses; their pages."""
+        return 0 if self._planner is None else self._planner.admission.kv.flush()
 
     def info(self) -> InfoValues:
         """Gauges and counters, as docs/protocol.md lists them."""

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quadriga.errors import InvalidRequest
-from quadriga.messages.public import ChatMessage
+from quadriga.messages.public import ChatMessage, ChatOptions
 
+TOOL_FORMATS = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>"),
+    ("llama3", '"parameters"'),
+)
+"""How a model writes a tool call, and what betrays it in its template; the first that is found."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -25,22 +32,47 @@ class ChatTemplate:
         }
         source = _template_source(tokenizer_dir, config)
         self._template = None if source is None else _environment().from_string(source)
+        self.tool_format = _tool_format(source or "")
 
-    def render(self, messages: list[ChatMessage]) -> str:
+    @property
+    def exists(self) -> bool:
+        return self._template is not None
+
+    def render(self, messages: list[ChatMessage], options: ChatOptions) -> str:
         """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
                 "prompt is a chat, but this model has no chat template; send a plain string",
                 "prompt",
             )
+        if options.tools and not self.tool_format:
+            raise InvalidRequest(
+                "tools are given, but this model's chat template takes none; leave them out",
+                "tools",
+            )
+        variables = {"add_generation_prompt": True, **self._tokens, **options.template_args}
         try:
             return self._template.render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=True,
-                **self._tokens,
+                messages=[_turn(message) for message in messages],
+                tools=options.tools or None,
+                **{k: v for k, v in variables.items() if k not in ("messages", "tools")},
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(f"the model's chat template refused: {error}", "prompt") from None
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """As templates know a turn: role and content always, the rest where it says something."""
+    turn = {"role": message.role, "content": message.content}
+    return turn | {k: v for k, v in msgspec.structs.asdict(message).items() if v}
+
+
+def _tool_format(source: str) -> str:
+    """How the model writes tool calls; "" where its template takes no tools. A template that
+    shows no format that we know is taken for the commonest."""
+    if "tools" not in source:
+        return ""
+    return next((name for name, sign in TOOL_FORMATS if sign in source), "hermes")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

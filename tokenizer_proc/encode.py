@@ -1,19 +1,23 @@
-"""Text to token ids, off the event loop where it takes long."""
+"""Text to token ids and back, off the event loop where it takes long."""
 
 import asyncio
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from quadriga.messages.public import ChatMessage
+from quadriga.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+T = TypeVar("T")
+
 SHORT_TEXT = 2048
 """Characters that are encoded at once, in less time than a thread would take to wake up twice."""
+SHORT_IDS = 1024
+"""Token ids that are decoded at once."""
 
 
 class Encoder:
@@ -29,25 +33,46 @@ class Encoder:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
 
     def encode(
-        self, prompt: str | list[ChatMessage], then: "Callable[[asyncio.Future[array[int]]], None]"
+        self,
+        prompt: str | list[ChatMessage],
+        chat: ChatOptions,
+        then: "Callable[[asyncio.Future[array[int]]], None]",
     ) -> None:
         """Call `then` with a future that holds the ids (or InvalidRequest), at once or later."""
-        loop = asyncio.get_running_loop()
-        if _length(prompt) <= SHORT_TEXT:
-            done: asyncio.Future[array[int]] = loop.create_future()
-            try:
-                done.set_result(self._encode(prompt))
-            except Exception as error:
-                done.set_exception(error)
-            then(done)
-        else:
-            loop.run_in_executor(self._threads, self._encode, prompt).add_done_callback(then)
+        is_short = _length(prompt) <= SHORT_TEXT and not chat.tools
+        self._run(is_short, lambda: self._encode(prompt, chat), then)
 
-    def _encode(self, prompt: str | list[ChatMessage]) -> "array[int]":
-        text = prompt if isinstance(prompt, str) else self._chat.render(prompt)
+    def decode(
+        self,
+        ids: "array[int]",
+        skip_special_tokens: bool,
+        then: "Callable[[asyncio.Future[str]], None]",
+    ) -> None:
+        """Call `then` with a future that holds the text, at once or later."""
+        self._run(len(ids) <= SHORT_IDS, lambda: self._decode(ids, skip_special_tokens), then)
+
+    def _run(
+        self, at_once: bool, work: Callable[[], T], then: "Callable[[asyncio.Future[T]], None]"
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        if not at_once:
+            loop.run_in_executor(self._threads, work).add_done_callback(then)
+            return
+        done: asyncio.Future[T] = loop.create_future()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        then(done)
+
+    def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "array[int]":
+        text = prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
         return array(
             "i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         )
+
+    def _decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode_batch([ids.tolist()], skip_special_tokens)[0])
 
 
 def _length(prompt: str | list[ChatMessage]) -> int:

@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from array import array
+from collections.abc import Callable
 
 from quadriga.config import FrontDoorArgs, ServerConfig
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping, SlowReader
@@ -17,7 +18,9 @@ from quadriga.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
+    Detokenize,
     ErrorInfo,
+    FlushCache,
     Generate,
     GetInfo,
     InfoValues,
@@ -26,11 +29,15 @@ from quadriga.messages.public import (
     Probe,
     Refused,
     ServerGone,
+    Text,
+    Tokenize,
+    Tokens,
 )
 from quadriga.messages.to_scheduler import AbortRequest, Drain, Inspect, Submit
 from quadriga.model_source import ModelFiles
 from quadriga.sockets import AsyncPort, Outbox, Unreachable, encode
 from tokenizer_proc import requests
+from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder
 
 PROBE_DELAYS = (0.05, 0.5)
@@ -87,6 +94,11 @@ class FrontDoor:
                     self._deliver(client, encode(pong))
                 case GetInfo():
                     self._scheduler.send(Inspect(client, message.request_id, self._facts))
+                case FlushCache():
+                    inspect = Inspect(client, message.request_id, self._facts, flush_cache=True)
+                    self._scheduler.send(inspect)
+                case Tokenize() | Detokenize():
+                    self._convert(client, message)
         except QuadrigaError as error:
             self._refuse(client, requests.salvage_request_id(payload), error)
 
@@ -98,12 +110,14 @@ class FrontDoor:
         requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
         if message.prompt_token_ids is not None:
-            ids = requests.check_ids(message, self._model.vocab_size)
+            ids = requests.check_prompt_ids(message, self._model.vocab_size)
             self._submit(client, message, ids, received)
             return
         self._encoding[client, message.request_id] = False
         self._encoder.encode(
-            message.prompt, lambda future: self._encoded(client, message, received, future)
+            message.prompt,
+            message.chat,
+            lambda future: self._encoded(client, message, received, future),
         )
 
     def _encoded(
@@ -130,7 +144,9 @@ class FrontDoor:
         args, truncate = self._args, message.truncate_prompt
         if truncate is None:
             truncate = args.allow_auto_truncate
-        ids, params = requests.fit(ids, message.params, self._model, truncate)
+        ids, params = requests.fit(
+            ids, message.params, self._model, truncate, message.clamp_max_new_tokens
+        )
         self._scheduler.send(
             Submit(
                 client=client,
@@ -147,6 +163,42 @@ class FrontDoor:
                 deadline=requests.deadline(received, message.timeout, args.request_timeout),
             )
         )
+
+    def _convert(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        """Text to ids or back, for who wants to know."""
+        requests.check_request_id(message.request_id)
+        if isinstance(message, Tokenize):
+            self._encoder.encode(
+                message.prompt,
+                message.chat,
+                lambda future: self._converted(
+                    client,
+                    message.request_id,
+                    lambda: Tokens(message.request_id, pack_ids(future.result())),
+                ),
+            )
+        else:
+            ids = requests.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
+            self._encoder.decode(
+                ids,
+                message.skip_special_tokens,
+                lambda future: self._converted(
+                    client,
+                    message.request_id,
+                    lambda: Text(message.request_id, future.result()),
+                ),
+            )
+
+    def _converted(
+        self, client: bytes, request_id: str, answer: Callable[[], Tokens | Text]
+    ) -> None:
+        try:
+            self._deliver(client, encode(answer()))
+        except QuadrigaError as error:
+            self._refuse(client, request_id, error)
+        except Exception as error:
+            logging.exception("encoding failed")
+            self._refuse(client, request_id, InvalidRequest(f"cannot be converted: {error}"))
 
     def _abort(self, client: bytes, request_id: str) -> None:
         for key in self._encoding:
@@ -237,7 +289,9 @@ def _server_gone(error: QuadrigaError) -> bytes:
     return encode(ServerGone(ErrorInfo(error.code, str(error))))
 
 
-def facts_of(config: ServerConfig, model: ModelFiles, pids: dict[str, int]) -> InfoValues:
+def facts_of(
+    config: ServerConfig, model: ModelFiles, chat: ChatTemplate, pids: dict[str, int]
+) -> InfoValues:
     """What the front door contributes to Info: how the server was started."""
     return {
         "protocol": PROTOCOL_VERSION,
@@ -249,6 +303,8 @@ def facts_of(config: ServerConfig, model: ModelFiles, pids: dict[str, int]) -> I
         "prefill_max_batch_size": config.scheduler.prefill_width,
         "max_running_requests": config.scheduler.max_running_requests,
         "max_queued_requests": config.scheduler.max_queued_requests,
+        "chat": chat.exists,
+        "tool_format": chat.tool_format,
         "tokenize_workers": config.front_door.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
         "attention_backend": config.worker.attention_backend,

@@ -48,11 +48,9 @@ def _make_door(child: Child) -> FrontDoor:
     began = time.monotonic()
     config = child.config
     model = resolve_model(config.model)
-    encoder = Encoder(
-        load_tokenizer(model.tokenizer_dir),
-        ChatTemplate(model.tokenizer_dir),
-        config.front_door.tokenize_workers,
-    )
+    chat = ChatTemplate(model.tokenizer_dir)
+    tokenizer = load_tokenizer(model.tokenizer_dir)
+    encoder = Encoder(tokenizer, chat, config.front_door.tokenize_workers)
     child.phase("load tokenizer", time.monotonic() - began)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     return FrontDoor(
@@ -60,7 +58,7 @@ def _make_door(child: Child) -> FrontDoor:
         model,
         encoder,
         Outbox(child.endpoints.scheduler),
-        facts_of(config, model, pids),
+        facts_of(config, model, chat, pids),
     )
 
 

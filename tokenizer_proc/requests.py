@@ -89,35 +89,42 @@ def deadline(received: float, asked: float | None, default: float | None) -> flo
     return None if seconds is None else received + seconds
 
 
-def check_ids(message: Generate, vocab_size: int) -> "array[int]":
+def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
     """The token ids that a request carries in place of a text. Raises InvalidRequest."""
-    packed = message.prompt_token_ids or b""
     if message.prompt:
         raise InvalidRequest(
             "prompt and prompt_token_ids are both given: leave one of them empty", "prompt"
         )
+    return check_ids(message.prompt_token_ids or b"", "prompt_token_ids", vocab_size)
+
+
+def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
+    """The token ids in a field's int32 bytes. Raises InvalidRequest."""
     if len(packed) % 4:
         raise InvalidRequest(
-            f"prompt_token_ids is {len(packed)} bytes: token ids are int32, 4 bytes each",
-            "prompt_token_ids",
+            f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
         )
     ids = unpack_ids(packed)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(
-            f"prompt_token_ids holds {wrong}: ids of this model are 0 to {vocab_size - 1}",
-            "prompt_token_ids",
+            f"{field} holds {wrong}: ids of this model are 0 to {vocab_size - 1}", field
         )
     return ids
 
 
 def fit(
-    ids: "array[int]", params: SamplingParams, model: ModelFiles, truncate: bool
+    ids: "array[int]",
+    params: SamplingParams,
+    model: ModelFiles,
+    truncate: bool,
+    clamp_max_new_tokens: bool = False,
 ) -> "tuple[array[int], SamplingParams]":
     """Prompt and params as they will run: never empty, within the context, nothing left open.
 
-    With `truncate` the last context - 1 tokens of a long prompt are kept, and max_new_tokens is
-    what the context then leaves. Raises PromptTooLong.
+    With `truncate` the last context - 1 tokens of a long prompt are kept. With that or
+    clamp_max_new_tokens, no more tokens are generated than the context leaves, if it leaves any.
+    Raises PromptTooLong.
     """
     limit = model.context_length
     if not ids:
@@ -126,8 +133,8 @@ def fit(
         ids = ids[-(limit - 1) :]
     room = limit - len(ids)
     wanted = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
-    if truncate:
-        wanted = min(wanted, room)
+    if truncate or clamp_max_new_tokens:
+        wanted = min(wanted, max(room, 1))
     if wanted > room:
         raise PromptTooLong(
             f"prompt has {len(ids)} tokens, max_new_tokens is {wanted}, the model's context is"

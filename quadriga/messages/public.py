@@ -1,5 +1,7 @@
 """client ⇄ tokenizer_proc: the public link, described in docs/protocol.md."""
 
+from typing import Any
+
 import msgspec
 
 from quadriga.sampling import SamplingParams
@@ -12,17 +14,34 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 # --- client -> tokenizer_proc ---------------------------------------------------------------------
 
 
-class ChatMessage(msgspec.Struct):
-    """One turn of a chat; a map on the wire. Further keys reach the chat template untouched."""
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """One turn of a chat; a map on the wire. What is not empty reaches the chat template.
+
+    tool_calls: of an assistant's turn; tool_call_id and name: of a tool's answer.
+    """
 
     role: str
     content: str
+    name: str = ""
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+
+
+class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a chat template is given beside the messages; a map on the wire.
+
+    tools: JSON schemas of functions, as OpenAI writes them. template_args: further variables of
+    the template, for example enable_thinking.
+    """
+
+    tools: list[dict[str, Any]] = []
+    template_args: dict[str, Any] = {}
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     """Ask for one completion.
 
-    prompt: a string, or a chat as a list of {role, content} maps.
+    prompt: a string, or a chat as a list of ChatMessage maps.
     stream: chunks as tokens come; else one chunk at the end.
     truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as
         the server was started (--allow-auto-truncate).
@@ -31,6 +50,9 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     queue_timeout: seconds until the request must have been admitted; timeout: until it must have
         ended. Both count from its arrival and end it with deadline_exceeded. None: as the server
         was started (--queue-timeout, --request-timeout).
+    chat: for the chat template, where the prompt is a chat.
+    clamp_max_new_tokens: where the context leaves less than max_new_tokens, that much is generated
+        instead of an error.
     """
 
     version: int
@@ -43,6 +65,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     priority: int = 0
     queue_timeout: float | None = None
     timeout: float | None = None
+    chat: ChatOptions = ChatOptions()
+    clamp_max_new_tokens: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -65,7 +89,33 @@ class GetInfo(msgspec.Struct, tag="get_info", array_like=True, frozen=True):
     request_id: str
 
 
-ClientMessage = Generate | Abort | Ping | GetInfo
+class Tokenize(msgspec.Struct, tag="tokenize", array_like=True, frozen=True):
+    """Answered by the front door with the Tokens that a Generate of this prompt would have."""
+
+    version: int
+    request_id: str
+    prompt: str | list[ChatMessage]
+    chat: ChatOptions = ChatOptions()
+
+
+class Detokenize(msgspec.Struct, tag="detokenize", array_like=True, frozen=True):
+    """Answered by the front door with a Text. token_ids: int32 bytes."""
+
+    version: int
+    request_id: str
+    token_ids: bytes
+    skip_special_tokens: bool = True
+
+
+class FlushCache(msgspec.Struct, tag="flush_cache", array_like=True, frozen=True):
+    """Forget cached prefixes that nobody uses now. Answered with an Info that has travelled the
+    whole ring, with `flushed_pages` beside its other values."""
+
+    version: int
+    request_id: str
+
+
+ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache
 
 
 # --- tokenizer_proc -> client ---------------------------------------------------------------------
@@ -166,4 +216,18 @@ class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
     values: InfoValues
 
 
-ServerMessage = Chunks | Refused | Pong | Probe | ServerGone | Info
+class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
+    """The answer to Tokenize. token_ids: int32 bytes."""
+
+    request_id: str
+    token_ids: bytes
+
+
+class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):
+    """The answer to Detokenize."""
+
+    request_id: str
+    text: str
+
+
+ServerMessage = Chunks | Refused | Pong | Probe | ServerGone | Info | Tokens | Text

@@ -39,11 +39,15 @@ class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
 
 
 class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
-    """A client's GetInfo, on its way round the ring: each process adds what it knows."""
+    """A client's GetInfo, on its way round the ring: each process adds what it knows.
+
+    flush_cache: forget the cached prefixes that nobody uses before that.
+    """
 
     client: bytes
     request_id: str
     values: InfoValues
+    flush_cache: bool = False
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):

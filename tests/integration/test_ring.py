@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from quadriga.client import AsyncClient, Client, SamplingParams
+from quadriga.client import AsyncClient, ChatOptions, Client, SamplingParams
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -250,3 +250,39 @@ def test_the_examples_run(server: Server, example: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_text_becomes_ids_and_ids_become_text_again(server: Server) -> None:
+    with Client(server.endpoint) as client:
+        ids = client.tokenize(TEXT)
+        assert client.detokenize(ids) == TEXT
+        long_text = TEXT * 500
+        assert client.detokenize(client.tokenize(long_text)) == long_text
+        chat = client.tokenize([{"role": "user", "content": "hi"}])
+        assert client.detokenize(chat, skip_special_tokens=False).startswith("<|im_start|>user\nhi")
+        assert client.generate(TEXT, GREEDY).usage.prompt_tokens == len(ids)
+        with pytest.raises(InvalidRequest, match="token_ids holds 600"):
+            client.detokenize([600])
+        with pytest.raises(InvalidRequest, match="takes none"):
+            client.tokenize([{"role": "user", "content": "hi"}], ChatOptions(tools=[{}]))
+
+
+def test_a_flushed_cache_is_empty_and_answers_stay_the_same(server: Server) -> None:
+    ids = list(range(3, 103))
+    with Client(server.endpoint) as client:
+        before = client.generate(ids, GREEDY)
+        settle(server.endpoint)
+        assert client.flush_cache() >= 6
+        assert client.info()["pages_cached"] == 0
+        after = client.generate(ids, GREEDY)
+    assert after.token_ids == before.token_ids
+    assert after.usage.cached_tokens == 0
+
+
+def test_clamped_new_tokens_fill_the_context(server: Server) -> None:
+    with Client(server.endpoint) as client:
+        params = greedy(max_new_tokens=256)
+        full = client.generate([5] * 250, params, clamp_max_new_tokens=True)
+        assert len(full.token_ids) == 6
+        with pytest.raises(PromptTooLong):
+            client.generate([5] * 256, params, clamp_max_new_tokens=True)

@@ -124,17 +124,17 @@ def test_a_message_of_several_frames_is_refused() -> None:
 def test_an_id_outside_the_vocabulary_is_named(wrong: int) -> None:
     message = Generate(1, "id", "", prompt_token_ids=pack_ids([1, wrong]))
     with pytest.raises(InvalidRequest, match=f"holds {wrong}: ids of this model are 0 to 99"):
-        requests.check_ids(message, VOCAB)
+        requests.check_prompt_ids(message, VOCAB)
 
 
 def test_ids_of_a_broken_length_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="5 bytes"):
-        requests.check_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), VOCAB)
+        requests.check_prompt_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), VOCAB)
 
 
 def test_a_prompt_beside_token_ids_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="both given"):
-        requests.check_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), VOCAB)
+        requests.check_prompt_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), VOCAB)
 
 
 def test_an_empty_prompt_becomes_the_end_of_text_token() -> None:
