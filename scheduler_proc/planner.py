@@ -8,6 +8,7 @@ from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission
 from scheduler_proc.batch import RunningBatch, ScheduleBatch, new_slot
 from scheduler_proc.deadlines import Deadlines
+from scheduler_proc.padding import Padding
 from scheduler_proc.policy import WaitingQueue
 from scheduler_proc.request import Request, Status
 
@@ -59,6 +60,7 @@ class Planner:
         self._prefilled_last = False
         self._in_flight = False
         self._filling = True
+        self._padding = Padding(admission)
         self.retractions = 0
 
     # --- composing --------------------------------------------------------------------------------
@@ -78,6 +80,8 @@ class Planner:
 
     def _compose(self, now: float) -> ScheduleBatch:
         self._gave_way = False
+        if not self._running and self._chunked is None:
+            self._end_padding()
         if self._args.debug_retract_probability:
             self._retract_at_random()
         batch = ScheduleBatch()
@@ -97,7 +101,8 @@ class Planner:
     @property
     def has_work(self) -> bool:
         """Somebody could use a step."""
-        return len(self._running) > 0 or len(self._waiting) > 0 or self._chunked is not None
+        somebody = len(self._running) or len(self._waiting) or len(self._padding)
+        return somebody > 0 or self._chunked is not None
 
     def _decode_has_the_turn(self) -> bool:
         if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):
@@ -105,6 +110,7 @@ class Planner:
         return self._mode == "decode-first" and len(self._running) >= self._width
 
     def _add_decodes(self, batch: ScheduleBatch) -> None:
+        padding = self._padding.rows()
         for request in self._running.next_group(self._width):
             if self._gave_way and request not in self._running:
                 continue
@@ -112,7 +118,14 @@ class Planner:
                 continue
             batch.add_decode(request)
             if request.known == request.most_known:
-                self._running.remove(request)
+                self._stop_decoding(request)
+        if not batch.is_empty:
+            self._padding.add_rows(batch, padding)
+
+    def _stop_decoding(self, request: Request) -> None:
+        self._running.remove(request)
+        if self._static:
+            self._padding.add(request)
 
     def _add_prefills(self, batch: ScheduleBatch, now: float) -> None:
         budget = self._budget
@@ -131,6 +144,8 @@ class Planner:
         self._chunked = None if samples else request
         if samples and request.still_to_sample:
             self._running.merge(request)
+        elif samples:
+            self._stop_decoding(request)
         return count
 
     # --- admission --------------------------------------------------------------------------------
@@ -217,6 +232,9 @@ class Planner:
         while self._kv.num_available == 0:
             if self._leaving:
                 return False
+            if self._padding:
+                self._end_padding()
+                continue
             victim = self._victim()
             if victim is None:
                 if self._kv.drop_duplicates(request):
@@ -269,10 +287,21 @@ class Planner:
     def forget(self, request: Request) -> None:
         """It has ended, wherever it stood."""
         self._waiting.remove(request)
-        self._running.remove(request)
+        if request in self._running:
+            self._stop_decoding(request)
         self._leaving.discard(request.seq)
         if self._chunked is request:
             self._chunked = None
+
+    def release(self, request: Request) -> None:
+        """It has ended, and no step of it is in flight. Its pages come back, unless it pads."""
+        self._leaving.discard(request.seq)
+        if request not in self._padding:
+            self.admission.release(request)
+
+    def _end_padding(self) -> None:
+        """The batch is over, or needs the pages of those who only pad."""
+        self._leaving.update(request.seq for request in self._padding.end())
 
     def _retract_at_random(self) -> None:
         if self._random.random() < self._args.debug_retract_probability and len(self._running):

@@ -184,7 +184,7 @@ class Scheduler:
         if request.status is Status.RETRACTED:
             self._planner.requeue(request)
         else:
-            self._planner.admission.release(request)
+            self._planner.release(request)
 
     def _take_worker(self, ready: WorkerReady) -> None:
         self._worker_facts = ready
@@ -273,7 +273,7 @@ class Scheduler:
         self._deadlines.forget(request)
         self._requests.remove(request)
         if request.in_flight == 0 and self._planner is not None:
-            self._planner.admission.release(request)
+            self._planner.release(request)
 
     def _flush_output(self) -> None:
         if not self._output.is_empty:

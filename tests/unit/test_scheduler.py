@@ -288,6 +288,56 @@ def test_static_batching_admits_nobody_before_the_whole_batch_has_ended() -> Non
     assert len(world.worker.modes) == 9 + 3
 
 
+def test_a_static_batch_computes_rows_that_have_ended_until_the_last_one_has() -> None:
+    world = World(args(batching="static", max_batch_size=3))
+    lengths = {"a": 1, "b": 3, "c": 9}
+    world.tell(*(submit(name, [9, n], n, ignore_eos=True) for name, n in lengths.items()))
+    for step in range(1, 10):
+        assert world.step()
+        assert set(world.detok.closed) == {name for name, n in lengths.items() if n <= step}
+    assert [len(rows) for rows in world.worker.rows_of_steps] == [3] * 9
+    assert not world.step()
+    assert kv_of(world).num_held == 0
+    for name, n in lengths.items():
+        assert world.detok.tokens[name] == reference([9, n], n, True)
+
+
+def test_padding_makes_no_row_longer_than_the_longest_of_its_batch_may_become() -> None:
+    world = World(args(batching="static", max_batch_size=2))
+    long_prompt = submit("a", [9] * 8, 1, ignore_eos=True)
+    long_answer = submit("b", [9], 11, ignore_eos=True)
+    world.tell(long_prompt, long_answer)
+    world.run()
+    assert [len(rows) for rows in world.worker.rows_of_steps] == [2] * (1 + 3) + [1] * 7
+
+
+def test_padding_takes_no_page_that_a_request_needs() -> None:
+    world = World(args(batching="static", max_batch_size=2), num_pages=4, page_size=4)
+    world.tell(submit("short", [9, 8], 2, ignore_eos=True))
+    world.tell(submit("long", [9, 7], 14, ignore_eos=True))
+    world.run()
+    assert world.detok.tokens["long"] == reference([9, 7], 14, True)
+    assert world.scheduler.info()["retractions"] == 0
+
+
+@pytest.mark.parametrize("aborted", [["a"], ["b"], ["a", "b"]])
+def test_the_pages_of_an_aborted_static_batch_come_back_when_its_last_request_has_ended(
+    aborted: list[str],
+) -> None:
+    world = World(args(batching="static", max_batch_size=2, plan_at_once=True))
+    world.tell(*(submit(name, [9, n], 20, ignore_eos=True) for n, name in enumerate("ab")))
+    for _ in range(4):
+        world.step()
+    world.tell(*map(abort, aborted))
+    assert sorted(world.detok.closed) == aborted
+    ahead = world.run()
+    assert ahead == (2 if len(aborted) == 2 else 16)
+    assert kv_of(world).num_held == 0
+    world.tell(submit("next", [9], 2, ignore_eos=True))
+    world.run()
+    assert world.detok.tokens["next"] == reference([9], 2, True)
+
+
 # --- the prefix cache -----------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(POLICIES),
-        mode=st.sampled_from(BATCH_MODES),
+        mode=st.sampled_from((*BATCH_MODES, "static")),
         width=st.integers(1, 5),
         prefill_width=st.one_of(st.none(), st.integers(1, 5)),
         running=st.integers(1, 6),
@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running_requests=running,
             prefill_max_tokens=budget,
             chunked_prefill_size=chunk,
-            batch_mode=mode,
+            **({"batching": mode} if mode == "static" else {"batch_mode": mode}),
             schedule_policy=policy,
             plan_at_once=at_once,
             fair_clients=fair,

@@ -1,0 +1,59 @@
+"""The rows of a static batch that have ended: they are computed until its last request has."""
+
+from scheduler_proc.admission import Admission
+from scheduler_proc.batch import ScheduleBatch
+from scheduler_proc.request import Request
+
+
+class Padding:
+    """Requests that need no further step, and yet have a row in every one, as in static servers.
+
+    They have had, or will have, their terminal message like any other; what their rows sample is
+    dropped. Until the padding ends they keep slot and pages.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._requests: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.seq in self._requests
+
+    def add(self, request: Request) -> None:
+        """From the next step on its row pads."""
+        self._requests[request.seq] = request
+
+    def rows(self) -> list[Request]:
+        """Whoever can have a row in the next step.
+
+        None grows longer than the longest of its batch may become, which the context holds.
+        """
+        if not self._requests:
+            return []
+        longest = max(request.most_known for request in self._admission.seated.values())
+        return [request for request in self._requests.values() if request.known < longest]
+
+    def add_rows(self, batch: ScheduleBatch, rows: list[Request]) -> None:
+        """Let those of the rows that still pad do so in a step of decode. They take no page from
+        anybody: where there is none left, a row stays out."""
+        kv = self._admission.kv
+        for request in rows:
+            if request not in self:
+                continue
+            if request.computed == request.capacity:
+                if kv.num_available == 0:
+                    continue
+                batch.grown += (request.slot, kv.grow(request))
+            batch.add_decode(request)
+
+    def end(self) -> list[Request]:
+        """No row pads any more. Whoever still has steps in flight gives its pages back after them:
+        those are returned."""
+        requests, self._requests = list(self._requests.values()), {}
+        for request in requests:
+            if request.in_flight == 0:
+                self._admission.release(request)
+        return [request for request in requests if request.in_flight]
