@@ -84,6 +84,12 @@ class WorkerArgs:
         None, "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on cuda, 0.2 else)"
     )
     attention_backend: str = flag("torch", "attention over pages", ("torch",))
+    cpu_kernels: str = flag(
+        "auto",
+        "on a CPU: native ones, compiled at first use, or plain torch (auto: native where a C++"
+        " compiler is found)",
+        ("auto", "native", "torch"),
+    )
     worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
 
     def validate(self) -> None:

@@ -1,10 +1,13 @@
 """Which engine computes on this machine."""
 
+import logging
+
 import torch
 
 from quadriga.config import WorkerArgs
 from worker_proc.attention.registry import make_attention
 from worker_proc.engine import Engine
+from worker_proc.kernels.build import NoCompiler
 from worker_proc.models.base import Model
 from worker_proc.torch_engine import TorchEngine
 
@@ -12,7 +15,23 @@ from worker_proc.torch_engine import TorchEngine
 def make_engine(
     args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype, device: torch.device
 ) -> Engine:
+    """The native kernels on a CPU, else plain torch. Raises NoCompiler where --cpu-kernels asks for
+    kernels that cannot be compiled."""
+    if device.type == "cpu" and args.cpu_kernels != "torch":
+        try:
+            return _native(args, model, num_pages, dtype)
+        except NoCompiler as error:
+            if args.cpu_kernels == "native":
+                raise
+            logging.warning("%s: plain torch computes instead, several times as slowly", error)
     attention = make_attention(
         args.attention_backend, model.attention_shape, num_pages, args.page_size, dtype, device
     )
     return TorchEngine(model, attention)
+
+
+def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:
+    from worker_proc.kernels.engine import NativeEngine
+
+    threads = torch.get_num_threads()
+    return NativeEngine(model, num_pages, args.page_size, dtype, threads, logging.info)

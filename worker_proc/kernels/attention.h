@@ -1,0 +1,336 @@
+// Attention over pages: a block of queries of one row against the row's keys, in blocks of keys
+// with a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). A decode is
+// a block of one query; the query heads that share a key head are more queries of the same product.
+//
+// A page is cut into panels of 16 tokens. A panel holds, for each key head, its keys
+// [head_dim / PACK][16 tokens] units and its values [16 / PACK][head_dim] units: the form in which
+// `multiply` takes them, so that nothing is ever rearranged. Where 16 does not divide the page size,
+// a page holds [2][tokens][head_dim] for each key head, and panels are put together when needed.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "program.h"
+#include "tile.h"
+
+constexpr int QUERY_BLOCK = 48;               // queries times the heads that share a key head
+constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
+constexpr int MOST_HEAD_DIM = 256;
+constexpr int SHORTEST_PART = 128;            // keys
+
+// Queries `first` to `first + count` of a row, against keys `key_begin` to `key_end`.
+// part: which part of a split context, -1 where it is not split.
+struct Item {
+    long row, first_token, first, count, key_begin, key_end, part;
+};
+
+// What a row whose context is split leaves for COMBINE.
+struct SplitRow {
+    long token, first_part, parts;
+};
+
+struct AttentionWork {
+    std::vector<Item> items;
+    std::vector<SplitRow> split;
+
+    AttentionWork(const Program& program, const Step& step) {
+        long shared = program.heads / program.kv_heads;
+        long block = std::max<long>(1, QUERY_BLOCK / shared), token = 0, parts = 0;
+        for (long row = 0; row < step.row_count; token += step.num_tokens[row], row++) {
+            long n = step.num_tokens[row], past = step.computed[row];
+            long length = n == 1 ? part_length(program, step, past + 1) : 0;
+            if (n == 1 && length <= past) {
+                long count = (past + length) / length;
+                if ((parts + count) * part_floats(program) <= step.part_floats) {
+                    split.push_back({token, parts, count});
+                    for (long i = 0; i < count; i++)
+                        items.push_back({row, token, 0, 1, i * length,
+                                         std::min((i + 1) * length, past + 1), parts++});
+                    continue;
+                }
+            }
+            for (long q = 0; q < n; q += block) {
+                long count = std::min(block, n - q);
+                items.push_back({row, token, q, count, 0, past + q + count, -1});
+            }
+        }
+    }
+
+    // Of one part of one row: per query head a maximum, a sum, and head_dim values not divided yet.
+    static long part_floats(const Program& program) { return program.heads * (program.dim + 2); }
+
+  private:
+    // So many keys that each thread has several pieces of a step with few rows.
+    static long part_length(const Program& program, const Step& step, long keys) {
+        long pieces_a_row = 4 * step.threads / (step.row_count * program.kv_heads) + 1;
+        long length = (keys + pieces_a_row - 1) / pieces_a_row;
+        length = (length + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+        return std::max<long>(length, SHORTEST_PART);
+    }
+};
+
+template <class E>
+struct Pages {
+    typedef typename E::Stored Stored;
+
+    const Program& program;
+    const Step& step;
+    Stored* pool;
+
+    Pages(const Program& program, const Step& step, long layer)
+        : program(program), step(step), pool((Stored*)program.pools[layer]) {}
+
+    bool panelled() const { return program.page_size % LANES == 0; }
+
+    long page(long row, long position) const {
+        return step.page_table[step.slots[row] * step.page_stride + position / program.page_size];
+    }
+
+    // The keys of 16 tokens from `position` on; their values follow.
+    Stored* panel(long row, long position, long kv_head) const {
+        long offset = position % program.page_size / LANES;
+        long panel = page(row, position) * (program.page_size / LANES) + offset;
+        return pool + (panel * program.kv_heads + kv_head) * panel_size();
+    }
+    long panel_size() const { return 2 * LANES * program.dim; }
+
+    Stored* plain(long row, long position, long kv_head, int values) const {
+        long part = (page(row, position) * program.kv_heads + kv_head) * 2 + values;
+        return pool + (part * program.page_size + position % program.page_size) * program.dim;
+    }
+
+    void write(long row, long position, long kv_head, const float* key, const float* value) const {
+        if (panelled()) {
+            put(panel(row, position, kv_head), position % LANES, key, value);
+            return;
+        }
+        Stored* k = plain(row, position, kv_head, 0);
+        Stored* v = plain(row, position, kv_head, 1);
+        for (long d = 0; d < program.head_dim; d++)
+            k[d] = E::narrow_one(key[d]), v[d] = E::narrow_one(value[d]);
+    }
+
+    // Tokens position..end - 1 (at most 16) as a panel in `to`; what is beyond them is zero.
+    void gather(Stored* to, long row, long position, long end, long kv_head) const {
+        std::fill(to, to + panel_size(), Stored(0));
+        for (long i = 0; i < LANES && position + i < end; i++) {
+            const Stored* k = plain(row, position + i, kv_head, 0);
+            const Stored* v = plain(row, position + i, kv_head, 1);
+            for (long d = 0; d < program.head_dim; d++)
+                to[key_place(d, i)] = k[d], to[value_place(d, i)] = v[d];
+        }
+    }
+
+  private:
+    long key_place(long d, long i) const { return (d / E::PACK * LANES + i) * E::PACK + d % E::PACK; }
+    long value_place(long d, long i) const {
+        long values = LANES * program.dim;
+        return values + (i / E::PACK * program.dim + d) * E::PACK + i % E::PACK;
+    }
+    void put(Stored* to, long i, const float* key, const float* value) const {
+        for (long d = 0; d < program.head_dim; d++) {
+            to[key_place(d, i)] = E::narrow_one(key[d]);
+            to[value_place(d, i)] = E::narrow_one(value[d]);
+        }
+    }
+};
+
+// One thread's memory for one block of queries.
+template <class E>
+struct Scratch {
+    typedef typename E::Stored Stored;
+    alignas(64) Stored queries[QUERY_BLOCK * MOST_HEAD_DIM];
+    alignas(64) Stored weights[QUERY_BLOCK * KEY_BLOCK];
+    alignas(64) float scores[QUERY_BLOCK * KEY_BLOCK];
+    alignas(64) float sums[QUERY_BLOCK * MOST_HEAD_DIM];
+    alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MOST_HEAD_DIM];
+    float most[QUERY_BLOCK], total[QUERY_BLOCK];
+};
+
+// out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels.
+template <class E, int ROWS, int PANELS>
+void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
+             int stretches, int depth, long step, bool add) {
+    Floats acc[ROWS][PANELS];
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++)
+            acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
+    const char* const none[TILE_PANELS] = {};
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, none);
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
+}
+
+template <class E, int PANELS, int... ROWS>
+auto choose_product(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr decltype(&product<E, 1, PANELS>) all[] = {product<E, ROWS + 1, PANELS>...};
+    return all[rows - 1];
+}
+
+template <class E>
+void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
+              const Stretch* stretch, int stretches, int depth, long step, bool add) {
+    typedef std::make_integer_sequence<int, TILE_ROWS> Rows;
+    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int t = 0; t < tiles; t++) {
+        int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
+        auto run = panels == 1 ? choose_product<E, 1>(count, Rows())
+                               : choose_product<E, TILE_PANELS>(count, Rows());
+        run(out + row * out_stride, out_stride, a + row * a_stride, a_stride, stretch, stretches,
+            depth, step, add);
+    }
+}
+
+template <class E>
+struct Attend {
+    typedef typename E::Stored Stored;
+
+    const Program& program;
+    const Step& step;
+    const Op& op;
+    const AttentionWork& work;
+
+    long count() const { return long(work.items.size()) * program.kv_heads; }
+
+    void piece(long i, Scratch<E>& s) const {
+        const Item& item = work.items[i / program.kv_heads];
+        long kv_head = i % program.kv_heads, shared = program.heads / program.kv_heads;
+        long rows = item.count * shared;
+        take_queries(item, kv_head, s);
+        for (long r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0;
+        for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
+            long keys = std::min<long>(KEY_BLOCK, item.key_end - key);
+            const Stored* panels[KEY_PANELS];
+            find_panels(item, kv_head, key, keys, s, panels);
+            int count = int((keys + LANES - 1) / LANES);
+            score(panels, count, int(rows), s);
+            weigh(item, key, keys, count, key == item.key_begin, s);
+            add_values(panels, count, int(rows), key != item.key_begin, s);
+        }
+        item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
+    }
+
+  private:
+    void take_queries(const Item& item, long kv_head, Scratch<E>& s) const {
+        long shared = program.heads / program.kv_heads, bytes = program.dim * sizeof(Stored);
+        const Stored* from = (const Stored*)step.buffers[op.input];
+        for (long q = 0; q < item.count; q++)
+            memcpy(s.queries + q * shared * program.dim,
+                   from + (item.first_token + item.first + q) * step.strides[op.input] +
+                       kv_head * shared * program.dim,
+                   shared * bytes);
+    }
+
+    void find_panels(const Item& item, long kv_head, long key, long keys, Scratch<E>& s,
+                     const Stored** panels) const {
+        Pages<E> pages(program, step, op.layer);
+        for (long i = 0; i * LANES < keys; i++) {
+            long position = key + i * LANES;
+            if (pages.panelled()) {
+                panels[i] = pages.panel(item.row, position, kv_head);
+            } else {
+                Stored* to = s.gathered + i * pages.panel_size();
+                pages.gather(to, item.row, position, key + keys, kv_head);
+                panels[i] = to;
+            }
+        }
+    }
+
+    // scores[row][key] = query x key
+    void score(const Stored* const* panels, int count, int rows, Scratch<E>& s) const {
+        int depth = int(program.dim / E::PACK);
+        for (int i = 0; i < count; i += TILE_PANELS) {
+            int wide = std::min(TILE_PANELS, count - i);
+            Stretch stretch;
+            for (int p = 0; p < wide; p++) stretch.panels[p] = (const uint32_t*)panels[i + p];
+            products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
+                        depth, &stretch, 1, depth, LANES, false);
+        }
+    }
+
+    // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
+    void weigh(const Item& item, long key, long keys, int count, bool first, Scratch<E>& s) const {
+        long shared = program.heads / program.kv_heads;
+        for (long r = 0; r < item.count * shared; r++) {
+            long seen = step.computed[item.row] + item.first + r / shared + 1 - key;
+            float* scores = s.scores + r * KEY_BLOCK;
+            for (long i = std::max(0L, std::min(seen, keys)); i < count * LANES; i++)
+                scores[i] = -INFINITY;
+            Floats most = all(s.most[r]);
+            for (int i = 0; i < count; i++) most = max(most, load<Floats>(scores + i * LANES));
+            float greatest_now = greatest(most);
+            if (greatest_now == -INFINITY) greatest_now = 0;  // nothing seen so far
+            Floats total = {};
+            for (int i = 0; i < count; i++) {
+                Floats score = load<Floats>(scores + i * LANES);
+                Floats w = score == -INFINITY ? Floats{} : exp(score - greatest_now);
+                total += w;
+                E::narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
+            }
+            float scale = std::exp(s.most[r] - greatest_now);
+            s.total[r] = s.total[r] * scale + sum(total);
+            s.most[r] = greatest_now;
+            float* sums = s.sums + r * program.dim;
+            if (!first && scale != 1)
+                for (long d = 0; d < program.dim; d += LANES)
+                    store(sums + d, load<Floats>(sums + d) * scale);
+        }
+    }
+
+    // sums[row] (+)= weights x values
+    void add_values(const Stored* const* panels, int count, int rows, bool add, Scratch<E>& s) const {
+        int dim = int(program.dim), depth = LANES / E::PACK;
+        for (int d = 0; d < dim / LANES; d += TILE_PANELS) {
+            int wide = std::min(TILE_PANELS, dim / LANES - d);
+            Stretch stretch[KEY_PANELS];
+            for (int i = 0; i < count; i++)
+                for (int p = 0; p < wide; p++)
+                    stretch[i].panels[p] =
+                        (const uint32_t*)(panels[i] + LANES * dim) + (d + p) * LANES;
+            products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
+                        KEY_BLOCK / E::PACK, stretch, count, depth, dim, add);
+        }
+    }
+
+    void put(const Item& item, long kv_head, Scratch<E>& s) const {
+        long shared = program.heads / program.kv_heads, dim = program.head_dim;
+        for (long r = 0; r < item.count * shared; r++) {
+            long token = item.first_token + item.first + r / shared;
+            Stored* to = (Stored*)step.buffers[op.output] + token * step.strides[op.output] +
+                         (kv_head * shared + r % shared) * dim;
+            float scale = 1 / s.total[r];
+            for (long d = 0; d < dim; d += LANES)
+                narrow_some<E>(to + d, load<Floats>(s.sums + r * program.dim + d) * scale, dim - d);
+        }
+    }
+
+    void put_part(const Item& item, long kv_head, Scratch<E>& s) const {
+        long shared = program.heads / program.kv_heads, dim = program.dim;
+        for (long r = 0; r < shared; r++) {
+            float* to = step.parts + item.part * AttentionWork::part_floats(program) +
+                        (kv_head * shared + r) * (dim + 2);
+            to[0] = s.most[r], to[1] = s.total[r];
+            memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
+        }
+    }
+};
+
+// Head `head` of split row `row`: its parts together.
+template <class E>
+void combine(const Program& program, const Step& step, const Op& op, const SplitRow& row, long head) {
+    typedef typename E::Stored Stored;
+    long size = AttentionWork::part_floats(program), dim = program.head_dim;
+    const float* parts = step.parts + row.first_part * size + head * (program.dim + 2);
+    float most = -INFINITY, total = 0;
+    for (long i = 0; i < row.parts; i++) most = std::max(most, parts[i * size]);
+    for (long i = 0; i < row.parts; i++) total += parts[i * size + 1] * std::exp(parts[i * size] - most);
+    Stored* to = (Stored*)step.buffers[op.output] + row.token * step.strides[op.output] + head * dim;
+    for (long d = 0; d < dim; d += LANES) {
+        Floats v = {};
+        for (long i = 0; i < row.parts; i++)
+            v += load<Floats>(parts + i * size + 2 + d) * (std::exp(parts[i * size] - most) / total);
+        narrow_some<E>(to + d, v, dim - d);
+    }
+}

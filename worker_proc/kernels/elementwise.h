@@ -1,0 +1,88 @@
+// What is done to each token by itself: embedding, norms, rotary positions.
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+
+// Columns beyond the width are there to be read as zeros by the next product.
+template <class E>
+void embed(const Program& program, const Step& step, const Op& op, long token) {
+    typedef typename E::Stored Stored;
+    long id = step.token_ids[token], width = op.width;
+    const Stored* from = (const Stored*)op.matrix.panels +
+                         (id / LANES * op.matrix.depth * LANES + id % LANES) * E::PACK;
+    float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
+    const float* position = program.position_vectors ? program.position_vectors + step.positions[token] * width : nullptr;
+    for (long d = 0; d < width; d++) {
+        float x = E::widen_one(from[d / E::PACK * LANES * E::PACK + d % E::PACK]);
+        to[d] = position ? x + position[d] : x;
+    }
+}
+
+template <class E>
+void norm(const Step& step, const Op& op, long token) {
+    typedef typename E::Stored Stored;
+    const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
+    Stored* to = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
+    float mean = 0;
+    Floats squares = {};
+    if (op.kind == LAYER_NORM) {
+        Floats total = {};
+        for (long d = 0; d < op.width; d += LANES) total += load_some(x + d, op.width - d);
+        mean = sum(total) / op.width;
+    }
+    for (long d = 0; d < op.width; d += LANES) {
+        long count = std::min<long>(LANES, op.width - d);
+        Floats v = load_some(x + d, count) - mean;
+        for (long i = count; i < LANES; i++) v[i] = 0;
+        squares += v * v;
+    }
+    float scale = 1 / std::sqrt(sum(squares) / op.width + float(op.epsilon));
+    for (long d = 0; d < op.width; d += LANES) {
+        long count = std::min<long>(LANES, op.width - d);
+        Floats v = (load_some(x + d, count) - mean) * scale * load_some(op.gain + d, count);
+        if (op.shift) v += load_some(op.shift + d, count);
+        narrow_some<E>(to + d, v, count);
+    }
+}
+
+// Pair (i, i + dim / 2) of a head turns by the angle of its position (Su et al. 2021,
+// https://arxiv.org/abs/2104.09864).
+INLINE void rotate(float* to, const float* x, const float* cosines, const float* sines, long dim,
+                   float scale) {
+    long half = dim / 2;
+    for (long i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        to[i] = (a * cosines[i] - b * sines[i]) * scale;
+        to[i + half] = (b * cosines[i] + a * sines[i]) * scale;
+    }
+}
+
+template <class E>
+void rotate_write(const Program& program, const Step& step, const Op& op, long row, long token,
+                  long position) {
+    typedef typename E::Stored Stored;
+    long dim = program.head_dim, half = dim / 2, kv_heads = program.kv_heads;
+    const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
+    Stored* queries = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
+    Pages<E> pages(program, step, op.layer);
+    float turned[MOST_HEAD_DIM] = {}, scale = 1 / std::sqrt(float(dim));
+    auto turn = [&](const float* from, float scale) {
+        if (program.cosines)
+            rotate(turned, from, program.cosines + position * half, program.sines + position * half, dim,
+                   scale);
+        else
+            for (long d = 0; d < dim; d++) turned[d] = from[d] * scale;
+    };
+    for (long h = 0; h < program.heads; h++) {
+        turn(x + h * dim, scale);
+        for (long d = 0; d < program.dim; d += LANES)
+            E::narrow(queries + h * program.dim + d, load<Floats>(turned + d));
+    }
+    const float *keys = x + program.heads * dim, *values = keys + kv_heads * dim;
+    for (long h = 0; h < kv_heads; h++) {
+        turn(keys + h * dim, 1);
+        pages.write(row, position, h, turned, values + h * dim);
+    }
+}

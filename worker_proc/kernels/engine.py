@@ -1,0 +1,132 @@
+"""The engine of the native kernels: takes the model down as a list, and runs it at every step."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from worker_proc.engine import Engine
+from worker_proc.inputs import StepInputs
+from worker_proc.kernels.build import load_kernels
+from worker_proc.kernels.panels import LANES, empty, round_up
+from worker_proc.kernels.program import Buffer, Op, OpKind, Program, Step, check_layout
+from worker_proc.kernels.recorder import Recorder, Weights
+from worker_proc.models.base import Model
+
+PART_FLOATS = 1 << 18
+"""Scratch for rows whose context is split over threads: a megabyte."""
+STRIDE_EXTRA = 32
+"""Rows of a buffer begin a little more than a multiple of 16 elements apart: rows that are a power
+of two apart would fall into the same places of the cache."""
+FLOAT_BUFFERS = (Buffer.RESIDUAL, Buffer.PROJECTED, Buffer.LOGITS)
+
+
+class NativeEngine(Engine):
+    """A model on a CPU, in float32 or bfloat16, with the residual stream in float32.
+
+    The pages of a layer are one allocation, laid out as attention.h says; memory is taken as pages
+    are first written to. The model gives its weights away and is of no use afterwards.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Raises NoCompiler where the kernels cannot be compiled."""
+        self._library = load_kernels(say)
+        check_layout(self._library)
+        self._dtype = dtype
+        self._vocab_size = model.vocab_size
+        self._weights = Weights()
+        self._record(model, num_pages, page_size)
+        self._buffers: dict[Buffer, Tensor] = {}
+        self._parts = torch.empty(PART_FLOATS)
+        self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        step, rows = self._step, inputs.rows
+        self._reserve(self._body_widths, len(inputs.token_ids))
+        step.token_ids = inputs.token_ids.data_ptr()
+        step.positions = inputs.positions.data_ptr()
+        step.row_count = len(rows.slots)
+        step.slots = rows.slots.ctypes.data
+        step.computed = rows.computed.ctypes.data
+        step.num_tokens = rows.num_tokens.ctypes.data
+        step.page_table = rows.page_table.data_ptr()
+        step.page_stride = rows.page_table.stride(0)
+        self._run(self._body, len(inputs.token_ids))
+        width = self._body_widths[Buffer.RESIDUAL]
+        return self._buffers[Buffer.RESIDUAL][: step.token_count, :width]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._run_head(self._head, hidden, self._head_widths)
+        return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        best = torch.empty(len(hidden), dtype=torch.int64)
+        self._step.best = best.data_ptr()
+        widths = {Buffer.NORMED: self._head_widths[Buffer.NORMED]}
+        self._run_head(self._best_head, hidden, widths)
+        return best
+
+    def _record(self, model: Model, num_pages: int, page_size: int) -> None:
+        shape, weights = model.attention_shape, self._weights
+        body, head = Recorder(shape, weights), Recorder(shape, weights)
+        model.body(body)
+        model.head(head, Buffer.RESIDUAL)
+        dim = round_up(shape.head_dim, LANES)
+        layer_bytes = num_pages * page_size * 2 * shape.kv_heads * dim * self._dtype.itemsize
+        self._pools = [weights.keep(empty(layer_bytes)) for _ in range(shape.layers)]
+        self._pool_list = (ctypes.c_void_p * shape.layers)(*self._pools)
+        settings = {
+            "is_bfloat16": self._dtype == torch.bfloat16,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "dim": dim,
+            "page_size": page_size,
+            "pools": self._pool_list,
+        }
+        if body.rope is not None:
+            settings["cosines"] = weights.floats(body.rope.cosines)
+            settings["sines"] = weights.floats(body.rope.sines)
+        if body.position_vectors is not None:
+            settings["position_vectors"] = weights.floats(body.position_vectors)
+        self._body, self._body_widths = _program(body.ops, settings), body.widths
+        self._head, self._head_widths = _program(head.ops, settings), head.widths
+        self._best_head = _program(head.ops, settings)
+        self._best_head.ops[len(head.ops) - 1].kind = OpKind.MATMUL_BEST
+
+    def _reserve(self, widths: dict[Buffer, int], tokens: int) -> None:
+        """Make the buffers large enough. They start as zeros, which is what the kernels read
+        beyond a row's width."""
+        for buffer, width in widths.items():
+            held = self._buffers.get(buffer)
+            if held is None or len(held) < tokens:
+                dtype = torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
+                rows = round_up(tokens, 64)
+                stride = round_up(width, LANES) + STRIDE_EXTRA
+                held = self._buffers[buffer] = torch.zeros(rows, stride, dtype=dtype)
+            self._step.buffers[buffer] = held.data_ptr()
+            self._step.strides[buffer] = held.stride(0)
+
+    def _run_head(self, program: Program, hidden: Tensor, widths: dict[Buffer, int]) -> None:
+        self._reserve(widths, len(hidden))
+        self._step.row_count = 0  # nothing here attends
+        self._step.buffers[Buffer.RESIDUAL] = hidden.data_ptr()
+        self._step.strides[Buffer.RESIDUAL] = hidden.stride(0)
+        self._run(program, len(hidden))
+
+    def _run(self, program: Program, tokens: int) -> None:
+        self._step.token_count = tokens
+        self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+
+
+def _program(ops: list[Op], settings: dict[str, object]) -> Program:
+    return Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings)

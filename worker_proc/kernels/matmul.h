@@ -1,0 +1,133 @@
+// Matrix products over packed weights, and what is done with a product while it is at hand.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "program.h"
+#include "tile.h"
+
+constexpr int ROW_BLOCK = 96;      // rows whose inputs stay in the second-level cache
+constexpr int PANELS_A_PIECE = 2;  // so that a panel of gate and its panel of up come together
+constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
+
+struct Best {
+    float value;
+    int64_t column;
+};
+
+// The products of one tile, to floats [rows][PIECE_COLUMNS].
+typedef void (*TileProduct)(float* out, const uint32_t* a, long a_stride, const uint32_t* panels,
+                            long depth, const char* ahead);
+
+template <class E, int ROWS, int PANELS>
+void tile_product(float* out, const uint32_t* a, long a_stride, const uint32_t* panels, long depth,
+                  const char* ahead) {
+    Floats acc[ROWS][PANELS] = {};
+    Stretch stretch;
+    const char* next[TILE_PANELS];
+    for (int p = 0; p < PANELS; p++) {
+        stretch.panels[p] = panels + p * depth * LANES;
+        next[p] = ahead ? ahead + p * depth * 64 : nullptr;
+    }
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, next);
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) store(out + r * PIECE_COLUMNS + p * LANES, acc[r][p]);
+}
+
+template <class E, int PANELS, int... ROWS>
+TileProduct choose_rows(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr TileProduct all[] = {tile_product<E, ROWS + 1, PANELS>...};
+    return all[rows - 1];
+}
+
+template <class E>
+TileProduct choose_tile(int rows, int panels) {
+    typedef std::make_integer_sequence<int, TILE_ROWS> Rows;
+    return panels == 1 ? choose_rows<E, 1>(rows, Rows()) : choose_rows<E, TILE_PANELS>(rows, Rows());
+}
+
+// How the product is cut into pieces, which threads take one after the other: a block of rows by
+// PANELS_A_PIECE panels of columns. All the columns of one block of rows come before the next.
+struct Pieces {
+    long rows, row_blocks, columns;
+
+    Pieces(const Matrix& m, long rows)
+        : rows(rows),
+          row_blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK),
+          columns((m.panel_count + PANELS_A_PIECE - 1) / PANELS_A_PIECE) {}
+    long count() const { return row_blocks * columns; }
+    long first_row(long block) const { return block * rows / row_blocks; }
+    long first_panel(long piece) const { return piece % columns * PANELS_A_PIECE; }
+};
+
+template <class E>
+struct Matmul {
+    typedef typename E::Stored Stored;
+
+    const Op& op;
+    const Step& step;
+    Pieces pieces;
+    Best* best;  // MATMUL_BEST: [rows], of this thread
+
+    // `next`: the piece that this thread computes after this one, -1 for none.
+    void piece(long i, long next) const {
+        const Matrix& m = op.matrix;
+        long panel = pieces.first_panel(i), block = i / pieces.columns;
+        int panels = int(std::min<long>(PANELS_A_PIECE, m.panel_count - panel));
+        long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
+        long tiles = (count + TILE_ROWS - 1) / TILE_ROWS, stride = step.strides[op.input];
+        const Stored* input = (const Stored*)step.buffers[op.input];
+        const char* ahead = next < 0 ? nullptr : (const char*)at(pieces.first_panel(next));
+        alignas(64) float sums[TILE_ROWS * PIECE_COLUMNS];
+        for (long t = 0; t < tiles; t++) {
+            long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
+            const uint32_t* a = (const uint32_t*)(input + row * stride);
+            for (int p = 0; p < panels; p += TILE_PANELS) {
+                int wide = std::min(TILE_PANELS, panels - p);
+                choose_tile<E>(int(end - row), wide)(
+                    sums + p * LANES, a, stride / E::PACK, at(panel + p), m.depth,
+                    t == 0 && ahead ? ahead + p * m.depth * 64 : nullptr);
+            }
+            for (long r = row; r < end; r++)
+                finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
+        }
+    }
+
+  private:
+    const uint32_t* at(long panel) const { return op.matrix.panels + panel * op.matrix.depth * LANES; }
+
+    // What becomes of the sums of one row, for the columns from `column` on.
+    INLINE void finish(const float* sums, long row, long column, int panels) const {
+        const float* bias = op.matrix.bias;
+        auto value = [&](int p) {
+            Floats v = load<Floats>(sums + p * LANES);
+            return bias ? v + load<Floats>(bias + column + p * LANES) : v;
+        };
+        long start = row * step.strides[op.output] + column;
+        if (op.kind == MATMUL_SWIGLU) {
+            Stored* to = (Stored*)step.buffers[op.output] + start - column / 2;
+            E::narrow(to, silu(value(0)) * value(1));
+            return;
+        }
+        for (int p = 0; p < panels; p++) {
+            long at = start + p * LANES;
+            float* to = (float*)step.buffers[op.output] + at;
+            if (op.kind == MATMUL_GELU)
+                E::narrow((Stored*)step.buffers[op.output] + at, gelu(value(p)));
+            else if (op.kind == MATMUL_BEST)
+                keep_best(best[row], value(p), column + p * LANES);
+            else
+                store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) : value(p));
+        }
+    }
+
+    // Of equal values the first column counts.
+    INLINE void keep_best(Best& best, Floats v, long column) const {
+        long columns = std::min<long>(LANES, op.matrix.columns - column);
+        if (columns == LANES && greatest(v) < best.value) return;
+        for (int i = 0; i < columns; i++)
+            if (v[i] > best.value || (v[i] == best.value && column + i < best.column))
+                best = {v[i], column + i};
+    }
+};

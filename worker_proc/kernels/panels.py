@@ -1,0 +1,48 @@
+"""Weights in the form in which the kernels multiply them, and memory for them."""
+
+import mmap
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 16
+UNIT_BYTES = 4
+CACHE_LINE = 64
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """[outputs, inputs] to [panels, depth, 16] int32: 16 outputs side by side, and for each depth
+    the 4 bytes of one float32 input or two bfloat16 ones. Filled up with zeros."""
+    pack = UNIT_BYTES // weight.dtype.itemsize
+    outputs, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % pack, 0, -outputs % LANES)).contiguous()
+    units = weight.view(torch.int32).view(-1, LANES, weight.shape[1] // pack)
+    panels = empty(units.numel() * UNIT_BYTES).view(torch.int32)
+    panels = panels.view(units.shape[0], units.shape[2], LANES)
+    return panels.copy_(units.transpose(1, 2))
+
+
+def interleaved(weight: Tensor) -> Tensor:
+    """Gate and up [2 * inner, ...] so that 16 of the one and 16 of the other take turns; inner is
+    filled up with zeros to a multiple of 16."""
+    inner = len(weight) // 2
+    padding = [0, 0] * (weight.dim() - 1) + [0, -inner % LANES]
+    gate, up = (F.pad(part, padding) for part in weight.split(inner))
+    pairs = torch.stack((gate.unflatten(0, (-1, LANES)), up.unflatten(0, (-1, LANES))), 1)
+    return pairs.flatten(0, 2)
+
+
+def empty(size: int) -> Tensor:
+    """`size` bytes, zero, in large pages where the system has them: a pass over the weights then
+    waits less for address translation."""
+    length = max(size, 1)
+    memory = mmap.mmap(-1, length)
+    if hasattr(mmap, "MADV_HUGEPAGE") and length >= 2**21:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)[:size])

@@ -1,0 +1,182 @@
+// Runs a model's list of operations for one step, by a team of threads that meet after each.
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+#include <omp.h>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+namespace {
+
+// Waiting threads look for a while, then sleep: a thread that only looks keeps the one it waits
+// for from running where another process needs a core.
+class Barrier {
+  public:
+    explicit Barrier(int threads) : threads(threads), missing(threads) {}
+
+    void wait() {
+        int now = generation.load(std::memory_order_acquire);
+        if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            missing.store(threads, std::memory_order_relaxed);
+            generation.fetch_add(1, std::memory_order_release);
+            generation.notify_all();
+            return;
+        }
+        for (int i = 0; i < LOOKS; i++) {
+            if (generation.load(std::memory_order_acquire) != now) return;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+        generation.wait(now, std::memory_order_acquire);
+    }
+
+  private:
+    static constexpr int LOOKS = 2000;
+    const int threads;
+    alignas(64) std::atomic<int> missing;
+    alignas(64) std::atomic<int> generation{0};
+};
+
+struct alignas(64) Counter {
+    std::atomic<long> next{0};
+};
+
+constexpr long TOKENS_A_PIECE = 4;
+
+template <class E>
+class Run {
+  public:
+    Run(const Program& program, const Step& step, int threads)
+        : program(program),
+          step(step),
+          attention(program, step),
+          barrier(threads),
+          taken(program.op_count),
+          best(threads),
+          row_of(step.token_count) {
+        long token = 0;
+        for (long row = 0; row < step.row_count; row++)
+            for (long i = 0; i < step.num_tokens[row]; i++) row_of[token++] = row;
+    }
+
+    void thread(int id) {
+        scratch_of_thread();
+        for (long i = 0; i < program.op_count; i++) {
+            auto began = std::chrono::steady_clock::now();
+            run(program.ops[i], taken[i].next, id);
+            barrier.wait();
+            if (id == 0 && step.seconds)
+                step.seconds[i] += std::chrono::duration<float>(
+                    std::chrono::steady_clock::now() - began).count();
+        }
+    }
+
+    void merge_best() {
+        for (long row = 0; row < step.token_count; row++) {
+            Best most = {-INFINITY, INT64_MAX};
+            for (auto& own : best)
+                if (!own.empty() && (own[row].value > most.value ||
+                                     (own[row].value == most.value && own[row].column < most.column)))
+                    most = own[row];
+            step.best[row] = most.column == INT64_MAX ? 0 : most.column;
+        }
+    }
+
+  private:
+    const Program& program;
+    const Step& step;
+    AttentionWork attention;
+    Barrier barrier;
+    std::vector<Counter> taken;
+    std::vector<std::vector<Best>> best;
+    std::vector<long> row_of;
+
+    static Scratch<E>& scratch_of_thread() {
+        static thread_local std::unique_ptr<Scratch<E>> own;
+        if (!own) own.reset(new Scratch<E>());
+        return *own;
+    }
+
+    // Take piece after piece until none is left; `work` also hears which piece comes next.
+    template <class Work>
+    static void share(std::atomic<long>& next, long count, Work work) {
+        long i = next.fetch_add(1, std::memory_order_relaxed);
+        while (i < count) {
+            long after = next.fetch_add(1, std::memory_order_relaxed);
+            work(i, after < count ? after : -1);
+            i = after;
+        }
+    }
+
+    template <class Work>
+    void each_token(std::atomic<long>& next, Work work) {
+        long pieces = (step.token_count + TOKENS_A_PIECE - 1) / TOKENS_A_PIECE;
+        share(next, pieces, [&](long i, long) {
+            long end = std::min<long>((i + 1) * TOKENS_A_PIECE, step.token_count);
+            for (long token = i * TOKENS_A_PIECE; token < end; token++) work(token);
+        });
+    }
+
+    void run(const Op& op, std::atomic<long>& next, int id) {
+        switch (op.kind) {
+        case EMBED:
+            return each_token(next, [&](long token) { embed<E>(program, step, op, token); });
+        case RMS_NORM:
+        case LAYER_NORM:
+            return each_token(next, [&](long token) { norm<E>(step, op, token); });
+        case ROTATE_WRITE:
+            return each_token(next, [&](long token) {
+                rotate_write<E>(program, step, op, row_of[token], token, step.positions[token]);
+            });
+        case ATTEND: {
+            Attend<E> attend{program, step, op, attention};
+            Scratch<E>& scratch = scratch_of_thread();
+            return share(next, attend.count(), [&](long i, long) { attend.piece(i, scratch); });
+        }
+        case COMBINE:
+            return share(next, long(attention.split.size()) * program.heads, [&](long i, long) {
+                combine<E>(program, step, op, attention.split[i / program.heads], i % program.heads);
+            });
+        case MATMUL_BEST:
+            best[id].assign(step.token_count, Best{-INFINITY, INT64_MAX});
+            [[fallthrough]];
+        default:
+            Matmul<E> matmul{op, step, Pieces(op.matrix, step.token_count), best[id].data()};
+            return share(next, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
+        }
+    }
+};
+
+template <class E>
+void run_step(const Program& program, const Step& step) {
+    std::unique_ptr<Run<E>> run;
+#pragma omp parallel num_threads(int(step.threads))
+    {
+#pragma omp single
+        run.reset(new Run<E>(program, step, omp_get_num_threads()));
+        run->thread(omp_get_thread_num());
+    }
+    if (program.op_count && program.ops[program.op_count - 1].kind == MATMUL_BEST) run->merge_best();
+}
+
+}  // namespace
+
+extern "C" {
+
+void quadriga_run(const Program* program, const Step* step) {
+    if (program->is_bfloat16)
+        run_step<BFloat16>(*program, *step);
+    else
+        run_step<Float32>(*program, *step);
+}
+
+// So that Python can check its own declarations of the structures.
+int64_t quadriga_size(int64_t which) {
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step)};
+    return sizes[which];
+}
+}

@@ -1,0 +1,69 @@
+// What Python hands over: the model as a list of operations, and one step's rows.
+// The same structures are declared in program.py, in the same order.
+#pragma once
+
+#include <cstdint>
+
+enum OpKind : int32_t {
+    EMBED,         // output = table[token] (+ positions[position])
+    RMS_NORM,      // output = input / rms(input) * gain
+    LAYER_NORM,    // output = (input - mean) / deviation * gain + shift
+    MATMUL,        // output = input x matrix (+ bias), float
+    MATMUL_ADD,    // output += input x matrix (+ bias), float
+    MATMUL_GELU,   // output = gelu(input x matrix + bias)
+    MATMUL_SWIGLU, // output = silu(gate) * up; panels of gate and up take turns
+    MATMUL_BEST,   // like MATMUL, and the likeliest column of each row
+    ROTATE_WRITE,  // queries of input, rotated and scaled, to output; keys and values to the pages
+    ATTEND,        // output = attention(input)
+    COMBINE,       // of rows whose context was split: output = the parts together
+};
+
+enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, BUFFERS };
+
+struct Matrix {
+    const uint32_t* panels;  // [panels][depth][16] units of 4 bytes
+    const float* bias;       // [panels * 16], or null
+    int64_t columns;         // that exist; the last panel may be filled up with zeros
+    int64_t panel_count;
+    int64_t depth;           // units
+};
+
+struct Op {
+    int64_t kind, input, output, layer, width;
+    Matrix matrix;
+    const float* gain;   // norms: [width]
+    const float* shift;  // layer norm: [width]
+    double epsilon;
+};
+
+struct Program {
+    int64_t is_bfloat16;
+    int64_t op_count;
+    const Op* ops;
+    int64_t heads, kv_heads, head_dim;
+    int64_t dim;              // head_dim filled up with zeros to a multiple of 16, as it is stored
+    int64_t page_size;
+    void* const* pools;       // one a layer
+    const float* cosines;     // [context][head_dim / 2], null: no rotation
+    const float* sines;
+    const float* position_vectors;  // [context][hidden], null: none are added
+};
+
+struct Step {
+    int64_t threads;
+    int64_t token_count;
+    const int64_t* positions;  // [tokens]
+    const int32_t* token_ids;  // [tokens]
+    int64_t row_count;
+    const int64_t* slots;      // [rows]
+    const int64_t* computed;   // [rows]
+    const int64_t* num_tokens; // [rows]
+    const int64_t* page_table; // [slots][page_stride]
+    int64_t page_stride;
+    void* buffers[BUFFERS];
+    int64_t strides[BUFFERS];  // of a row, in elements
+    int64_t* best;             // [tokens]: MATMUL_BEST
+    float* parts;              // scratch of rows whose context is split
+    int64_t part_floats;       // how much of it there is
+    float* seconds;            // [ops], null: not wanted. How long each operation took
+};

@@ -1,0 +1,105 @@
+"""The structures of program.h, as Python fills them in."""
+
+import ctypes
+from enum import IntEnum
+
+from quadriga.errors import ModelError
+
+
+class OpKind(IntEnum):
+    EMBED = 0
+    RMS_NORM = 1
+    LAYER_NORM = 2
+    MATMUL = 3
+    MATMUL_ADD = 4
+    MATMUL_GELU = 5
+    MATMUL_SWIGLU = 6
+    MATMUL_BEST = 7
+    ROTATE_WRITE = 8
+    ATTEND = 9
+    COMBINE = 10
+
+
+class Buffer(IntEnum):
+    """What passes between operations; each a row for every token."""
+
+    RESIDUAL = 0
+    NORMED = 1
+    PROJECTED = 2
+    QUERIES = 3
+    ATTENDED = 4
+    INNER = 5
+    LOGITS = 6
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("panel_count", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    ]
+
+
+class Op(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("input", ctypes.c_int64),
+        ("output", ctypes.c_int64),
+        ("layer", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("matrix", Matrix),
+        ("gain", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("epsilon", ctypes.c_double),
+    ]
+
+
+class Program(ctypes.Structure):
+    _fields_ = [
+        ("is_bfloat16", ctypes.c_int64),
+        ("op_count", ctypes.c_int64),
+        ("ops", ctypes.POINTER(Op)),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("pools", ctypes.POINTER(ctypes.c_void_p)),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("position_vectors", ctypes.c_void_p),
+    ]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        ("threads", ctypes.c_int64),
+        ("token_count", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("row_count", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("computed", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("buffers", ctypes.c_void_p * len(Buffer)),
+        ("strides", ctypes.c_int64 * len(Buffer)),
+        ("best", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("part_floats", ctypes.c_int64),
+        ("seconds", ctypes.c_void_p),
+    ]
+
+
+def check_layout(library: ctypes.CDLL) -> None:
+    """ModelError where the compiled kernels have other structures than these."""
+    library.quadriga_size.restype = ctypes.c_int64
+    library.quadriga_size.argtypes = [ctypes.c_int64]
+    for number, structure in enumerate((Matrix, Op, Program, Step)):
+        if library.quadriga_size(number) != ctypes.sizeof(structure):
+            raise ModelError(
+                f"the compiled kernels have another {structure.__name__}: rebuild them"
+            )

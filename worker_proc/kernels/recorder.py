@@ -1,0 +1,126 @@
+"""Takes a model down as a list of operations for the kernels."""
+
+import torch
+from torch import Tensor, nn
+
+from worker_proc.attention.base import AttentionShape
+from worker_proc.kernels.panels import LANES, interleaved, round_up, to_panels
+from worker_proc.kernels.program import Buffer, Matrix, Op, OpKind
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.ops import Ops
+
+
+class Weights:
+    """Packed weights by the layer they belong to, and everything that the kernels point to.
+
+    Packing a layer frees its own weight.
+    """
+
+    def __init__(self) -> None:
+        self._matrices: dict[nn.Module, Matrix] = {}
+        self._kept: list[Tensor] = []
+
+    def matrix(self, layer: Linear | Embedding, gated: bool = False) -> Matrix:
+        """gated: the layer makes gate and up."""
+        if layer not in self._matrices:
+            bias = layer.bias if isinstance(layer, Linear) else None
+            self._matrices[layer] = self._pack(layer.weight, bias, gated)
+            del layer.weight
+        return self._matrices[layer]
+
+    def floats(self, values: Tensor) -> int:
+        """The address of a float32 copy."""
+        return self.keep(values.detach().float().contiguous())
+
+    def keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> Matrix:
+        if gated:
+            weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
+        panels = to_panels(weight)
+        if bias is not None:
+            filled = torch.zeros(panels.shape[0] * LANES)
+            filled[: len(bias)] = bias
+            bias = filled
+        return Matrix(
+            panels=self.keep(panels),
+            bias=None if bias is None else self.floats(bias),
+            columns=len(weight),
+            panel_count=panels.shape[0],
+            depth=panels.shape[1],
+        )
+
+
+class Recorder(Ops[Buffer]):
+    """The values of a model are buffers here.
+
+    ops: what was recorded. widths: elements in a row of each buffer that is written.
+    """
+
+    def __init__(self, shape: AttentionShape, weights: Weights) -> None:
+        self.ops: list[Op] = []
+        self.widths: dict[Buffer, int] = {}
+        self.rope: Rope | None = None
+        self.position_vectors: Tensor | None = None
+        self._shape = shape
+        self._weights = weights
+
+    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Buffer:
+        width = tokens.weight.shape[1]
+        if positions is not None:
+            self.position_vectors = positions.weight
+        return self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, self._weights.matrix(tokens))
+
+    def norm(self, norm: LayerNorm | RMSNorm, x: Buffer) -> Buffer:
+        kind = OpKind.LAYER_NORM if isinstance(norm, LayerNorm) else OpKind.RMS_NORM
+        output = self._add(kind, x, Buffer.NORMED, len(norm.weight))
+        op = self.ops[-1]
+        op.gain, op.epsilon = self._weights.floats(norm.weight), norm.epsilon
+        if isinstance(norm, LayerNorm):
+            op.shift = self._weights.floats(norm.bias)
+        return output
+
+    def project(self, linear: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(linear))
+
+    def project_gelu(self, linear: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(linear))
+
+    def project_swiglu(self, linear: Linear, x: Buffer) -> Buffer:
+        matrix = self._weights.matrix(linear, gated=True)
+        return self._multiply(OpKind.MATMUL_SWIGLU, x, Buffer.INNER, matrix)
+
+    def add_projection(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(linear))
+
+    def attend(self, layer: int, qkv: Buffer, rope: Rope | None) -> Buffer:
+        shape, self.rope = self._shape, rope
+        stored = shape.heads * round_up(shape.head_dim, LANES)
+        queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, stored, layer=layer)
+        width = shape.heads * shape.head_dim
+        self._add(OpKind.ATTEND, queries, Buffer.ATTENDED, width, layer=layer)
+        return self._add(OpKind.COMBINE, queries, Buffer.ATTENDED, width, layer=layer)
+
+    def logits(self, head: Linear | Embedding, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
+
+    def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+        return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
+
+    def _add(
+        self,
+        kind: OpKind,
+        x: Buffer | None,
+        output: Buffer,
+        width: int,
+        matrix: Matrix | None = None,
+        layer: int = 0,
+    ) -> Buffer:
+        op = Op(kind=kind, input=x or 0, output=output, layer=layer, width=width)
+        if matrix is not None:
+            op.matrix = matrix
+        self.ops.append(op)
+        self.widths[output] = max(width, self.widths.get(output, 0))
+        return output

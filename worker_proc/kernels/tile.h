@@ -1,0 +1,42 @@
+// The one inner loop: a tile of a matrix product, kept in registers.
+#pragma once
+
+#include "simd.h"
+
+// Rows and 16-column panels of the largest tile: as many accumulators as registers hold.
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12, TILE_PANELS = 2;
+#else
+constexpr int TILE_ROWS = 3, TILE_PANELS = 1;
+#endif
+
+// One stretch of the inner dimension. A panel is [depth][16 columns] units, `step` units from one
+// depth to the next.
+struct Stretch {
+    const uint32_t* panels[TILE_PANELS];
+};
+
+// acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each, which lie one after
+// the other in a's rows. `ahead`: what is needed next, fetched into the cache meanwhile, one line
+// a unit of depth.
+template <class E, int ROWS, int PANELS>
+INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stride,
+                     const Stretch* stretch, int stretches, int depth, long step,
+                     const char* const (&ahead)[TILE_PANELS]) {
+    for (int s = 0; s < stretches; s++, a += depth) {
+        for (int k = 0; k < depth; k++) {
+            Words b[PANELS];
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                b[p] = load<Words>(stretch[s].panels[p] + k * step);
+                if (ahead[p]) __builtin_prefetch(ahead[p] + (s * depth + k) * 64L, 0, 2);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                Words x = all_words(a[r * a_stride + k]);
+#pragma GCC unroll 4
+                for (int p = 0; p < PANELS; p++) acc[r][p] = E::multiply_add(acc[r][p], x, b[p]);
+            }
+        }
+    }
+}
