@@ -1,10 +1,19 @@
 """What the scheduler tells the detokenizer: tokens, and which requests begin and end."""
 
 from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
 
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
 from scheduler_proc.request import Request
+
+
+class Link(Protocol):
+    """Where messages go: a socket, or a list in a test."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
 
 
 class RoundOutput:

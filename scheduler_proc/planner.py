@@ -33,7 +33,6 @@ class Planner:
         device: str,
         admission: Admission,
         waiting: WaitingQueue,
-        running: RunningBatch,
         deadlines: Deadlines,
         fail: Callable[[Request, QuadrigaError], None],
     ) -> None:
@@ -50,7 +49,7 @@ class Planner:
         self.admission = admission
         self._kv = admission.kv
         self._waiting = waiting
-        self._running = running
+        self._running = RunningBatch()
         self._deadlines = deadlines
         self._fail = fail
         self._random = random.Random(0)
@@ -103,6 +102,10 @@ class Planner:
         """Somebody could use a step."""
         somebody = len(self._running) or len(self._waiting) or len(self._padding)
         return somebody > 0 or self._chunked is not None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def _decode_has_the_turn(self) -> bool:
         if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):

@@ -5,17 +5,13 @@ process_batch_result. It knows no socket and no clock of its own: both are passe
 same code runs under test and in the simulator, with a simulated worker and simulated time.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
-
-import msgspec
 
 from quadriga.errors import QuadrigaError
 from quadriga.messages.ids import unpack_ids
-from quadriga.messages.public import ErrorInfo, Info, InfoValues
-from quadriga.messages.to_detok import InfoReply, StopDetok
+from quadriga.messages.public import ErrorInfo, InfoValues
+from quadriga.messages.to_detok import StopDetok
 from quadriga.messages.to_scheduler import (
     AbortAll,
     AbortRequest,
@@ -28,25 +24,20 @@ from quadriga.messages.to_scheduler import (
 from quadriga.messages.worker import ResultMessage, StepResult, StopWorker, WorkerReady
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission, check_queue
-from scheduler_proc.batch import RunningBatch, ScheduleBatch
+from scheduler_proc.batch import ScheduleBatch
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.kv_cache import KVCache
-from scheduler_proc.output import RoundOutput, close_text, open_text
+from scheduler_proc.output import Link, RoundOutput, close_text, open_text
 from scheduler_proc.pacing import Pace
 from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
+from scheduler_proc.report import Report
 from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
-from scheduler_proc.statistics import Statistics, policy_info, pool_info, worker_info
+from scheduler_proc.statistics import Statistics
 
 MAX_PLANS_OUTSTANDING = 2
-
-
-class Link(Protocol):
-    """Where messages go: a socket, or a list in a test."""
-
-    def send(self, message: msgspec.Struct) -> None: ...
 
 
 class Scheduler:
@@ -79,7 +70,7 @@ class Scheduler:
         self.stopped = False
         self.wake_at: float | None = None
         self.statistics = Statistics()
-        self._worker_facts: WorkerReady | None = None
+        self._report = Report(args, self._requests, self.statistics)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -187,7 +178,6 @@ class Scheduler:
             self._planner.release(request)
 
     def _take_worker(self, ready: WorkerReady) -> None:
-        self._worker_facts = ready
         kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
         admission = Admission(self._args, kv)
         self.waiting = make_queue(self._args, kv.locate, ready.page_size)
@@ -196,10 +186,10 @@ class Scheduler:
             ready.device,
             admission,
             self.waiting,
-            RunningBatch(),
             self._deadlines,
             self._fail,
         )
+        self._report.worker, self._report.planner = ready, self._planner
         for request in self._requests:
             self._enqueue(request)
 
@@ -216,7 +206,7 @@ class Scheduler:
                 for stopped in self._requests.numbered(message.seqs):
                     self._finish(stopped, "stop")
             case Inspect():
-                self._inspect(message)
+                self._detok.send(self._report.answer(message))
             case Drain():
                 self._draining = True
             case AbortAll():
@@ -297,29 +287,9 @@ class Scheduler:
         """Seconds for which it pays to wait for company before an idle worker gets a step."""
         return self._pace.patience
 
-    def _inspect(self, message: Inspect) -> None:
-        flushed = {"flushed_pages": self._flush_cache()} if message.flush_cache else {}
-        values = message.values | flushed | self.info()
-        pids = message.values.get("pids")
-        if isinstance(pids, dict):
-            worker = self._worker_facts.pid if self._worker_facts else 0
-            values["pids"] = pids | {"scheduler_proc": os.getpid(), "worker_proc": worker}
-        self._detok.send(InfoReply(message.client, Info(message.request_id, values)))
-
-    def _flush_cache(self) -> int:
-        """Forget the cached prefixes that nobody uses; their pages."""
-        return 0 if self._planner is None else self._planner.admission.kv.flush()
-
     def info(self) -> InfoValues:
         """Gauges and counters, as docs/protocol.md lists them."""
-        return {
-            "running": len(self._requests) - len(self.waiting),
-            "waiting": len(self.waiting),
-            **worker_info(self._worker_facts),
-            **policy_info(self._args, self._worker_facts.device if self._worker_facts else ""),
-            **pool_info(self._planner),
-            **self.statistics.info(),
-        }
+        return self._report.info()
 
     def check(self) -> None:
         """The invariant, for tests: free + cached + held = all pages, and none held by nobody."""

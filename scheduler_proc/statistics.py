@@ -4,10 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from quadriga.messages.public import InfoValues
-from quadriga.messages.worker import StepResult, WorkerReady
-from quadriga.scheduler_args import SchedulerArgs
+from quadriga.messages.worker import StepResult
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
-from scheduler_proc.planner import Planner
 
 RECENT_STEPS = 4096
 
@@ -62,40 +60,3 @@ class Statistics:
             "cached_tokens_total": self.cached_tokens,
             "ended": dict(self.ended),
         }
-
-
-def worker_info(ready: WorkerReady | None) -> InfoValues:
-    """What the worker came out as."""
-    return {
-        "ready": ready is not None,
-        "dtype": ready.dtype if ready else None,
-        "device": ready.device if ready else None,
-    }
-
-
-def policy_info(args: SchedulerArgs, device: str) -> InfoValues:
-    """How steps are composed."""
-    return {
-        "batch_mode": args.mode,
-        "batching": args.batching,
-        "schedule_policy": args.schedule_policy,
-        "fair_clients": args.fair_clients,
-        "prefix_cache": args.prefix_cache,
-        "chunked_prefill_size": args.chunk_size(device),
-    }
-
-
-def pool_info(planner: Planner | None) -> InfoValues:
-    """Pages, and how admission stands. Empty before the worker has said how many there are."""
-    if planner is None:
-        return {}
-    kv, admission = planner.admission.kv, planner.admission
-    return {
-        "page_size": kv.page_size,
-        "pages_total": kv.num_pages,
-        "pages_free": kv.num_free,
-        "pages_cached": kv.num_cached,
-        "pages_held": kv.num_held,
-        "retractions": planner.retractions,
-        "new_token_ratio": admission.ratio.value,
-    }
