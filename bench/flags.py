@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags
+from bench.transport import DEFAULT_BASE_URL
 from bench.workload import DEFAULT_PROMPT
 from quadriga import config as server_flags
 from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.flags import flag_name
-from quadriga.sampling import MAX_SEED
+from quadriga.sampling_limits import MAX_SEED
 
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts
 a server of its own, which takes the server's flags; with it, a running one is measured."""
@@ -28,6 +29,7 @@ SWITCHES = {
 INFORMATIVE = ("endpoint", "model")
 """Server flags that are allowed beside a running server."""
 
+OPENAI_FLAGS = ("base_url", "openai_endpoint", "extra_body")
 TEXT_FLAGS = ("prompt", "prompt_repeats", "unique_prompts", "pretok")
 SHARING_FLAGS = (
     "prefix_groups",
@@ -57,6 +59,7 @@ NEEDS = {
     "turns": ("random_input_len",),
     "think_time": ("turns", "max_concurrency"),
     "save_trace": ("trace", "random_input_len", "pretok"),
+    "prompt_form": ("trace", "random_input_len"),
 }
 """A flag, and those of which one must be given for it to mean something."""
 
@@ -101,6 +104,7 @@ def _arguments(argv: list[str]) -> tuple[Namespace, set[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m bench.serving", description=DESCRIPTION, allow_abbrev=False)
+    _add_transport(parser.add_argument_group("to whom"))
     _add_load(parser.add_argument_group("what is sent"))
     add_load_flags(parser.add_argument_group("what requests have in common"), SHARING_FLAGS)
     _add_pace(parser.add_argument_group("when it is sent"))
@@ -113,6 +117,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_transport(group: Any) -> None:
+    group.add_argument(
+        "--backend",
+        choices=("zmq", "openai"),
+        default="zmq",
+        help="our own protocol, or any OpenAI-compatible server, of which --model is then the name",
+    )
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help=f"of an OpenAI-compatible server (default: {DEFAULT_BASE_URL})",
+    )
+    group.add_argument("--openai-endpoint", choices=("completions", "chat"), default="completions")
+    group.add_argument(
+        "--extra-body",
+        default="{}",
+        metavar="JSON",
+        help="fields for the body of every request; null takes one out",
+    )
+    group.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="MODEL",
+        help="directory or model whose tokenizer makes the prompts (default: the server's model)",
+    )
+
+
 def _add_load(group: Any) -> None:
     group.add_argument("--prompt", help=f"text of every request (default: {DEFAULT_PROMPT!r})")
     group.add_argument("--prompt-repeats", type=int, default=1, help="repeat the text N times")
@@ -122,6 +153,12 @@ def _add_load(group: Any) -> None:
         help="no two requests share a prefix, so that no cache helps",
     )
     add_load_flags(group, ("random_input_len",))
+    group.add_argument(
+        "--prompt-form",
+        choices=("ids", "text"),
+        default="ids",
+        help="random prompts as token ids, or as words of exactly as many tokens",
+    )
     group.add_argument(
         "--same-prompts",
         action="store_true",
@@ -220,16 +257,20 @@ def _check_together(arguments: Namespace, given: Collection[str]) -> None:
         path = getattr(arguments, name)
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{flag_name(name)} {path}: there is no directory {path.parent}")
-    if "endpoint" in arguments:
-        _refuse_server_flags(arguments)
+    if arguments.backend == "openai":
+        _refuse_server_flags(arguments, arguments.base_url or DEFAULT_BASE_URL, ("model",))
+    elif idle := [flag_name(name) for name in OPENAI_FLAGS if name in given]:
+        raise ConfigError(f"{', '.join(idle)} has no effect without --backend openai: add it")
+    elif "endpoint" in arguments:
+        _refuse_server_flags(arguments, arguments.endpoint, INFORMATIVE)
 
 
-def _refuse_server_flags(arguments: Namespace) -> None:
-    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in INFORMATIVE]
+def _refuse_server_flags(arguments: Namespace, where: str, informative: Collection[str]) -> None:
+    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in informative]
     if arguments.server_log is not None:
         idle.append("--server-log")
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)} would have no effect on the server that runs at"
-            f" {arguments.endpoint}: leave them out, or leave --endpoint out to start a server"
+            f"{', '.join(idle)} would have no effect on the server that runs at {where}: leave"
+            " them out, or measure a server of the bench's own"
         )

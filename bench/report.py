@@ -36,7 +36,7 @@ def block(options: Options, result: Result) -> str:
         *_load_lines(options, result.summary),
         *_time_lines(result.summary),
         *_own_lines(options, result),
-        *_traffic_lines(options, result.summary),
+        *_traffic_lines(options, result.summary, result.info),
     ]
     return "\n".join(lines)
 
@@ -102,13 +102,15 @@ def _own_lines(options: Options, result: Result) -> list[str]:
     ]
 
 
-def _traffic_lines(options: Options, summary: Summary) -> list[str]:
+def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Request rate asked/achieved: {_rate(options)} / {_number(summary.request_rate)}"
         " requests/s",
         f"Input length mean (lowest to highest): {_sizes(summary.input_len)}",
         f"Output length mean (lowest to highest): {_sizes(summary.output_len)}",
     ]
+    if (uncounted := info.get("requests_without_usage")) is not None:
+        lines.append(f"Tokens counted by: {_counted_by(summary, uncounted)}")
     if summary.goodput is not None:
         lines.append(
             f"Goodput ({_limits(options.slo)}): {summary.goodput.share:.1%} of the requests,"
@@ -117,6 +119,13 @@ def _traffic_lines(options: Options, summary: Summary) -> list[str]:
     if len(summary.clients) <= SHOWN_CLIENTS:
         lines += [line for client in summary.clients for line in _client_lines(client)]
     return lines
+
+
+def _counted_by(summary: Summary, uncounted: int) -> str:
+    """uncounted: requests so far, of earlier runs too, of which the server told no usage."""
+    if uncounted == 0:
+        return "the server's usage"
+    return f"chunks, in {min(uncounted, summary.requests)} requests or more: no usage came"
 
 
 def _client_lines(client: ClientSummary) -> list[str]:

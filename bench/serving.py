@@ -9,7 +9,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from bench import report
 from bench.drive import Run, drive
 from bench.metrics import Summary, summarize
 from bench.options import Options, parse
+from bench.preparation import Preparation, preparation
 from bench.report import Result
 from bench.resources import Reading, cost_between, cpu_seconds, pids_of
 from bench.server import OwnServer
 from bench.trace import TraceRequest, write_trace
-from bench.workload import Job, pretokenize
-from quadriga.client import AsyncClient
-from quadriga.config import ModelArgs
+from bench.transport import Connection, OpenAIServer, connection
+from bench.workload import Job
 from quadriga.errors import (
     ConfigError,
     InvalidRequest,
@@ -45,15 +45,14 @@ START_CONNECT_SECONDS = 1.0
 START_INFO_SECONDS = 2.0
 MAX_CONNECTIONS = 64
 """More clients than that share them."""
-Encode = Callable[[str], list[int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench of a command line; the exit code."""
     try:
         options = parse(list(sys.argv[1:] if argv is None else argv))
-        encode = tokenizer_of(options) if options.pretok and options.server else None
-        return _run_until_signal(bench(options, encode))
+        prepared = preparation(options) if options.server else None
+        return _run_until_signal(bench(options, prepared))
     except (ConfigError, InvalidRequest, ModelError) as error:
         return _say(error, EXIT_USAGE)
     except QuadrigaError as error:
@@ -62,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say("interrupted", EXIT_INTERRUPTED)
 
 
-async def bench(options: Options, encode: Encode | None = None) -> int:
+async def bench(options: Options, prepared: Preparation | None = None) -> int:
     """Start or find the server, run warm-ups and measured runs, print and write the results."""
     async with AsyncExitStack() as stack:
-        runs = await open_runs(options, stack, encode)
+        runs = await open_runs(options, stack, prepared)
         warmups = [await runs.warm_up(number) for number in range(options.warmup_runs)]
         results = [await runs.measure(number) for number in range(options.repeat_runs)]
     if len(results) > 1:
@@ -77,17 +76,17 @@ async def bench(options: Options, encode: Encode | None = None) -> int:
 
 
 async def open_runs(
-    options: Options, stack: AsyncExitStack, encode: Encode | None = None
+    options: Options, stack: AsyncExitStack, prepared: Preparation | None = None
 ) -> "Runs":
     """A server that serves, and connections to it; the stack closes them."""
-    endpoint, info = await _server(options, stack)
+    server, info = await _server(options, stack)
     clients = [
-        await stack.enter_async_context(AsyncClient(endpoint, CONNECT_SECONDS))
-        for _ in range(_num_connections(options.workload.requests))
+        await stack.enter_async_context(connection(server, CONNECT_SECONDS))
+        for _ in range(_num_connections(server, options.workload.requests))
     ]
-    if options.pretok and encode is None:
-        encode = tokenizer_of(options, str(info.get("model", "")))
-    return Runs(options, clients, info, encode)
+    if prepared is None:
+        prepared = preparation(options, str(info.get("model", "")))
+    return Runs(options, clients, info, prepared)
 
 
 class Runs:
@@ -96,15 +95,15 @@ class Runs:
     def __init__(
         self,
         options: Options,
-        clients: Sequence[AsyncClient],
+        clients: Sequence[Connection],
         info: Mapping[str, Any],
-        encode: Encode | None = None,
+        prepared: Preparation,
     ) -> None:
         self._options = options
         self._clients = clients
         self.info = info
-        self._vocab_size = info.get("vocab_size")
-        self._encode = encode
+        self._vocab_size = info.get("vocab_size") or prepared.vocab_size
+        self._prepare = prepared.prepare
 
     async def warm_up(self, number: int) -> Summary:
         """One warm-up, with prompts that no measured run uses."""
@@ -127,9 +126,8 @@ class Runs:
             write_trace(self._options.save_trace, as_sent(jobs, run))
         return result
 
-    def _jobs(self, run: int) -> list[Job]:
-        jobs = self._options.workload.jobs(run, self._vocab_size)
-        return pretokenize(jobs, self._encode) if self._encode else jobs
+    def _jobs(self, run: int) -> Sequence[Job]:
+        return self._prepare(self._options.workload.jobs(run, self._vocab_size))
 
     async def _run(self, jobs: Sequence[Job], title: str) -> tuple[Result, Run]:
         options = self._options
@@ -172,17 +170,23 @@ def as_sent(jobs: Sequence[Job], run: Run) -> list[TraceRequest]:
     return requests
 
 
-def _num_connections(requests: Sequence[TraceRequest]) -> int:
+def _num_connections(server: str | OpenAIServer, requests: Sequence[TraceRequest]) -> int:
+    """HTTP brings connections of its own for requests that run at the same time."""
+    if isinstance(server, OpenAIServer):
+        return 1
     return min(MAX_CONNECTIONS, len({request.client for request in requests}))
 
 
-async def _server(options: Options, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
-    """Endpoint and info of the server to measure, which serves from now on."""
+async def _server(
+    options: Options, stack: AsyncExitStack
+) -> tuple[str | OpenAIServer, dict[str, Any]]:
+    """Address and info of the server to measure, which serves from now on."""
     if options.server is None:
-        info = await _ask(options.endpoint, CONNECT_SECONDS, CONNECT_SECONDS)
+        running = options.openai or options.endpoint
+        info = await _ask(running, CONNECT_SECONDS, CONNECT_SECONDS)
         if not info.get("ready", True):
             raise ServerUnreachable(f"the server at {options.endpoint} is still starting")
-        return options.endpoint, info
+        return running, info
     server = stack.enter_context(OwnServer(options.server, options.server_log))
     info = await server.wait_ready(
         lambda: _ask(server.endpoint, START_CONNECT_SECONDS, START_INFO_SECONDS)
@@ -190,25 +194,11 @@ async def _server(options: Options, stack: AsyncExitStack) -> tuple[str, dict[st
     return server.endpoint, info
 
 
-async def _ask(endpoint: str, connect_timeout: float, info_timeout: float) -> dict[str, Any]:
-    async with AsyncClient(endpoint, connect_timeout) as client:
+async def _ask(
+    server: str | OpenAIServer, connect_timeout: float, info_timeout: float
+) -> dict[str, Any]:
+    async with connection(server, connect_timeout) as client:
         return await client.info(info_timeout)
-
-
-def tokenizer_of(options: Options, served: str = "") -> Encode:
-    """Text → ids, as the front door does it. served: the running server's name of its model."""
-    model = options.server.model if options.server else ModelArgs(model=options.model or served)
-    try:
-        from quadriga.model_source import resolve_model
-        from quadriga.text import load_tokenizer
-
-        tokenizer = load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)
-    except ImportError as error:
-        raise ConfigError(
-            f"--pretok needs a tokenizer on this side, and {error.name} is not installed:"
-            " pip install 'quadriga[serve]', or use --random-input-len"
-        ) from None
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _run_until_signal(work: Coroutine[Any, Any, int]) -> int:

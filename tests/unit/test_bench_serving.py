@@ -87,6 +87,18 @@ class FakeServer(threading.Thread):
         return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [now, now], end)])
 
 
+class ByteTokenizer:
+    """A token for each byte."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> "ByteTokenizer":
+        assert not add_special_tokens
+        self.ids = [*text.encode()]
+        return self
+
+    def get_vocab_size(self) -> int:
+        return 256
+
+
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     fake = FakeServer(f"tcp://127.0.0.1:{free_port()}")
@@ -169,7 +181,7 @@ def test_a_trace_is_sent_with_what_it_says_of_each_request(
 def test_a_saved_trace_sends_the_same_again(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("bench.serving.tokenizer_of", lambda *_: lambda text: [*text.encode()])
+    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: ByteTokenizer())
     path = tmp_path / "t.jsonl"
     flags = f"{flags} --num-requests 4 --repeat-runs 2 --warmup-runs 1"
     assert bench(server, f"{flags} --save-trace {path}") == EXIT_OK

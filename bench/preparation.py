@@ -1,0 +1,64 @@
+"""Prompts in the form in which they are sent: as they are, as token ids, or as spelled texts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.options import Options
+from bench.spelling import Speller, spelled
+from bench.workload import Job, pretokenize
+from quadriga.config import ModelArgs
+from quadriga.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """prepare: gives jobs their final form. vocab_size: None where no tokenizer is at hand."""
+
+    prepare: Callable[[Sequence[Job]], Sequence[Job]]
+    vocab_size: int | None = None
+
+
+def preparation(options: Options, served: str = "") -> Preparation:
+    """What the options ask for. served: the running server's name of its model.
+
+    ModelError or ConfigError where that needs a tokenizer, and there is none.
+    """
+    if not (options.pretok or options.spell or options.tokenizer):
+        return Preparation(lambda jobs: jobs)
+    tokenizer = tokenizer_of(options, served)
+    size = tokenizer.get_vocab_size()
+    if options.pretok:
+        return Preparation(lambda jobs: pretokenize(jobs, _encoder(tokenizer)), size)
+    if options.spell:
+        speller = Speller(tokenizer)
+        return Preparation(lambda jobs: spelled(jobs, speller), size)
+    return Preparation(lambda jobs: jobs, size)
+
+
+def tokenizer_of(options: Options, served: str = "") -> "Tokenizer":
+    """That of --tokenizer, else the model's as the front door loads it."""
+    try:
+        from quadriga.model_source import resolve_model
+        from quadriga.text import load_tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"a tokenizer is needed on this side, and {error.name} is not installed:"
+            " pip install 'quadriga[serve]', or use --random-input-len with --prompt-form ids"
+        ) from None
+    directory = Path(options.tokenizer)
+    if options.tokenizer and (directory / "tokenizer.json").is_file():
+        return load_tokenizer(directory)
+    model = ModelArgs(model=options.tokenizer or options.model or served)
+    if options.server is not None and not options.tokenizer:
+        model = options.server.model
+    return load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)
+
+
+def _encoder(tokenizer: "Tokenizer") -> Callable[[str], list[int]]:
+    """Text to ids, as the front door does it."""
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
