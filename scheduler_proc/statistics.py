@@ -3,11 +3,34 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from sortedcontainers import SortedList
+
 from quadriga.messages.public import InfoValues
 from quadriga.messages.worker import StepResult
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
 
 RECENT_STEPS = 4096
+
+
+class Recent:
+    """The last `size` values, kept in order, so that a percentile costs next to nothing however
+    often it is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._by_age: deque[float] = deque()
+        self._by_value: SortedList = SortedList()
+
+    def add(self, value: float) -> None:
+        if len(self._by_age) == self._size:
+            self._by_value.remove(self._by_age.popleft())
+        self._by_age.append(value)
+        self._by_value.add(value)
+
+    def percentile(self, share: float) -> float:
+        """The value below which this share of them lies, 0 to 1; 0.0 where there is none."""
+        count = len(self._by_value)
+        return self._by_value[min(count - 1, int(share * count))] if count else 0.0
 
 
 @dataclass(slots=True)
@@ -28,7 +51,7 @@ class Statistics:
     ended: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )
-    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _gaps: Recent = field(default_factory=lambda: Recent(RECENT_STEPS))
     _last_ended: float = 0.0
 
     def count_step(self, batch: ScheduleBatch, result: StepResult) -> None:
@@ -36,15 +59,10 @@ class Statistics:
         self.prefill_steps += batch.mode is not ForwardMode.DECODE
         self.busy_seconds += result.ended - result.began
         if batch.planned_at < self._last_ended:
-            self._gaps.append(result.began - self._last_ended)
+            self._gaps.add(result.began - self._last_ended)
         elif batch.num_decodes:
             self.late_plans += 1
         self._last_ended = result.ended
-
-    def gap_ms(self, share: float) -> float:
-        """A percentile of the recent gaps in ms; 0.0 where there was none."""
-        gaps = sorted(self._gaps)
-        return 1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] if gaps else 0.0
 
     def info(self) -> InfoValues:
         """As docs/protocol.md lists them."""
@@ -53,8 +71,8 @@ class Statistics:
             "prefill_steps": self.prefill_steps,
             "late_plans": self.late_plans,
             "busy_seconds": self.busy_seconds,
-            "step_gap_ms_p50": self.gap_ms(0.5),
-            "step_gap_ms_p99": self.gap_ms(0.99),
+            "step_gap_ms_p50": 1000 * self._gaps.percentile(0.5),
+            "step_gap_ms_p99": 1000 * self._gaps.percentile(0.99),
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
             "cached_tokens_total": self.cached_tokens,
