@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-MS = 1000.0
+from bench.spread import MS, Spread, spread
 
 
 @dataclass(slots=True)
@@ -45,18 +45,6 @@ class Record:
     def first_received(self) -> float:
         """When the client got the first token."""
         return self.arrivals[0] if self.arrivals else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How `count` durations are spread, in ms."""
-
-    count: int
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,32 +141,6 @@ class Summary:
     cache_hit_rate: float | None
     goodput: Goodput | None
     clients: tuple[ClientSummary, ...]
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), by linear interpolation between the two nearest ranks."""
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q / 100.0
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def spread(seconds: Iterable[float]) -> Spread | None:
-    """The spread in ms of durations in seconds; None if there are none."""
-    values = [max(0.0, value) * MS for value in seconds]
-    if not values:
-        return None
-    return Spread(
-        count=len(values),
-        mean=sum(values) / len(values),
-        p50=percentile(values, 50),
-        p95=percentile(values, 95),
-        p99=percentile(values, 99),
-        max=max(values),
-    )
 
 
 NO_SLO = Slo()

@@ -9,9 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.metrics import MS, ClientSummary, Record, Sizes, Slo, Spread, Summary, percentile
+from bench.metrics import ClientSummary, Record, Sizes, Slo, Summary
 from bench.options import Options
 from bench.resources import Cost
+from bench.spread import MS, Spread, percentile
 
 UNKNOWN = "n/a"
 SHOWN_CLIENTS = 4

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.metrics import MS, Goodput, Slo, Spread
+from bench.metrics import Goodput, Slo
 from bench.simulated_records import Records
 from bench.simulated_run import World
+from bench.spread import MS, Spread
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from bench import trace
 from bench.cost_model import CostModel
-from bench.metrics import MS
 from bench.simulated_records import Records, Sample
 from bench.simulated_server import START, Clock, FrontDoor, Replica, draw_ids
+from bench.spread import MS
 from bench.trace import TraceRequest
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.cost_model import CostModel, features_of
-from bench.metrics import MS
 from bench.simulated_records import Growing
+from bench.spread import MS
 from bench.trace import FIRST_ID, TraceRequest
 from quadriga.config import ServerConfig
 from quadriga.errors import PromptTooLong

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.metrics import Goodput, Record, Sizes, Slo, percentile, spread, summarize
+from bench.metrics import Goodput, Record, Sizes, Slo, summarize
+from bench.spread import percentile, spread
 
 
 def record(index: int = 0, **changes: object) -> Record:
