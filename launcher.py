@@ -7,7 +7,6 @@ down, and the end of it says at once that the other side is gone.
 """
 
 import argparse
-import json
 import os
 import selectors
 import shutil
@@ -17,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from quadriga import config as configuration
+from quadriga.child_process import EXIT_GRACE, ChildProcess
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
@@ -54,61 +53,6 @@ FAREWELL_TIMEOUT = 1.5
 """Seconds that the front door has to tell the clients that another process died."""
 ABORT_TIMEOUT = 5.0
 """Seconds after --shutdown-timeout for the aborted requests to be answered."""
-EXIT_GRACE = 5.0
-"""Seconds between the end of a child's lifeline and the end of the child."""
-
-
-@dataclass
-class ChildProcess:
-    """A process of the server, seen from above."""
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    lifeline: socket.socket
-    ready: dict[str, Any] | None = None
-    fatal: str = ""
-    phases: list[str] = field(default_factory=list)
-    _partial: bytes = b""
-
-    def read_reports(self) -> bool:
-        """Take in what it reported. False at the end of the lifeline: it has died or left."""
-        try:
-            data = self.lifeline.recv(65536)
-        except OSError:
-            data = b""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            self._take_report(json.loads(line))
-        return bool(data)
-
-    def _take_report(self, report: dict[str, Any]) -> None:
-        kind = report.pop("report")
-        if kind == "ready":
-            self.ready = report
-        elif kind == "fatal":
-            self.fatal = report["message"]
-        elif kind == "phase":
-            self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
-
-    def order(self, word: str, argument: str = "") -> None:
-        """Send an order; a child that is gone cannot follow it."""
-        try:
-            self.lifeline.sendall(f"{word} {' '.join(argument.split())}\n".encode())
-        except OSError:
-            return
-
-    def how_it_ended(self) -> str:
-        """In words: its own last report, a signal, or an exit code."""
-        try:
-            code = self.process.wait(EXIT_GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        if self.fatal:
-            return self.fatal
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
 
 
 class Launcher:
