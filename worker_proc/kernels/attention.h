@@ -101,7 +101,8 @@ struct Pages {
         return pool + (part * program.page_size + position % program.page_size) * program.dim;
     }
 
-    void write(long row, long position, long kv_head, const float* key, const float* value) const {
+    // key, value: [head_dim]
+    void write(long row, long position, long kv_head, const Stored* key, const Stored* value) const {
         if (panelled()) {
             put(panel(row, position, kv_head), position % LANES, key, value);
             return;
@@ -109,7 +110,7 @@ struct Pages {
         Stored* k = plain(row, position, kv_head, 0);
         Stored* v = plain(row, position, kv_head, 1);
         for (long d = 0; d < program.head_dim; d++)
-            k[d] = E::narrow_one(key[d]), v[d] = E::narrow_one(value[d]);
+            k[d] = key[d], v[d] = value[d];
     }
 
     // Tokens position..end - 1 (at most 16) as a panel in `to`; what is beyond them is zero.
@@ -118,22 +119,18 @@ struct Pages {
         for (long i = 0; i < LANES && position + i < end; i++) {
             const Stored* k = plain(row, position + i, kv_head, 0);
             const Stored* v = plain(row, position + i, kv_head, 1);
-            for (long d = 0; d < program.head_dim; d++)
-                to[key_place(d, i)] = k[d], to[value_place(d, i)] = v[d];
+            put(to, i, k, v);
         }
     }
 
   private:
-    long key_place(long d, long i) const { return (d / E::PACK * LANES + i) * E::PACK + d % E::PACK; }
-    long value_place(long d, long i) const {
-        long values = LANES * program.dim;
-        return values + (i / E::PACK * program.dim + d) * E::PACK + i % E::PACK;
-    }
-    void put(Stored* to, long i, const float* key, const float* value) const {
-        for (long d = 0; d < program.head_dim; d++) {
-            to[key_place(d, i)] = E::narrow_one(key[d]);
-            to[value_place(d, i)] = E::narrow_one(value[d]);
-        }
+    // Token i of a panel.
+    void put(Stored* to, long i, const Stored* key, const Stored* value) const {
+        uint32_t* keys = (uint32_t*)to;
+        for (long d = 0; d < program.head_dim; d += E::PACK)
+            memcpy(keys + d / E::PACK * LANES + i, key + d, sizeof(uint32_t));
+        Stored* values = to + LANES * program.dim + i / E::PACK * program.dim * E::PACK + i % E::PACK;
+        for (long d = 0; d < program.head_dim; d++) values[d * E::PACK] = value[d];
     }
 };
 
@@ -152,13 +149,12 @@ struct Scratch {
 // out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels.
 template <class E, int ROWS, int PANELS>
 void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
-             int stretches, int depth, long step, bool add) {
+             int stretches, int depth, long step, bool add, const Ahead& ahead) {
     Floats acc[ROWS][PANELS];
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    const char* const none[TILE_PANELS] = {};
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, none);
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, ahead);
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
@@ -171,7 +167,8 @@ auto choose_product(int rows, std::integer_sequence<int, ROWS...>) {
 
 template <class E>
 void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Stretch* stretch, int stretches, int depth, long step, bool add) {
+              const Stretch* stretch, int stretches, int depth, long step, bool add,
+              const Ahead& ahead) {
     typedef std::make_integer_sequence<int, TILE_ROWS> Rows;
     int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int t = 0; t < tiles; t++) {
@@ -179,7 +176,7 @@ void products(int panels, int rows, float* out, long out_stride, const uint32_t*
         auto run = panels == 1 ? choose_product<E, 1>(count, Rows())
                                : choose_product<E, TILE_PANELS>(count, Rows());
         run(out + row * out_stride, out_stride, a + row * a_stride, a_stride, stretch, stretches,
-            depth, step, add);
+            depth, step, add, t == 0 ? ahead : Ahead());
     }
 }
 
@@ -187,27 +184,41 @@ template <class E>
 struct Attend {
     typedef typename E::Stored Stored;
 
+    // Keys `key` to `key + keys` of a row, in `count` panels.
+    struct KeyBlock {
+        const Stored* panels[KEY_PANELS] = {};
+        long key = 0, keys = 0;
+        int count = 0;
+    };
+
     const Program& program;
     const Step& step;
     const Op& op;
     const AttentionWork& work;
+    Pages<E> pages;
+
+    Attend(const Program& program, const Step& step, const Op& op, const AttentionWork& work)
+        : program(program), step(step), op(op), work(work), pages(program, step, op.layer) {}
 
     long count() const { return long(work.items.size()) * program.kv_heads; }
 
-    void piece(long i, Scratch<E>& s) const {
-        const Item& item = work.items[i / program.kv_heads];
-        long kv_head = i % program.kv_heads, shared = program.heads / program.kv_heads;
-        long rows = item.count * shared;
+    // `next`: the piece that this thread computes after this one, -1 for none.
+    void piece(long i, long next, Scratch<E>& s) const {
+        const Item& item = item_of(i);
+        long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
         take_queries(item, kv_head, s);
         for (long r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0;
         for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
-            long keys = std::min<long>(KEY_BLOCK, item.key_end - key);
-            const Stored* panels[KEY_PANELS];
-            find_panels(item, kv_head, key, keys, s, panels);
-            int count = int((keys + LANES - 1) / LANES);
-            score(panels, count, int(rows), s);
-            weigh(item, key, keys, count, key == item.key_begin, s);
-            add_values(panels, count, int(rows), key != item.key_begin, s);
+            KeyBlock block = find(item, kv_head, key), after;
+            if (!pages.panelled())
+                gather(item, kv_head, block, s);
+            else if (key + KEY_BLOCK < item.key_end)
+                after = find(item, kv_head, key + KEY_BLOCK);
+            else if (next >= 0)
+                after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
+            score(block, after, int(rows), s);
+            weigh(item, block, key == item.key_begin, s);
+            add_values(block, after, int(rows), key != item.key_begin, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
     }
@@ -223,40 +234,50 @@ struct Attend {
                    shared * bytes);
     }
 
-    void find_panels(const Item& item, long kv_head, long key, long keys, Scratch<E>& s,
-                     const Stored** panels) const {
-        Pages<E> pages(program, step, op.layer);
-        for (long i = 0; i * LANES < keys; i++) {
-            long position = key + i * LANES;
-            if (pages.panelled()) {
-                panels[i] = pages.panel(item.row, position, kv_head);
-            } else {
-                Stored* to = s.gathered + i * pages.panel_size();
-                pages.gather(to, item.row, position, key + keys, kv_head);
-                panels[i] = to;
-            }
+    const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
+
+    KeyBlock find(const Item& item, long kv_head, long key) const {
+        KeyBlock block;
+        block.key = key, block.keys = std::min<long>(KEY_BLOCK, item.key_end - key);
+        block.count = int((block.keys + LANES - 1) / LANES);
+        if (pages.panelled())
+            for (int i = 0; i < block.count; i++)
+                block.panels[i] = pages.panel(item.row, key + i * LANES, kv_head);
+        return block;
+    }
+
+    void gather(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
+        for (int i = 0; i < block.count; i++) {
+            Stored* to = s.gathered + i * pages.panel_size();
+            pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
+            block.panels[i] = to;
         }
     }
 
     // scores[row][key] = query x key
-    void score(const Stored* const* panels, int count, int rows, Scratch<E>& s) const {
+    void score(const KeyBlock& block, const KeyBlock& after, int rows, Scratch<E>& s) const {
         int depth = int(program.dim / E::PACK);
-        for (int i = 0; i < count; i += TILE_PANELS) {
-            int wide = std::min(TILE_PANELS, count - i);
+        for (int i = 0; i < block.count; i += TILE_PANELS) {
+            int wide = std::min(TILE_PANELS, block.count - i);
             Stretch stretch;
-            for (int p = 0; p < wide; p++) stretch.panels[p] = (const uint32_t*)panels[i + p];
+            Ahead ahead;
+            for (int p = 0; p < wide; p++) {
+                stretch.panels[p] = (const uint32_t*)block.panels[i + p];
+                ahead.lines[p] = (const char*)after.panels[i + p];
+            }
             products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
-                        depth, &stretch, 1, depth, LANES, false);
+                        depth, &stretch, 1, depth, LANES, false, ahead);
         }
     }
 
     // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
-    void weigh(const Item& item, long key, long keys, int count, bool first, Scratch<E>& s) const {
+    void weigh(const Item& item, const KeyBlock& block, bool first, Scratch<E>& s) const {
+        int count = block.count;
         long shared = program.heads / program.kv_heads;
         for (long r = 0; r < item.count * shared; r++) {
-            long seen = step.computed[item.row] + item.first + r / shared + 1 - key;
+            long seen = step.computed[item.row] + item.first + r / shared + 1 - block.key;
             float* scores = s.scores + r * KEY_BLOCK;
-            for (long i = std::max(0L, std::min(seen, keys)); i < count * LANES; i++)
+            for (long i = std::max(0L, std::min(seen, block.keys)); i < count * LANES; i++)
                 scores[i] = -INFINITY;
             Floats most = all(s.most[r]);
             for (int i = 0; i < count; i++) most = max(most, load<Floats>(scores + i * LANES));
@@ -280,18 +301,33 @@ struct Attend {
     }
 
     // sums[row] (+)= weights x values
-    void add_values(const Stored* const* panels, int count, int rows, bool add, Scratch<E>& s) const {
+    void add_values(const KeyBlock& block, const KeyBlock& after, int rows, bool add,
+                    Scratch<E>& s) const {
         int dim = int(program.dim), depth = LANES / E::PACK;
         for (int d = 0; d < dim / LANES; d += TILE_PANELS) {
             int wide = std::min(TILE_PANELS, dim / LANES - d);
             Stretch stretch[KEY_PANELS];
-            for (int i = 0; i < count; i++)
+            for (int i = 0; i < block.count; i++)
                 for (int p = 0; p < wide; p++)
                     stretch[i].panels[p] =
-                        (const uint32_t*)(panels[i] + LANES * dim) + (d + p) * LANES;
+                        (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
             products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK, stretch, count, depth, dim, add);
+                        KEY_BLOCK / E::PACK, stretch, block.count, depth, dim, add,
+                        values_ahead(after, d, wide));
         }
+    }
+
+    // The part of the next block's values that is fetched along with columns d to d + wide.
+    Ahead values_ahead(const KeyBlock& after, int d, int wide) const {
+        long lines_a_panel = program.dim / E::PACK, lines = KEY_BLOCK / E::PACK;
+        Ahead ahead;
+        for (int p = 0; p < wide; p++) {
+            long line = (d + p) * lines, panel = line / lines_a_panel;
+            if (panel < after.count)
+                ahead.lines[p] = (const char*)(after.panels[panel] + LANES * program.dim) +
+                                 line % lines_a_panel * 64;
+        }
+        return ahead;
     }
 
     void put(const Item& item, long kv_head, Scratch<E>& s) const {

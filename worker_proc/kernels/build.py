@@ -91,7 +91,7 @@ def _undefined_is_fine() -> tuple[str, ...]:
 def _key(command: list[str]) -> str:
     """Of everything that the result depends on."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.h")) + [SOURCES / "program.cpp"]:
+    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "program.cpp"]:
         digest.update(source.read_bytes())
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     for part in (" ".join(command), platform.machine(), _cpu()):

@@ -49,40 +49,45 @@ void norm(const Step& step, const Op& op, long token) {
 
 // Pair (i, i + dim / 2) of a head turns by the angle of its position (Su et al. 2021,
 // https://arxiv.org/abs/2104.09864).
-INLINE void rotate(float* to, const float* x, const float* cosines, const float* sines, long dim,
-                   float scale) {
+INLINE void rotate(float* __restrict to, const float* __restrict x, const float* __restrict cosines,
+                   const float* __restrict sines, long dim) {
     long half = dim / 2;
     for (long i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
-        to[i] = (a * cosines[i] - b * sines[i]) * scale;
-        to[i + half] = (b * cosines[i] + a * sines[i]) * scale;
+        to[i] = x[i] * cosines[i] - x[i + half] * sines[i];
+        to[i + half] = x[i + half] * cosines[i] + x[i] * sines[i];
     }
 }
 
 template <class E>
-void rotate_write(const Program& program, const Step& step, const Op& op, long row, long token,
-                  long position) {
+INLINE void narrow_all(typename E::Stored* to, const float* from, long count, float scale) {
+    for (long d = 0; d < count; d += LANES) E::narrow(to + d, load<Floats>(from + d) * scale);
+}
+
+template <class E>
+void rotate_write(const Program& program, const Step& step, const Op& op, long row, long token) {
     typedef typename E::Stored Stored;
-    long dim = program.head_dim, half = dim / 2, kv_heads = program.kv_heads;
+    long dim = program.head_dim, half = dim / 2, position = step.positions[token];
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Stored* queries = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
-    float turned[MOST_HEAD_DIM] = {}, scale = 1 / std::sqrt(float(dim));
-    auto turn = [&](const float* from, float scale) {
+    alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {};
+    alignas(64) Stored key[MOST_HEAD_DIM], value[MOST_HEAD_DIM];
+    auto turn = [&](const float* from) {
         if (program.cosines)
-            rotate(turned, from, program.cosines + position * half, program.sines + position * half, dim,
-                   scale);
+            rotate(turned, from, program.cosines + position * half, program.sines + position * half, dim);
         else
-            for (long d = 0; d < dim; d++) turned[d] = from[d] * scale;
+            memcpy(turned, from, dim * sizeof(float));
     };
-    for (long h = 0; h < program.heads; h++) {
-        turn(x + h * dim, scale);
-        for (long d = 0; d < program.dim; d += LANES)
-            E::narrow(queries + h * program.dim + d, load<Floats>(turned + d));
+    for (long h = 0; h < program.heads; h++, x += dim) {
+        turn(x);
+        narrow_all<E>(queries + h * program.dim, turned, program.dim, 1 / std::sqrt(float(dim)));
     }
-    const float *keys = x + program.heads * dim, *values = keys + kv_heads * dim;
-    for (long h = 0; h < kv_heads; h++) {
-        turn(keys + h * dim, 1);
-        pages.write(row, position, h, turned, values + h * dim);
+    const float* values = x + program.kv_heads * dim;
+    for (long h = 0; h < program.kv_heads; h++) {
+        turn(x + h * dim);
+        narrow_all<E>(key, turned, program.dim, 1);
+        memcpy(plain, values + h * dim, dim * sizeof(float));
+        narrow_all<E>(value, plain, program.dim, 1);
+        pages.write(row, position, h, key, value);
     }
 }

@@ -18,19 +18,15 @@ struct Best {
 
 // The products of one tile, to floats [rows][PIECE_COLUMNS].
 typedef void (*TileProduct)(float* out, const uint32_t* a, long a_stride, const uint32_t* panels,
-                            long depth, const char* ahead);
+                            long depth, const Ahead& ahead);
 
 template <class E, int ROWS, int PANELS>
 void tile_product(float* out, const uint32_t* a, long a_stride, const uint32_t* panels, long depth,
-                  const char* ahead) {
+                  const Ahead& ahead) {
     Floats acc[ROWS][PANELS] = {};
     Stretch stretch;
-    const char* next[TILE_PANELS];
-    for (int p = 0; p < PANELS; p++) {
-        stretch.panels[p] = panels + p * depth * LANES;
-        next[p] = ahead ? ahead + p * depth * 64 : nullptr;
-    }
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, next);
+    for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * depth * LANES;
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, ahead);
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store(out + r * PIECE_COLUMNS + p * LANES, acc[r][p]);
 }
@@ -78,7 +74,6 @@ struct Matmul {
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
         long tiles = (count + TILE_ROWS - 1) / TILE_ROWS, stride = step.strides[op.input];
         const Stored* input = (const Stored*)step.buffers[op.input];
-        const char* ahead = next < 0 ? nullptr : (const char*)at(pieces.first_panel(next));
         alignas(64) float sums[TILE_ROWS * PIECE_COLUMNS];
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
@@ -87,7 +82,7 @@ struct Matmul {
                 int wide = std::min(TILE_PANELS, panels - p);
                 choose_tile<E>(int(end - row), wide)(
                     sums + p * LANES, a, stride / E::PACK, at(panel + p), m.depth,
-                    t == 0 && ahead ? ahead + p * m.depth * 64 : nullptr);
+                    ahead(next, t, tiles, p, wide));
             }
             for (long r = row; r < end; r++)
                 finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
@@ -95,6 +90,17 @@ struct Matmul {
     }
 
   private:
+    // Each tile fetches one panel of the next piece, so that memory is read evenly; the only tile
+    // of few rows fetches all.
+    Ahead ahead(long next, long tile, long tiles, int first, int wide) const {
+        Ahead result;
+        if (next >= 0)
+            for (int p = first; p < first + wide; p++)
+                if (tiles == 1 || tile == p)
+                    result.lines[p - first] = (const char*)at(pieces.first_panel(next) + p);
+        return result;
+    }
+
     const uint32_t* at(long panel) const { return op.matrix.panels + panel * op.matrix.depth * LANES; }
 
     // What becomes of the sums of one row, for the columns from `column` on.

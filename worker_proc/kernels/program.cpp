@@ -130,12 +130,13 @@ class Run {
             return each_token(next, [&](long token) { norm<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_token(next, [&](long token) {
-                rotate_write<E>(program, step, op, row_of[token], token, step.positions[token]);
+                rotate_write<E>(program, step, op, row_of[token], token);
             });
         case ATTEND: {
-            Attend<E> attend{program, step, op, attention};
+            Attend<E> attend(program, step, op, attention);
             Scratch<E>& scratch = scratch_of_thread();
-            return share(next, attend.count(), [&](long i, long) { attend.piece(i, scratch); });
+            return share(next, attend.count(),
+                         [&](long i, long after) { attend.piece(i, after, scratch); });
         }
         case COMBINE:
             return share(next, long(attention.split.size()) * program.heads, [&](long i, long) {
