@@ -1,6 +1,6 @@
 """Who may leave the waiting queue now: slots, pages, and what the running ones may still need."""
 
-from quadriga.errors import PromptTooLong, QueueFull
+from quadriga.errors import PromptTooLong, QueueFull, RequestFailed
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.policy import WaitingQueue
@@ -40,12 +40,16 @@ class NewTokenRatio:
 
 
 class Admission:
-    """Gives slots and pages to requests, and takes them back."""
+    """Gives slots and pages to requests, and takes them back.
+
+    leaving: those who give both back as soon as their steps in flight are answered, by number.
+    """
 
     def __init__(self, args: SchedulerArgs, kv: KVCache) -> None:
         self.kv = kv
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.seated: dict[int, Request] = {}
+        self.leaving: set[int] = set()
         self._free_slots = list(range(args.max_running_requests - 1, -1, -1))
         self._released: list[int] = []
 
@@ -94,6 +98,7 @@ class Admission:
         self.kv.release(request)
         request.slot = -1
         del self.seated[request.seq]
+        self.leaving.discard(request.seq)
 
     def take_released(self) -> list[int]:
         """Slots that the worker has not yet been told to forget."""
@@ -109,6 +114,14 @@ class Admission:
                 " server with a larger --max-total-tokens",
                 "prompt",
             )
+
+    def pool_is_full(self, request: Request) -> RequestFailed:
+        """What to tell a request that holds all pages and needs one more."""
+        return RequestFailed(
+            f"the request fills the whole KV pool of {self.kv.num_pages * self.kv.page_size}"
+            f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
+            " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
+        )
 
 
 def check_queue(waiting: WaitingQueue, limit: int) -> None:

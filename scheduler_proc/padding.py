@@ -49,11 +49,10 @@ class Padding:
                 batch.grown += (request.slot, kv.grow(request))
             batch.add_decode(request)
 
-    def end(self) -> list[Request]:
-        """No row pads any more. Whoever still has steps in flight gives its pages back after them:
-        those are returned."""
-        requests, self._requests = list(self._requests.values()), {}
+    def end(self) -> None:
+        """No row pads any more: the batch is over, or somebody who runs needs the pages."""
+        requests, self._requests = self._requests.values(), {}
         for request in requests:
+            self._admission.leaving.add(request.seq)
             if request.in_flight == 0:
                 self._admission.release(request)
-        return [request for request in requests if request.in_flight]

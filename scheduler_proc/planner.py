@@ -3,14 +3,14 @@
 import random
 from collections.abc import Callable
 
-from quadriga.errors import QuadrigaError, RequestFailed
+from quadriga.errors import QuadrigaError
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission
 from scheduler_proc.batch import RunningBatch, ScheduleBatch, new_slot
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.padding import Padding
 from scheduler_proc.policy import WaitingQueue
-from scheduler_proc.request import Request, Status
+from scheduler_proc.request import Request, Status, progress, worth
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
@@ -48,13 +48,12 @@ class Planner:
         self._preempts = self._by_priority and not args.fair_clients
         self.admission = admission
         self._kv = admission.kv
-        self._waiting = waiting
+        self.waiting = waiting
         self._running = RunningBatch()
         self._deadlines = deadlines
         self._fail = fail
         self._random = random.Random(0)
         self._chunked: Request | None = None
-        self._leaving: set[int] = set()
         self._gave_way = False
         self._prefilled_last = False
         self._in_flight = False
@@ -80,7 +79,7 @@ class Planner:
     def _compose(self, now: float) -> ScheduleBatch:
         self._gave_way = False
         if not self._running and self._chunked is None:
-            self._end_padding()
+            self._padding.end()
         if self._args.debug_retract_probability:
             self._retract_at_random()
         batch = ScheduleBatch()
@@ -100,12 +99,8 @@ class Planner:
     @property
     def has_work(self) -> bool:
         """Somebody could use a step."""
-        somebody = len(self._running) or len(self._waiting) or len(self._padding)
+        somebody = len(self._running) or len(self.waiting) or len(self._padding)
         return somebody > 0 or self._chunked is not None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def _decode_has_the_turn(self) -> bool:
         if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):
@@ -136,7 +131,7 @@ class Planner:
             self._preempt_chunked(self._chunked)
         if self._chunked is not None:
             budget -= self._add_prefill(batch, self._chunked, budget)
-        if budget > 0 and len(self._waiting) and not self._gave_way:
+        if budget > 0 and len(self.waiting) and not self._gave_way:
             self._admit(batch, budget, now)
 
     def _add_prefill(self, batch: ScheduleBatch, request: Request, budget: int) -> int:
@@ -163,15 +158,15 @@ class Planner:
         if places <= 0:
             return
         expected = self.admission.expected_tokens()
-        lookahead = self._waiting.lookahead
-        for request in self._waiting.first(places + lookahead, budget):
+        lookahead = self.waiting.lookahead
+        for request in self.waiting.first(places + lookahead, budget):
             count = self._tokens_for(request, batch, budget)
             if count == 0 or not self._fits(request, expected):
                 lookahead -= 1
                 if lookahead < 0:
                     return
                 continue
-            self._waiting.take(request)
+            self.waiting.take(request)
             self._deadlines.admitted(request)
             self.admission.seat(request, now)
             batch.new.append(new_slot(request))
@@ -209,8 +204,8 @@ class Planner:
     def _fits(self, request: Request, expected: int) -> bool:
         if self.admission.fits(request, expected):
             return True
-        if self._preempts and not self._leaving:
-            victim = min(self._running, key=_worth, default=None)
+        if self._preempts and not self.admission.leaving:
+            victim = min(self._running, key=worth, default=None)
             if victim is not None and self._outranks(request, victim):
                 self._retract(victim)
         return False
@@ -220,7 +215,7 @@ class Planner:
 
     def _preempt_chunked(self, chunked: Request) -> None:
         """A long prompt takes up whole steps: somebody urgent need not wait for its end."""
-        if any(self._outranks(first, chunked) for first in self._waiting.first(1, self._budget)):
+        if any(self._outranks(first, chunked) for first in self.waiting.first(1, self._budget)):
             self._retract(chunked)
 
     # --- giving way -------------------------------------------------------------------------------
@@ -233,10 +228,10 @@ class Planner:
         the pool.
         """
         while self._kv.num_available == 0:
-            if self._leaving:
+            if self.admission.leaving:
                 return False
             if self._padding:
-                self._end_padding()
+                self._padding.end()
                 continue
             victim = self._victim()
             if victim is None:
@@ -244,7 +239,7 @@ class Planner:
                     continue
                 if batch.is_empty and not self._in_flight:
                     self._gave_way = True
-                    self._fail(request, self._pool_is_full(request))
+                    self._fail(request, self.admission.pool_is_full(request))
                 return False
             self._retract(victim)
             if victim is request:
@@ -260,7 +255,7 @@ class Planner:
             candidates.append(self._chunked)
         if len(candidates) < 2:
             return None
-        return min(candidates, key=_worth if self._by_priority else _progress)
+        return min(candidates, key=worth if self._by_priority else progress)
 
     def _retract(self, request: Request) -> None:
         """Its pages are needed: it will wait again, and what is no longer cached by then is
@@ -272,55 +267,33 @@ class Planner:
         self._gave_way = True
         self.admission.ratio.retracted(list(self._running))
         request.status = Status.RETRACTED
-        self._leaving.add(request.seq)
+        self.admission.leaving.add(request.seq)
         if request.in_flight == 0:
             self.requeue(request)
 
     def requeue(self, request: Request) -> None:
         """No step of a retracted request is in flight any more."""
-        self._leaving.discard(request.seq)
         self.admission.release(request)
         if self._kv.pages_for(request.known) > self._kv.num_pages:
-            self._fail(request, self._pool_is_full(request))
+            self._fail(request, self.admission.pool_is_full(request))
             return
         request.status = Status.WAITING
         request.computed = 0
-        self._waiting.push(request)
+        self.waiting.push(request)
 
     def forget(self, request: Request) -> None:
         """It has ended, wherever it stood."""
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         if request in self._running:
             self._stop_decoding(request)
-        self._leaving.discard(request.seq)
         if self._chunked is request:
             self._chunked = None
 
     def release(self, request: Request) -> None:
         """It has ended, and no step of it is in flight. Its pages come back, unless it pads."""
-        self._leaving.discard(request.seq)
         if request not in self._padding:
             self.admission.release(request)
-
-    def _end_padding(self) -> None:
-        """The batch is over, or needs the pages of those who only pad."""
-        self._leaving.update(request.seq for request in self._padding.end())
 
     def _retract_at_random(self) -> None:
         if self._random.random() < self._args.debug_retract_probability and len(self._running):
             self._retract(self._random.choice(list(self._running)))
-
-    def _pool_is_full(self, request: Request) -> RequestFailed:
-        return RequestFailed(
-            f"the request fills the whole KV pool of {self._kv.num_pages * self._kv.page_size}"
-            f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
-            " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
-        )
-
-
-def _progress(request: Request) -> tuple[int, int]:
-    return request.num_generated, -request.num_prompt
-
-
-def _worth(request: Request) -> tuple[int, int, int]:
-    return request.priority, request.num_generated, -request.num_prompt

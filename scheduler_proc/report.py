@@ -39,7 +39,7 @@ class Report:
 
     def info(self) -> InfoValues:
         """The scheduler's own part of an Info."""
-        waiting = len(self._requests) if self.planner is None else self.planner.num_waiting
+        waiting = len(self._requests) if self.planner is None else len(self.planner.waiting)
         return {
             "running": len(self._requests) - waiting,
             "waiting": waiting,

@@ -115,3 +115,13 @@ class Request:
         """Tokens that further steps may sample, those in flight not counted. At 0 no further step
         is needed: what is in flight samples the last possible token."""
         return self.most_known - self.known
+
+
+def progress(request: Request) -> tuple[int, int]:
+    """By this order requests give way where pages are short: first who has generated least."""
+    return request.num_generated, -request.num_prompt
+
+
+def worth(request: Request) -> tuple[int, int, int]:
+    """The same where priorities count."""
+    return request.priority, request.num_generated, -request.num_prompt
