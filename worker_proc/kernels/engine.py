@@ -1,7 +1,8 @@
 """The engine of the native kernels: takes the model down as a list, and runs it at every step."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class NativeEngine(Engine):
         self._record(model, num_pages, page_size)
         self._buffers: dict[Buffer, Tensor] = {}
         self._parts = torch.empty(PART_FLOATS)
+        self._times: list[tuple[OpKind, float]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -74,6 +76,16 @@ class NativeEngine(Engine):
         widths = {Buffer.NORMED: self._head_widths[Buffer.NORMED]}
         self._run_head(self._best_head, hidden, widths)
         return best
+
+    @contextmanager
+    def timed(self) -> Iterator[list[tuple[OpKind, float]]]:
+        """A list to which everything that runs inside adds its operations, in their order, with the
+        seconds that each took: of the first thread, until the last one was done."""
+        self._times = []
+        try:
+            yield self._times
+        finally:
+            self._times = None
 
     def _record(self, model: Model, num_pages: int, page_size: int) -> None:
         shape, weights = model.attention_shape, self._weights
@@ -125,7 +137,15 @@ class NativeEngine(Engine):
 
     def _run(self, program: Program, tokens: int) -> None:
         self._step.token_count = tokens
+        if self._times is None:
+            self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+            return
+        seconds = torch.zeros(program.op_count)
+        self._step.seconds = seconds.data_ptr()
         self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+        self._step.seconds = None
+        kinds = (OpKind(program.ops[i].kind) for i in range(program.op_count))
+        self._times.extend(zip(kinds, seconds.tolist(), strict=True))
 
 
 def _program(ops: list[Op], settings: dict[str, object]) -> Program:
