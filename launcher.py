@@ -1,4 +1,6 @@
-"""Start the four processes, watch over them, stop them. No torch here, and no work of its own.
+"""Start the four processes and the web gateway, watch over them, stop them.
+
+No torch here, and no work of its own.
 
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
@@ -48,9 +50,11 @@ SERVING_NEEDS = (
     "uvloop",
     "psutil",
 )
+HTTP_NEEDS = ("aiohttp", "prometheus_client")
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
+GATEWAY = "http_proc"
 FAREWELL_TIMEOUT = 1.5
-"""Seconds that the front door has to tell the clients that another process died."""
+"""Seconds that front door and gateway have to tell the clients that another process died."""
 ABORT_TIMEOUT = 5.0
 """Seconds after --shutdown-timeout for the aborted requests to be answered."""
 
@@ -76,7 +80,7 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         try:
-            for name in PROCESSES:
+            for name in PROCESSES if self._config.http.no_http else (*PROCESSES, GATEWAY):
                 self._children[name] = self._start(name)
             return self._wait_until_ready() or self._serve()
         finally:
@@ -138,6 +142,7 @@ class Launcher:
         say(
             f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._config.model.shown_name}"
             f" {facts.get('dtype')} {facts.get('device')} · zmq {endpoint}"
+            + ("" if self._config.http.no_http else f" · {self._config.http.url}")
         )
         where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
         say(f'ask it: {sys.executable} -m quadriga ask{where} "Name the capital of France."')
@@ -153,16 +158,18 @@ class Launcher:
                 return self._drain()
 
     def _give_up(self, dead: ChildProcess) -> int:
-        """A process died: tell the clients through the front door, name it, and leave."""
+        """A process died: tell the clients of front door and gateway, name it, and leave."""
         how = dead.how_it_ended()
         message = f"{dead.name} died ({how}); all open requests are lost"
-        front_door = self._children["tokenizer_proc"]
-        if dead is not front_door:
-            front_door.order(FAIL, f"{message}; the server is stopping, start it again")
+        deadline = time.monotonic() + FAREWELL_TIMEOUT
+        speakers = [child for child in self._speakers() if child is not dead]
+        for child in speakers:
+            child.order(FAIL, f"{message}; the server is stopping, start it again")
+        for child in speakers:
             try:
-                front_door.process.wait(FAREWELL_TIMEOUT)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                front_door.process.kill()
+                child.process.kill()
         say(f"error: {message}. Start the server again; its log above may say why.")
         return EXIT_CHILD_DIED
 
@@ -170,7 +177,8 @@ class Launcher:
         """Finish what runs, within --shutdown-timeout; then abort it; a second signal kills."""
         timeout = self._config.launch.shutdown_timeout
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
-        self._children["tokenizer_proc"].order(DRAIN)
+        for child in self._speakers():
+            child.order(DRAIN)
         outcome = self._wait_for_exits(timeout)
         if outcome is None:
             say(f"{timeout:g} s are over: aborting what is left")
@@ -197,6 +205,10 @@ class Launcher:
             if time.monotonic() >= deadline:
                 return None
         return EXIT_OK
+
+    def _speakers(self) -> list[ChildProcess]:
+        """The processes that clients are connected to."""
+        return [self._children[n] for n in ("tokenizer_proc", GATEWAY) if n in self._children]
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -243,7 +255,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE)
-    missing = [name for name in SERVING_NEEDS if find_spec(name) is None]
+    needs = SERVING_NEEDS if config.http.no_http else SERVING_NEEDS + HTTP_NEEDS
+    missing = [name for name in needs if find_spec(name) is None]
     if missing:
         say(f"error: {', '.join(missing)} not installed; pip install -e '.[serve]'")
         sys.exit(EXIT_START_FAILED)

@@ -41,7 +41,7 @@ class OwnServer:
         self, config: ServerConfig, log: Path | None = None, launcher: Path = LAUNCHER
     ) -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        self._config = config.replace(endpoint=self.endpoint)
+        self._config = config.replace(endpoint=self.endpoint, no_http=True)
         self._log_path = log
         self._launcher = launcher
         self._log: IO[bytes] | None = None

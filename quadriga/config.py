@@ -14,6 +14,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.flags import flag, flag_name, positive
+from quadriga.http_args import HttpArgs
 from quadriga.scheduler_args import SchedulerArgs
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -145,6 +146,7 @@ class ServerConfig:
     scheduler: SchedulerArgs = SchedulerArgs()  # noqa: RUF009 - frozen, like the others
     worker: WorkerArgs = WorkerArgs()
     detok: DetokArgs = DetokArgs()
+    http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
 
     def validate(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway import running_gateway
 from tests.server import Server, running_server
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -27,3 +28,10 @@ def server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags += ["--max-total-tokens", "8192", "--max-batch-size", "16"]
     with running_server(log, *flags) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def gateway(server: Server, llama_dir: Path) -> Iterator[str]:
+    """The URL of a web gateway of the shared server, whose model is called `tiny`."""
+    with running_gateway(server.endpoint, llama_dir) as url:
+        yield url

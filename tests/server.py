@@ -57,7 +57,8 @@ def wait_until(condition, seconds: float, complaint=lambda: "") -> None:  # type
 
 
 def launch(endpoint: str, *flags: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a launcher; its log goes to a file or a pipe."""
+    """Start a launcher; its log goes to a file or a pipe. Without a --port it serves no HTTP."""
+    flags = flags if "--port" in flags else (*flags, "--no-http")
     output = log.open("wb") if log else subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, str(ROOT / "launcher.py"), "--endpoint", endpoint, *flags],
@@ -90,6 +91,9 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", endpoint: str, log: Pa
         time.sleep(0.05)
     with Client(endpoint) as client:
         pids = client.info()["pids"]
+    for child in psutil.Process(process.pid).children():
+        if child.pid not in pids.values():
+            pids["http_proc"] = child.pid
     arguments = psutil.Process(pids["worker_proc"]).cmdline()
     run_dir = Path(arguments[arguments.index("--run-dir") + 1])
     return Server(process, endpoint, log, run_dir, pids)

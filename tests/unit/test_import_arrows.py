@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc")
+PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc")
 HEAVY = {"torch", "transformers"}
 
 
@@ -45,7 +45,9 @@ def test_quadriga_imports_no_process_and_nothing_heavy() -> None:
         assert not roots_of(path) & HEAVY, path
 
 
-@pytest.mark.parametrize("folder", ["tokenizer_proc", "scheduler_proc", "detok_proc", "bench"])
+@pytest.mark.parametrize(
+    "folder", ["tokenizer_proc", "scheduler_proc", "detok_proc", "http_proc", "bench"]
+)
 def test_torch_and_transformers_live_in_the_worker_only(folder: str) -> None:
     for path in [*files(folder), ROOT / "launcher.py"]:
         assert not roots_of(path) & HEAVY, path
@@ -74,7 +76,7 @@ def test_layers_inside_quadriga() -> None:
 @pytest.mark.parametrize(
     "module",
     ["launcher", "quadriga.client", "scheduler_proc.main", "tokenizer_proc.main",
-     "detok_proc.main", "bench.serving"],
+     "detok_proc.main", "http_proc.main", "bench.serving"],
 )  # fmt: skip
 def test_importing_it_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in {sorted(HEAVY)}))"

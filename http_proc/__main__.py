@@ -1,0 +1,3 @@
+from http_proc.main import main
+
+main()

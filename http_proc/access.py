@@ -1,0 +1,115 @@
+"""Who may call, from which pages, and in what shape errors leave."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from http_proc.errors import ApiError, from_ring
+from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
+from quadriga.errors import QuadrigaError
+from quadriga.http_args import HttpArgs
+
+PROBES = frozenset({"/livez", "/readyz", "/health"})
+"""Open to everybody: who watches over a server should not need its keys."""
+PREFLIGHT_SECONDS = "600"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Signer = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever goes wrong leaves in OpenAI's shape; what nobody expected is logged, and a 500."""
+    request[REQUEST_ID] = request_id(request)
+    try:
+        return await handler(request)
+    except ApiError as error:
+        found = error
+    except QuadrigaError as error:
+        found = from_ring(error, {})
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        found = ApiError(error.status, _said(request, error), code=_code(error))
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception:
+        logging.exception("%s %s failed", request.method, request.path)
+        found = ApiError(
+            500, "the gateway failed on this request; its log says why", "server_error"
+        )
+    request.app[GATEWAY].metrics.count_error(found.answer.error.code or str(found.status))
+    return web.Response(
+        body=found.body(),
+        status=found.status,
+        headers=found.headers(),
+        content_type="application/json",
+    )
+
+
+def _said(request: web.Request, error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no {request.path} here; /openapi.json lists what there is"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " or ".join(sorted(error.allowed_methods))
+        return f"{request.method} is not for {request.path}: use {allowed}"
+    return error.reason
+
+
+def _code(error: web.HTTPException) -> str:
+    return error.reason.lower().replace(" ", "_")
+
+
+def key_check(args: HttpArgs) -> Middleware:
+    """Lets through who has one of the keys, and everybody to the probes."""
+    keys = [key.encode() for key in args.api_keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in PROBES and request.method != "OPTIONS":
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+            # All are compared, so that the time tells nothing.
+            if sum(hmac.compare_digest(given, key) for key in keys) == 0:
+                raise ApiError(
+                    401,
+                    "no valid API key: send one as 'Authorization: Bearer KEY'",
+                    "authentication_error",
+                    code="invalid_api_key",
+                )
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A browser asks before it lets a page of another origin send a request."""
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        return web.Response(status=204)
+    return await handler(request)
+
+
+def header_signer(args: HttpArgs) -> Signer:
+    """Puts the request's id, and what a page of another origin needs, on every answer."""
+    origins = args.origins
+
+    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "quadriga"
+        response.headers["X-Request-Id"] = request.get(REQUEST_ID) or request_id(request)
+        origin = request.headers.get("Origin")
+        if origin is None or not ("*" in origins or origin in origins):
+            return
+        response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
+        response.headers["Vary"] = "Origin"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        if request.method == "OPTIONS":
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            response.headers["Access-Control-Allow-Headers"] = asked
+            response.headers["Access-Control-Max-Age"] = PREFLIGHT_SECONDS
+
+    return sign

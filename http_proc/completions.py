@@ -1,0 +1,166 @@
+"""POST /v1/completions."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.bodies import convert, read_object
+from http_proc.errors import invalid
+from http_proc.gateway import GATEWAY, MOST_CHOICES, Gateway, Head
+from http_proc.sampling import OPENAI, check_n, choice_params, take_sampling
+from http_proc.schema import (
+    CompletionBody,
+    CompletionChoice,
+    CompletionRequest,
+    usage_body,
+)
+from http_proc.sse import Template, event
+from http_proc.streams import stream, whole
+from http_proc.usage import UsageInStream
+from quadriga.async_client import RequestOptions
+from quadriga.completion import Completion, Prompt, StreamChunk
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI's."""
+
+TEXT = "@text@"
+"""The place of the text in a chunk."""
+
+NAMES = {"prompt_token_ids": "prompt"}
+"""What the ring's fields are called here, beside the sampling fields."""
+
+_encode = msgspec.json.encode
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Complete each prompt n times."""
+    gateway = request.app[GATEWAY]
+    body = await read_object(request)
+    sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
+    call = convert(body, CompletionRequest)
+    gateway.check_model(call.model)
+    _check_supported(call)
+    prompts = list_prompts(call.prompt)
+    check_n(call.n, len(prompts), MOST_CHOICES)
+    echoes = await _echoes(gateway, prompts, sampling.params.skip_special_tokens, call.echo)
+    head = gateway.head(request, "cmpl")
+    options: RequestOptions = {"priority": call.priority}
+    names = {**NAMES, **sampling.names}
+    with gateway.batch(head.id, names) as batch:
+        for prompt in prompts:
+            for choice in range(call.n):
+                params = choice_params(sampling.params, choice)
+                batch.submit(prompt, params, call.stream, options)
+        if call.stream:
+            usage = UsageInStream(call.stream_options, call.n)
+            await usage.count_prompts(gateway.ring, prompts)
+            renderer = CompletionStream(head, call.n, echoes, usage)
+            return await stream(request, batch, renderer, names)
+        answers = await whole(request, batch)
+    return web.Response(
+        body=_encode(_body(head, call.n, echoes, answers)), content_type="application/json"
+    )
+
+
+def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """Each prompt of the field `prompt`: a text or token ids, or a list of those."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt is an empty list: send at least one prompt", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in prompt):
+        raise invalid("prompt mixes token ids with other prompts: send lists of ids", "prompt")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _check_supported(call: CompletionRequest) -> None:
+    if call.best_of not in (None, 1, call.n):
+        raise invalid(f"best_of is {call.best_of}: only 1 or n is supported", "best_of")
+    if call.suffix:
+        raise invalid("suffix is not supported by this server; leave it out", "suffix")
+    if call.logprobs is not None:
+        raise invalid("logprobs is not supported by this server; leave it out", "logprobs")
+
+
+async def _echoes(
+    gateway: Gateway, prompts: list[Prompt], skip_special_tokens: bool, echo: bool
+) -> list[str]:
+    """What comes before the completion of each prompt."""
+    if not echo:
+        return [""] * len(prompts)
+    return [
+        prompt
+        if isinstance(prompt, str)
+        else await gateway.ring.detokenize(prompt, skip_special_tokens)  # type: ignore[arg-type]
+        for prompt in prompts
+    ]
+
+
+def _body(head: Head, n: int, echoes: list[str], answers: list[Completion]) -> CompletionBody:
+    choices = [
+        CompletionChoice(
+            index,
+            echoes[index // n] + answer.text,
+            answer.finish_reason,
+            stop_reason=answer.matched_stop,
+        )
+        for index, answer in enumerate(answers)
+    ]
+    usage = usage_body([answer.usage for answer in answers], n)
+    return CompletionBody(head.id, head.created, head.model, choices, usage)
+
+
+class CompletionStream:
+    """Chunks as events. A chunk without text is sent only if it is the first or the last."""
+
+    def __init__(self, head: Head, n: int, echoes: list[str], usage: UsageInStream) -> None:
+        self._head = head
+        self._usage = usage
+        self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._templates: dict[int, Template] = {}
+
+    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        usage = self._usage.of_chunk(choice, chunk)
+        template, text = self._templates.get(choice), chunk.text
+        if template is None:
+            template = self._templates[choice] = Template(
+                self._chunk(choice, TEXT) | self._usage.slot, TEXT, *self._usage.slot.values()
+            )
+            text = self._echoes[choice] + text
+        elif not text and chunk.completion is None and usage == b"null":
+            return b""
+        if chunk.completion is not None:
+            return event(_encode(self._final(choice, text, chunk.completion, usage)))
+        return template.fill(_encode(text), usage)
+
+    def last(self) -> bytes:
+        usage = self._usage.last()
+        return b"" if usage is None else event(_encode(self._chunk(None) | {"usage": usage}))
+
+    def _final(
+        self, choice: int, text: str, completion: Completion, usage: bytes
+    ) -> dict[str, Any]:
+        chunk = self._chunk(choice, text, completion.finish_reason, completion.matched_stop)
+        return chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
+
+    def _chunk(
+        self, choice: int | None, text: str = "", reason: str | None = None, stop: object = None
+    ) -> dict[str, Any]:
+        one: dict[str, Any] = {
+            "index": choice,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            one["stop_reason"] = stop
+        return {
+            "id": self._head.id,
+            "object": "text_completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [] if choice is None else [one],
+        }

@@ -1,0 +1,83 @@
+"""What goes wrong, in OpenAI's shape: {"error": {message, type, param, code}} and a status."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from quadriga import errors
+from quadriga.errors import QuadrigaError
+
+RETRY_AFTER = 1
+"""Seconds after which it makes sense to try again when the queue was full."""
+RETRY_AFTER_RESTART = 10
+"""The same, when the server is stopping or has lost a process."""
+
+INVALID = "invalid_request_error"
+
+
+class ErrorBody(msgspec.Struct):
+    """param: the request's field that is to blame; code: a short name of what went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with this status and body. retry_after: seconds, or None."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.answer)
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request can never be served as it stands."""
+    return ApiError(400, message, INVALID, param, code)
+
+
+_STATUS: dict[type[QuadrigaError], tuple[int, str, int | None]] = {
+    errors.InvalidRequest: (400, INVALID, None),
+    errors.PromptTooLong: (400, INVALID, None),
+    errors.QueueFull: (429, "rate_limit_error", RETRY_AFTER),
+    errors.DeadlineExceeded: (504, "timeout_error", None),
+    errors.ServerStopping: (503, "server_error", RETRY_AFTER_RESTART),
+    errors.ServerFailed: (503, "server_error", RETRY_AFTER_RESTART),
+    errors.ServerUnreachable: (503, "server_error", RETRY_AFTER_RESTART),
+    errors.SlowReader: (503, "server_error", RETRY_AFTER),
+}
+_CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
+
+
+def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
+    """An error of the ring as a web error. names: what the ring's fields are called here."""
+    status, kind, retry_after = _STATUS.get(type(error), (500, "server_error", None))
+    field = getattr(error, "field", "")
+    code = _CODES.get(error.code, error.code)
+    param, message = names.get(field, field), str(error)
+    if field and message.startswith(field):
+        message = param + message[len(field) :]
+    return ApiError(status, message, kind, param or None, code, retry_after)

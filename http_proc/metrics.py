@@ -1,0 +1,135 @@
+"""GET /metrics for Prometheus: the ring's gauges and counters, and what requests took here.
+
+Names and meanings follow vLLM's and SGLang's, with the prefix `quadriga:`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import psutil
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+
+from http_proc.gateway import GATEWAY
+from http_proc.request_metrics import RequestMetrics
+from quadriga.errors import QuadrigaError
+
+PREFIX = "quadriga:"
+OF_HTTP = "Of the requests that came by HTTP"
+
+GAUGES = {
+    "num_requests_running": ("running", "Requests that hold a slot"),
+    "num_requests_waiting": ("waiting", "Requests that wait to be admitted"),
+    "new_token_ratio": ("new_token_ratio", "Share of the new tokens that admission reserves"),
+    "max_total_num_tokens": ("", "Tokens that the KV pool holds"),
+    "kv_cache_usage_perc": ("", "Share of the KV pages that requests hold, 0 to 1"),
+    "step_gap_p99_ms": ("step_gap_ms_p99", "Idle time of the worker between two planned steps"),
+}
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of requests that gave a token"),
+    "generation_tokens": ("generation_tokens_total", "Tokens generated"),
+    "prefix_cache_queries": ("prompt_tokens_total", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("cached_tokens_total", "Prompt tokens found in the prefix cache"),
+    "num_preemptions": ("retractions", "Requests that gave their place up and came back"),
+    "steps": ("steps", "Steps of the worker"),
+    "prefill_steps": ("prefill_steps", "Steps with prompt tokens in them"),
+    "late_plans": ("late_plans", "Steps that the worker had to wait for"),
+    "worker_busy_seconds": ("busy_seconds", "Forward and sampling"),
+}
+"""By their names here: the key of the ring's info, and what it is."""
+
+
+class Collector:
+    """One look at everything. info: the ring's, empty where it does not answer."""
+
+    def __init__(self, model: str, info: dict[str, Any], live: int, own: RequestMetrics) -> None:
+        self._model = model
+        self._info = info
+        self._live = live
+        self._own = own
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge("http_requests_live", "Web requests that are being answered", self._live)
+        if self._info.get("ready"):
+            yield from self._ring()
+        yield from _processes(self._info.get("pids", {}))
+        for name, histogram in self._own.histograms.items():
+            family = HistogramMetricFamily(PREFIX + name, OF_HTTP, labels=["model_name"])
+            family.add_metric([self._model], histogram.buckets(), histogram.sum)
+            yield family
+        errors = CounterMetricFamily(
+            PREFIX + "http_errors", "Web requests that failed", labels=["model_name", "code"]
+        )
+        for code, count in self._own.errors.items():
+            errors.add_metric([self._model, code], count)
+        yield errors
+        yield self._counter(
+            "http_slow_readers", "Clients that were cut off", self._own.slow_readers
+        )
+
+    def _ring(self) -> Iterator[Metric]:
+        info = self._info
+        pages, held = info["pages_total"], info["pages_held"]
+        derived = {
+            "max_total_num_tokens": pages * info["page_size"],
+            "kv_cache_usage_perc": held / pages if pages else 0.0,
+        }
+        for name, (key, text) in GAUGES.items():
+            yield self._gauge(name, text, derived[name] if not key else info[key])
+        for name, (key, text) in COUNTERS.items():
+            yield self._counter(name, text, info[key])
+        ended = CounterMetricFamily(
+            PREFIX + "request_success",
+            "Requests that have ended, by reason",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in info["ended"].items():
+            ended.add_metric([self._model, reason], count)
+        yield ended
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+
+def _processes(pids: dict[str, int]) -> Iterable[Metric]:
+    """CPU time and memory of each process of the ring that is on this machine."""
+    cpu = CounterMetricFamily(PREFIX + "process_cpu_seconds", "CPU time", labels=["process"])
+    memory = GaugeMetricFamily(PREFIX + "process_resident_bytes", "Memory", labels=["process"])
+    for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
+        try:
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            memory.add_metric([name], process.memory_info().rss)
+            cpu.add_metric([name], times.user + times.system)
+        except psutil.Error:
+            continue
+    return cpu, memory
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """All of it, also where the ring does not answer."""
+    gateway = request.app[GATEWAY]
+    try:
+        info = await gateway.info()
+    except QuadrigaError:
+        info = {}
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(gateway.model, info, gateway.live, gateway.metrics))
+    return web.Response(
+        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )

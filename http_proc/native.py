@@ -1,0 +1,133 @@
+"""POST /generate, in SGLang's shape."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.bodies import convert, read_object
+from http_proc.errors import invalid
+from http_proc.gateway import GATEWAY, MOST_CHOICES
+from http_proc.sampling import NATIVE, check_n, choice_params, take_sampling
+from http_proc.schema import Priority, Request
+from http_proc.sse import event
+from http_proc.streams import stream, whole
+from quadriga.async_client import RequestOptions
+from quadriga.completion import Completion, Prompt, StreamChunk
+
+NAMES = {"prompt": "text", "prompt_token_ids": "input_ids"}
+
+_encode = msgspec.json.encode
+
+
+class GenerateRequest(Request):
+    """text, or input_ids: one prompt, or a list of them. rid: a name for /abort_request.
+
+    sampling_params: by SGLang's names, and n.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    stream: bool = False
+    rid: str | None = None
+    priority: Priority = 0
+    return_logprob: bool = False
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Complete each prompt n times; a list of prompts, or n over 1, is answered by a list."""
+    gateway = request.app[GATEWAY]
+    call = convert(await read_object(request), GenerateRequest)
+    if call.return_logprob:
+        raise invalid("return_logprob is not supported by this server", "return_logprob")
+    prompts, single = _prompts(call)
+    fields = {name: value for name, value in call.sampling_params.items() if value is not None}
+    n = fields.pop("n", 1)
+    if not isinstance(n, int):
+        raise invalid(f"n is {n!r}: it must be an integer", "n")
+    sampling = take_sampling(fields, NATIVE, {})
+    if fields:
+        name = next(iter(fields))
+        raise invalid(f"{name} is not supported by this server; leave it out", name)
+    check_n(n, len(prompts), MOST_CHOICES)
+    rid = call.rid or gateway.head(request, "gen").id
+    if gateway.is_live(rid):
+        raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
+    options: RequestOptions = {"priority": call.priority}
+    single = single and n == 1
+    names = {**NAMES, **sampling.names}
+    with gateway.batch(rid, names) as batch:
+        for prompt in prompts:
+            for choice in range(n):
+                params = choice_params(sampling.params, choice)
+                batch.submit(prompt, params, call.stream, options)
+        if call.stream:
+            renderer = GenerateStream(rid, single)
+            return await stream(request, batch, renderer, names)
+        answers = await whole(request, batch)
+    bodies = [_answer(rid, answer) for answer in answers]
+    return web.Response(
+        body=_encode(bodies[0] if single else bodies), content_type="application/json"
+    )
+
+
+def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether there is one that is no list."""
+    if (call.text is None) == (call.input_ids is None):
+        raise invalid("give either text or input_ids", "text")
+    if call.text is not None:
+        return ([call.text], True) if isinstance(call.text, str) else (list(call.text), False)
+    ids = call.input_ids or []
+    if all(isinstance(item, int) for item in ids):
+        return [ids], True  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in ids):
+        raise invalid("input_ids mixes ids and lists of ids", "input_ids")
+    return list(ids), False  # type: ignore[arg-type]
+
+
+def _answer(rid: str, answer: Completion) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": _finish_reason(answer),
+        "prompt_tokens": answer.usage.prompt_tokens,
+        "completion_tokens": answer.usage.completion_tokens,
+        "cached_tokens": answer.usage.cached_tokens,
+        "e2e_latency": answer.timings.delivered - answer.timings.submitted,
+    }
+    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+
+def _finish_reason(answer: Completion) -> dict[str, Any]:
+    if answer.finish_reason == "length":
+        return {"type": "length", "length": answer.usage.completion_tokens}
+    if answer.finish_reason == "stop":
+        return {"type": "stop", "matched": answer.matched_stop}
+    return {"type": answer.finish_reason}
+
+
+class GenerateStream:
+    """Each event has all the text so far, as SGLang's."""
+
+    def __init__(self, rid: str, single: bool) -> None:
+        self._rid = rid
+        self._single = single
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, list[int]] = {}
+
+    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        if chunk.completion is not None:
+            body = _answer(self._rid, chunk.completion)
+        else:
+            body = self._so_far(choice, chunk)
+        return event(_encode(body if self._single else body | {"index": choice}))
+
+    def _so_far(self, choice: int, chunk: StreamChunk) -> dict[str, Any]:
+        text = self._texts[choice] = self._texts.get(choice, "") + chunk.text
+        ids = self._ids.setdefault(choice, [])
+        ids += chunk.token_ids
+        meta = {"id": self._rid, "finish_reason": None, "completion_tokens": len(ids)}
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def last(self) -> bytes:
+        return b""

@@ -1,0 +1,130 @@
+"""The sampling fields of a request, by the names of OpenAI, vLLM and SGLang.
+
+A field of SamplingParams needs one line in a table here. One that is in a table, but that
+SamplingParams does not have yet, is refused by name unless its value changes nothing.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from http_proc.errors import invalid
+from quadriga.sampling import SamplingParams
+
+SUPPORTED = frozenset(SamplingParams.__struct_fields__)
+
+EVERYWHERE = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "stop_regex": "stop_regex",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "no_stop_trim": "no_stop_trim",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+}
+OPENAI = {
+    **EVERYWHERE,
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "seed",
+}
+CHAT = {**OPENAI, "max_completion_tokens": "max_new_tokens"}
+NATIVE = {
+    **EVERYWHERE,
+    "max_new_tokens": "max_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "sampling_seed": "seed",
+}
+"""SGLang's sampling_params."""
+
+NEUTRAL: dict[str, Any] = {
+    "min_p": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "stop_regex": [],
+    "include_stop_str_in_output": False,
+    "no_stop_trim": False,
+    "bad_words": [],
+    "min_new_tokens": 0,
+}
+"""By the names of SamplingParams: values that change nothing."""
+
+MAX_N = 128
+_AT = re.compile(r"\$(?:\.(\w+))?")
+
+
+class Sampling(NamedTuple):
+    """params, and what SamplingParams' fields are called in this request, for errors."""
+
+    params: SamplingParams
+    names: dict[str, str]
+
+
+def take_sampling(
+    body: dict[str, Any], table: Mapping[str, str], defaults: Mapping[str, Any]
+) -> Sampling:
+    """Take the sampling fields out of a body. defaults: by the names of SamplingParams.
+
+    Raises ApiError for a wrong type, and for a field that is not supported yet.
+    """
+    values, names = dict(defaults), {}
+    for name, field in table.items():
+        if name not in body:
+            continue
+        value = body.pop(name)
+        if field in SUPPORTED:
+            values[field], names[field] = value, name
+        elif field not in NEUTRAL or value != NEUTRAL[field]:
+            raise invalid(f"{name} is not supported by this server; leave it out", name)
+    try:
+        return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
+    except msgspec.ValidationError as error:
+        raise wrong_type(error, names) from None
+
+
+def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
+    """400 that names the field to which msgspec's message points (`… - at `$.field``)."""
+    text = str(error)
+    at = _AT.search(text)
+    field = at[1] if at and at[1] else ""
+    name = names.get(field, field)
+    unknown = re.search(r"unknown field `(\w*)`", text)
+    if unknown is not None and not field:
+        return invalid(f"{unknown[1]} is no field of this request; leave it out", unknown[1])
+    missing = re.search(r"missing required field `(\w*)`", text)
+    if missing is not None and not field:
+        return invalid(f"{missing[1]} is missing", missing[1])
+    return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
+
+
+def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one of n choices: a seed of its own where the request has one."""
+    if params.seed is None or choice == 0:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + choice) % 2**63)
+
+
+def check_n(n: int, prompts: int, limit: int) -> None:
+    """400 for more choices than one request may have."""
+    if not 1 <= n <= MAX_N:
+        raise invalid(f"n is {n}: it must be from 1 to {MAX_N}", "n")
+    if n * prompts > limit:
+        raise invalid(
+            f"{prompts} prompts of {n} choices are {n * prompts}: one request may have {limit};"
+            " send several",
+            "prompt",
+        )

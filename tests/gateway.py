@@ -1,0 +1,45 @@
+"""A web gateway for a test: a process of its own beside a running ring."""
+
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench.server import free_port
+from tests.server import ROOT
+
+MODEL = "tiny"
+
+
+@contextmanager
+def running_gateway(endpoint: str, model_dir: object, *flags: str) -> Iterator[str]:
+    """Its URL, without a slash at the end."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, "-m", "http_proc", "--run-dir", run_dir]
+        command += ["--endpoint", endpoint, "--port", str(port), "--model", str(model_dir)]
+        command += ["--served-model-name", MODEL, "--log-level", "warning", *flags]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, url)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        assert process.poll() is None, "the gateway did not start"
+        assert time.monotonic() < deadline, "the gateway is not ready"
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)

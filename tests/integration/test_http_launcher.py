@@ -1,0 +1,88 @@
+"""The gateway as the launcher's child: started, named where it cannot start, told of the end."""
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.server import free_port
+from quadriga.process import EXIT_CHILD_DIED, EXIT_OK, EXIT_START_FAILED
+from tests.server import Server, is_alive, launch, running_server, wait_until
+
+BODY = {"prompt": [5], "max_tokens": 250, "stream": True, "ignore_eos": True}
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def own_server(llama_dir: Path, tmp_path: Path, port: int) -> Iterator[Server]:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--max-total-tokens", "4096", "--port", str(port)]
+    with running_server(tmp_path / "log", *flags) as server:
+        yield server
+
+
+def post(port: int, body: dict[str, Any]) -> Any:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", data)
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def test_a_signal_lets_open_streams_end_and_a_taken_port_is_named(
+    own_server: Server, port: int, llama_dir: Path
+) -> None:
+    assert f"http://127.0.0.1:{port}" in own_server.log.read_text()
+    second = launch(
+        f"tcp://127.0.0.1:{free_port()}", "--model", str(llama_dir), "--port", str(port)
+    )
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == EXIT_START_FAILED
+    assert f"port {port} of 127.0.0.1 is taken" in output.decode()
+    assert "--no-http" in output.decode()
+    with post(port, BODY) as stream:
+        first = stream.readline()
+        own_server.process.send_signal(signal.SIGTERM)
+        whole = first + stream.read()
+    assert whole.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in whole
+    assert own_server.process.wait(20) == EXIT_OK
+
+
+@pytest.mark.parametrize("victim", ["worker_proc", "http_proc"])
+def test_a_death_ends_open_requests_and_is_named(
+    own_server: Server, port: int, victim: str
+) -> None:
+    ended: list[bytes | Exception] = []
+
+    def read() -> None:
+        try:
+            with post(port, BODY | {"n": 64}) as stream:
+                started.set()
+                ended.append(stream.read())
+        except (OSError, HTTPException) as error:
+            ended.append(error)
+
+    started = threading.Event()
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert started.wait(20)
+    os.kill(own_server.pids[victim], signal.SIGKILL)
+    thread.join(20)
+    assert own_server.process.wait(20) == EXIT_CHILD_DIED
+    assert f"error: {victim} died (killed by SIGKILL)" in own_server.log.read_text()
+    wait_until(lambda: not any(map(is_alive, own_server.pids.values())), 5)
+    (end,) = ended
+    if victim == "worker_proc":
+        assert isinstance(end, bytes)
+        assert end.endswith(b"data: [DONE]\n\n")
+        assert b"worker_proc died (killed by SIGKILL)" in end

@@ -1,0 +1,95 @@
+"""A gateway in this process, before a ring that says what a test wants it to say."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from bench.server import free_port
+from http_proc.app import make_app
+from http_proc.gateway import Gateway
+from quadriga.completion import Completion, StreamChunk, Timings
+from quadriga.config import ServerConfig
+from quadriga.errors import QuadrigaError
+from quadriga.messages.public import Usage
+
+FACTS = {"ready": True, "context_length": 100, "chat": True, "tool_format": "hermes", "pids": {}}
+
+
+class ScriptedHandle:
+    def __init__(self, name: str) -> None:
+        self.request_id = name
+        self.done = False
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = self.aborted or not self.done
+        self.done = True
+
+
+class ScriptedRing:
+    """Stands for AsyncClient. Each request is answered with `pieces` at once, or with `error`;
+    with `leaves_open` it is never ended."""
+
+    def __init__(self, pieces: list[str], **facts: Any) -> None:
+        self.pieces = pieces
+        self.error: QuadrigaError | None = None
+        self.error_at = 0
+        self.leaves_open = False
+        self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
+        self.handles: list[ScriptedHandle] = []
+        self.sinks: list[Any] = []
+        self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def submit(self, prompt: Any, params: Any, *, sink: Any, **options: Any) -> ScriptedHandle:
+        handle = ScriptedHandle(str(len(self.handles)))
+        self.handles.append(handle)
+        self.sinks.append(sink)
+        self.submitted.append((prompt, params, options))
+        self._answer(handle, sink)
+        return handle
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        for number, piece in enumerate(self.pieces):
+            if self.error is not None and number == self.error_at:
+                handle.done = True
+                loop.call_soon(sink, self.error)
+                return
+            is_last = number == len(self.pieces) - 1 and not self.leaves_open
+            handle.done = is_last
+            loop.call_soon(sink, chunk(piece, self._completion() if is_last else None))
+
+    def _completion(self) -> Completion:
+        timings = Timings(time.time(), token_times=[time.time()])
+        usage = Usage(3, len(self.pieces), 0)
+        return Completion("r", "".join(self.pieces), [1], "stop", usage, timings)
+
+    async def info(self, timeout: float) -> dict[str, Any]:
+        return self.facts
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError("not expected")
+
+
+def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
+    return StreamChunk("r", text, [1], [0.0], 0.0, completion)
+
+
+@asynccontextmanager
+async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """Its URL, and the gateway."""
+    port = free_port()
+    config = ServerConfig().replace(served_model_name="tiny", port=port, **flags)
+    gateway = Gateway(config, ring)  # type: ignore[arg-type]
+    runner = web.AppRunner(make_app(gateway), handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}", gateway
+    finally:
+        await runner.cleanup()

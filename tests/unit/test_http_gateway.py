@@ -1,0 +1,229 @@
+"""What the gateway makes of a ring that calls tools, fails, is slow or stops."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import openai
+import pytest
+
+from http_proc import sse
+from quadriga.errors import (
+    DeadlineExceeded,
+    QuadrigaError,
+    QueueFull,
+    RequestFailed,
+    ServerFailed,
+    ServerStopping,
+)
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+CALLING = ["Let me ", "see.", "<tool", "_call>", *list(CALL.removeprefix("<tool_call>")), "\n"]
+ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Rain?"}]}
+
+Test = Callable[[openai.AsyncOpenAI, Any], Coroutine[Any, Any, None]]
+
+
+def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
+    async def whole() -> None:
+        async with (
+            gateway_before(ring, **flags) as (url, gateway),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+        ):
+            await test(client, gateway)
+
+    asyncio.run(asyncio.wait_for(whole(), 20))
+
+
+def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
+    ring = ScriptedRing(CALLING)
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        answer = await client.chat.completions.create(**ASK, tools=TOOLS)
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        assert choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function"
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+        assert ring.submitted[0][2]["chat"].tools[0]["function"]["name"] == "weather"
+
+    run(ring, test)
+
+
+def test_a_tool_call_is_streamed_as_one_delta_and_never_as_text() -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        text, calls, reasons = "", [], []
+        async for part in await client.chat.completions.create(**ASK, tools=TOOLS, stream=True):
+            delta = part.choices[0].delta
+            text += delta.content or ""
+            calls += delta.tool_calls or []
+            reasons.append(part.choices[0].finish_reason)
+        assert text == "Let me see."
+        assert [(c.index, c.function.name) for c in calls if c.function] == [(0, "weather")]
+        assert reasons[-1] == "tool_calls"
+
+    run(ScriptedRing(CALLING), test)
+
+
+def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        fields = {**ASK, "tools": TOOLS, "parallel_tool_calls": False}
+        answer = await client.chat.completions.create(**fields)
+        assert len(answer.choices[0].message.tool_calls or []) == 1
+        calls = []
+        async for part in await client.chat.completions.create(**fields, stream=True):
+            calls += part.choices[0].delta.tool_calls or []
+        assert len(calls) == 1
+
+    run(ScriptedRing([CALL, CALL]), test)
+
+
+def test_without_tools_the_same_answer_is_text() -> None:
+    ring = ScriptedRing([CALL])
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            answer = await client.chat.completions.create(**ASK, **fields)
+            assert answer.choices[0].message.content == CALL
+            assert answer.choices[0].finish_reason == "stop"
+        assert not ring.submitted[1][2]["chat"].tools
+
+    run(ring, test)
+
+
+def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None:
+    ring = ScriptedRing(["It rains."])
+    call = {"id": "abc", "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}  # fmt: skip
+    messages: Any = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc", "content": "yes"},
+    ]
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+        sent = ring.submitted[0][0]
+        assert sent[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+        assert sent[2] == {"role": "tool", "content": "yes", "tool_call_id": "abc"}
+
+    run(ring, test)
+
+
+def test_a_base_model_is_sent_to_completions() -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        with pytest.raises(openai.BadRequestError, match="/v1/completions"):
+            await client.chat.completions.create(**ASK)
+
+    run(ScriptedRing(["x"], chat=False), test)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (QueueFull("full"), 429, True),
+        (ServerStopping("stopping"), 503, True),
+        (ServerFailed("worker_proc died"), 503, True),
+        (DeadlineExceeded("too late"), 504, False),
+        (RequestFailed("no"), 500, False),
+    ],
+)
+def test_what_the_ring_says_becomes_a_status(
+    error: QuadrigaError, status: int, retry: bool
+) -> None:
+    ring = ScriptedRing(["a", "b"])
+    ring.error = error
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError, match=str(error)) as caught:
+                await client.completions.create(model="tiny", prompt="x", stream=stream)  # type: ignore[call-overload]
+            assert caught.value.status_code == status
+            assert ("retry-after" in caught.value.response.headers) is retry
+        assert gateway.metrics.errors[error.code] == 2
+        assert gateway.live == 0
+
+    run(ring, test)
+
+
+def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
+    ring = ScriptedRing(["a", "b", "c"])
+    ring.error, ring.error_at = ServerFailed("worker_proc died"), 2
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        gateway_chunks = []
+        ring.leaves_open = True
+        with pytest.raises(openai.APIError, match="worker_proc died"):
+            stream = await client.completions.create(model="tiny", prompt="x", stream=True)
+            async for part in stream:
+                gateway_chunks.append(part)
+        assert gateway.live == 0
+
+    run(ring, test)
+
+
+def test_while_it_stops_it_answers_what_is_open_and_takes_nothing_new() -> None:
+    ring = ScriptedRing(["a", "b"])
+    ring.leaves_open = True
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        stream = await client.completions.create(model="tiny", prompt="x", stream=True)
+        draining = asyncio.create_task(gateway.drain(5.0))
+        with pytest.raises(openai.InternalServerError, match="takes no new requests"):
+            await client.completions.create(model="tiny", prompt="x")
+        assert not draining.done()
+        ring.sinks[0](chunk("c", ring._completion()))
+        assert "".join([part.choices[0].text async for part in stream]) == "abc"
+        await draining
+
+    run(ring, test)
+
+
+def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
+    ring = ScriptedRing([])
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        request = asyncio.create_task(client.completions.create(model="tiny", prompt="x"))
+        while not ring.sinks:
+            await asyncio.sleep(0)
+        gateway.fail_all(ServerFailed("worker_proc died"))
+        with pytest.raises(openai.InternalServerError, match="worker_proc died"):
+            await request
+        await gateway.drain(5.0)
+
+    run(ring, test)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "STALL_SECONDS", 0.2)
+    ring = ScriptedRing(["a"])
+    ring.leaves_open = True
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        body = b'{"prompt": "x", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(lazy, ("127.0.0.1", gateway.args.port))
+        await loop.sock_sendall(lazy, head + body)
+        while not ring.sinks:
+            await asyncio.sleep(0)
+        while not gateway.metrics.slow_readers:
+            ring.sinks[0](chunk("a" * 100_000))
+            await asyncio.sleep(0.001)
+        assert ring.handles[0].aborted
+        assert gateway.live == 0
+        lazy.close()
+
+    run(ring, test)
