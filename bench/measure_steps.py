@@ -3,7 +3,8 @@
 import os
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from itertools import count
@@ -91,18 +92,21 @@ def describe(case: Case) -> str:
 
 
 class Bench:
-    """A worker in this process, and the plans that make it run one step at a time."""
+    """A worker in this process, and the plans that make it run one step at a time. Pages are at
+    random places, as those of a server are before long."""
 
     def __init__(self, runner: "Runner", seed: int = 0) -> None:
-        self._runner = runner
+        self.runner = runner
         self._page_size = runner.table.page_size
         self._draw = random.Random(seed)
+        self._pages = self._draw.sample(range(runner.table.num_pages), runner.table.num_pages)
         self._steps = count()
 
     def fill(self) -> None:
         """Write to every page once: memory that was never written to is read too fast."""
         pages = -(-FILL_CHUNK // self._page_size)
-        for first in range(0, self._runner.table.num_pages - pages + 1, pages):
+        starts = range(0, self.runner.table.num_pages - pages + 1, pages)
+        for first in tqdm(starts, desc="writing to the KV pool", unit="step", disable=None):
             self._run([self._new(0, Row(0, FILL_CHUNK), first)], [(0, FILL_CHUNK)])
             self._run([], [], released=[0])
 
@@ -120,18 +124,31 @@ class Bench:
         self._run([], [], released=range(len(case)))
         return ms
 
+    @contextmanager
+    def decoding(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
+        """Requests in their slots with so much context, room for so many steps, and what decodes
+        one more token of each: the ms of its step."""
+        seated: list[NewSlot] = []
+        page = 0
+        for slot in range(rows):
+            seated.append(self._new(slot, Row(context, 1), page, room=steps))
+            page += len(seated[-1].pages) // 4
+        self._run(seated, [])
+        yield lambda: self._run([], [(slot, 1) for slot in range(rows)])
+        self._run([], [], released=range(rows))
+
     def _run(
         self, new: list[NewSlot], rows: list[tuple[int, int]], released: Iterable[int] = ()
     ) -> float:
         slots, counts = pack_ids(slot for slot, _ in rows), pack_ids(n for _, n in rows)
         mode = EXTEND if any(n > 1 for _, n in rows) else DECODE
         plan = StepPlan(next(self._steps), mode, slots, counts, new, pack_ids(released))
-        result = self._runner.run(plan)
+        result = self.runner.run(plan)
         return 1000 * (result.ended - result.began)
 
-    def _new(self, slot: int, row: Row, first_page: int) -> NewSlot:
+    def _new(self, slot: int, row: Row, first_page: int, room: int = 0) -> NewSlot:
         known = row.context + row.tokens + (0 if row.ends else 1)
-        pages = range(first_page, first_page - (-known // self._page_size))
+        pages = self._pages[first_page : first_page - (-(known + room) // self._page_size)]
         ids = pack_ids(self._draw.randrange(3, LAST_ID) for _ in range(known))
         return NewSlot(slot, ids, row.context, pack_ids(pages), 0.0, -1, 1.0, 0)
 
@@ -153,7 +170,9 @@ def measure(bench: Bench, cases: Sequence[Case], repeats: int) -> Floats:
     return np.array([statistics.median(one) for one in times])
 
 
-def make_bench(config: ServerConfig) -> tuple[Bench, MeasuredOn]:
+def make_bench(
+    config: ServerConfig, tokens_a_row: int = MOST_TOKENS_A_ROW
+) -> tuple[Bench, MeasuredOn]:
     """Load the model of these flags. QuadrigaError where that does not work."""
     from quadriga.model_source import resolve_model
     from worker_proc.main import SPIN_COUNT
@@ -161,16 +180,17 @@ def make_bench(config: ServerConfig) -> tuple[Bench, MeasuredOn]:
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
     from worker_proc.hardware import set_threads
     from worker_proc.kv_pool import pages_of_pool
+    from worker_proc.models.registry import build_model
     from worker_proc.runner import make_runner
 
     threads, files = set_threads(config.worker), resolve_model(config.model, show_progress=True)
     small = config.replace(
-        max_total_tokens=MOST_ROWS * MOST_TOKENS_A_ROW, max_running_requests=MOST_ROWS
+        max_total_tokens=MOST_ROWS * tokens_a_row, max_running_requests=MOST_ROWS
     )
     runner = make_runner(small, files)
     runner.warm_up()
     table, most = runner.table, config.scheduler.max_running_requests * files.context_length
-    shape = runner.model.attention_shape
+    shape = build_model(files.config).attention_shape
     pages = pages_of_pool(config.worker, shape, runner.dtype, table.device, most)
     return Bench(runner), MeasuredOn(
         model=config.model.shown_name,
