@@ -91,6 +91,11 @@ class WorkerArgs:
         " compiler is found)",
         ("auto", "native", "torch"),
     )
+    quantization: str = flag(
+        "none",
+        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied",
+        ("none", "int8", "int4"),
+    )
     worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
 
     def validate(self) -> None:

@@ -11,6 +11,8 @@ from worker_proc.kernels.build import NoCompiler
 from worker_proc.models.base import Model
 from worker_proc.torch_engine import TorchEngine
 
+QUANTISATIONS = {"none": None, "int8": 8, "int4": 4}
+
 
 def make_engine(
     args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype, device: torch.device
@@ -33,5 +35,5 @@ def make_engine(
 def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:
     from worker_proc.kernels.engine import NativeEngine
 
-    threads = torch.get_num_threads()
-    return NativeEngine(model, num_pages, args.page_size, dtype, threads, logging.info)
+    threads, bits = torch.get_num_threads(), QUANTISATIONS[args.quantization]
+    return NativeEngine(model, num_pages, args.page_size, dtype, threads, bits, logging.info)

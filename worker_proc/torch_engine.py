@@ -23,7 +23,7 @@ class TorchEngine(Engine):
     twice as fast at few rows."""
 
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
-        self._model = model
+        self.model = model
         self._attention = attention
         self._packed: Packed = {
             module: packed
@@ -32,10 +32,10 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self._model.body(TorchOps(self._packed, inputs, self._attention))
+        return self.model.body(TorchOps(self._packed, inputs, self._attention))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.head(TorchOps(self._packed), hidden)
+        return self.model.head(TorchOps(self._packed), hidden)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))

@@ -19,7 +19,7 @@ from quadriga.sources.cache import cache_directory
 
 SOURCES = Path(__file__).parent
 ARCH_VARIABLE, COMPILER_VARIABLE = "QUADRIGA_KERNEL_ARCH", "CXX"
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wno-psabi", "-Wno-ignored-attributes")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 OPENMP = ("-Xpreprocessor", "-fopenmp")
 """For the compiler alone: the linker must not bring a second OpenMP beside torch's."""
 COMPILE_TIMEOUT = 120.0

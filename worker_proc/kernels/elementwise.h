@@ -4,20 +4,35 @@
 #include <cmath>
 
 #include "attention.h"
+#include "quantised.h"
 
-// Columns beyond the width are there to be read as zeros by the next product.
+// The weight of row `id` of the table (a column of the matrix, as the head multiplies it).
+template <class E>
+INLINE float embedding(const Matrix& m, long id, long d) {
+    const uint32_t* panel = m.panels + id / LANES * m.panel_units;
+    int lane = int(id % LANES);
+    if (m.format == INT8) return QuantisedPanel<Int8>(panel, m.depth).weight(lane, d);
+    if (m.format == INT4) return QuantisedPanel<Int4>(panel, m.depth).weight(lane, d);
+    const typename E::Stored* unit = (const typename E::Stored*)(panel + d / E::PACK * LANES + lane);
+    return E::widen_one(unit[d % E::PACK]);
+}
+
 template <class E>
 void embed(const Program& program, const Step& step, const Op& op, long token) {
-    typedef typename E::Stored Stored;
-    long id = step.token_ids[token], width = op.width;
-    const Stored* from = (const Stored*)op.matrix.panels +
-                         (id / LANES * op.matrix.depth * LANES + id % LANES) * E::PACK;
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
-    const float* position = program.position_vectors ? program.position_vectors + step.positions[token] * width : nullptr;
-    for (long d = 0; d < width; d++) {
-        float x = E::widen_one(from[d / E::PACK * LANES * E::PACK + d % E::PACK]);
+    const float* position =
+        program.position_vectors ? program.position_vectors + step.positions[token] * op.width : 0;
+    for (long d = 0; d < op.width; d++) {
+        float x = embedding<E>(op.matrix, step.token_ids[token], d);
         to[d] = position ? x + position[d] : x;
     }
+}
+
+template <class E>
+void quantise_token(const Step& step, const Op& op, long token) {
+    quantise<E>((char*)step.buffers[op.output] + token * step.strides[op.output],
+                (const typename E::Stored*)step.buffers[op.input] + token * step.strides[op.input],
+                op.width);
 }
 
 template <class E>

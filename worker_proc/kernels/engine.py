@@ -37,18 +37,20 @@ class NativeEngine(Engine):
         page_size: int,
         dtype: torch.dtype,
         threads: int,
+        bits: int | None,
         say: Callable[[str], None],
     ) -> None:
-        """Raises NoCompiler where the kernels cannot be compiled."""
+        """bits: of quantised weights, None where they stay in dtype. Raises NoCompiler where the
+        kernels cannot be compiled."""
         self._library = load_kernels(say)
         check_layout(self._library)
         self._dtype = dtype
         self._vocab_size = model.vocab_size
-        self._weights = Weights()
+        self._weights = Weights(bits)
         self._record(model, num_pages, page_size)
         self._buffers: dict[Buffer, Tensor] = {}
         self._parts = torch.empty(PART_FLOATS)
-        self._times: list[tuple[OpKind, float]] | None = None
+        self._timed: list[tuple[Program, Tensor]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -73,19 +75,25 @@ class NativeEngine(Engine):
     def likeliest(self, hidden: Tensor) -> Tensor:
         best = torch.empty(len(hidden), dtype=torch.int64)
         self._step.best = best.data_ptr()
-        widths = {Buffer.NORMED: self._head_widths[Buffer.NORMED]}
+        widths = dict(self._head_widths)
+        del widths[Buffer.LOGITS]
         self._run_head(self._best_head, hidden, widths)
         return best
 
     @contextmanager
     def timed(self) -> Iterator[list[tuple[OpKind, float]]]:
-        """A list to which everything that runs inside adds its operations, in their order, with the
-        seconds that each took: of the first thread, until the last one was done."""
-        self._times = []
+        """A list that holds afterwards, in their order, the operations of everything that ran
+        inside, and the seconds that each took: on the first thread, until the last one was done."""
+        operations: list[tuple[OpKind, float]] = []
+        runs: list[tuple[Program, Tensor]] = []
+        self._timed = runs
         try:
-            yield self._times
+            yield operations
         finally:
-            self._times = None
+            self._timed = None
+            for program, seconds in runs:
+                kinds = (OpKind(op.kind) for op in program.ops[: program.op_count])
+                operations += zip(kinds, seconds.tolist(), strict=True)
 
     def _record(self, model: Model, num_pages: int, page_size: int) -> None:
         shape, weights = model.attention_shape, self._weights
@@ -121,12 +129,17 @@ class NativeEngine(Engine):
         for buffer, width in widths.items():
             held = self._buffers.get(buffer)
             if held is None or len(held) < tokens:
-                dtype = torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
+                dtype = self._buffer_dtype(buffer)
                 rows = round_up(tokens, 64)
                 stride = round_up(width, LANES) + STRIDE_EXTRA
                 held = self._buffers[buffer] = torch.zeros(rows, stride, dtype=dtype)
             self._step.buffers[buffer] = held.data_ptr()
             self._step.strides[buffer] = held.stride(0)
+
+    def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
+        if buffer == Buffer.QUANTISED:
+            return torch.uint8
+        return torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
 
     def _run_head(self, program: Program, hidden: Tensor, widths: dict[Buffer, int]) -> None:
         self._reserve(widths, len(hidden))
@@ -137,15 +150,12 @@ class NativeEngine(Engine):
 
     def _run(self, program: Program, tokens: int) -> None:
         self._step.token_count = tokens
-        if self._times is None:
-            self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
-            return
-        seconds = torch.zeros(program.op_count)
-        self._step.seconds = seconds.data_ptr()
-        self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
         self._step.seconds = None
-        kinds = (OpKind(program.ops[i].kind) for i in range(program.op_count))
-        self._times.extend(zip(kinds, seconds.tolist(), strict=True))
+        if self._timed is not None:
+            seconds = torch.zeros(program.op_count)
+            self._step.seconds = seconds.data_ptr()
+            self._timed.append((program, seconds))
+        self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
 
 
 def _program(ops: list[Op], settings: dict[str, object]) -> Program:

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "program.h"
+#include "quantised.h"
 #include "tile.h"
 
 constexpr int ROW_BLOCK = 96;      // rows whose inputs stay in the second-level cache
@@ -16,31 +17,46 @@ struct Best {
     int64_t column;
 };
 
-// The products of one tile, to floats [rows][PIECE_COLUMNS].
-typedef void (*TileProduct)(float* out, const uint32_t* a, long a_stride, const uint32_t* panels,
-                            long depth, const Ahead& ahead);
+// The products of one tile, to floats [rows][out_stride].
+typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
+                            const uint32_t* panels, long panel_units, long depth,
+                            const Ahead& ahead);
 
 template <class E, int ROWS, int PANELS>
-void tile_product(float* out, const uint32_t* a, long a_stride, const uint32_t* panels, long depth,
-                  const Ahead& ahead) {
+void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
+                  const uint32_t* panels, long panel_units, long depth, const Ahead& ahead) {
     Floats acc[ROWS][PANELS] = {};
     Stretch stretch;
-    for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * depth * LANES;
+    for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * panel_units;
     multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, ahead);
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) store(out + r * PIECE_COLUMNS + p * LANES, acc[r][p]);
-}
-
-template <class E, int PANELS, int... ROWS>
-TileProduct choose_rows(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr TileProduct all[] = {tile_product<E, ROWS + 1, PANELS>...};
-    return all[rows - 1];
+        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 
 template <class E>
+struct Dense {
+    static constexpr int ROWS = TILE_ROWS;
+    template <int R, int P>
+    static constexpr TileProduct product = tile_product<E, R, P>;
+};
+
+template <class Q>
+struct Quantised {
+    static constexpr int ROWS = QUANTISED_TILE_ROWS;
+    template <int R, int P>
+    static constexpr TileProduct product = quantised_product<Q, R, P>;
+};
+
+template <class F, int PANELS, int... ROWS>
+TileProduct choose_rows(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr TileProduct all[] = {F::template product<ROWS + 1, PANELS>...};
+    return all[rows - 1];
+}
+
+template <class F>
 TileProduct choose_tile(int rows, int panels) {
-    typedef std::make_integer_sequence<int, TILE_ROWS> Rows;
-    return panels == 1 ? choose_rows<E, 1>(rows, Rows()) : choose_rows<E, TILE_PANELS>(rows, Rows());
+    typedef std::make_integer_sequence<int, F::ROWS> Rows;
+    return panels == 1 ? choose_rows<F, 1>(rows, Rows()) : choose_rows<F, TILE_PANELS>(rows, Rows());
 }
 
 // How the product is cut into pieces, which threads take one after the other: a block of rows by
@@ -68,28 +84,43 @@ struct Matmul {
 
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {
+        switch (op.matrix.format) {
+        case INT8: return piece_of<Quantised<Int8>>(i, next);
+        case INT4: return piece_of<Quantised<Int4>>(i, next);
+        default: return piece_of<Dense<E>>(i, next);
+        }
+    }
+
+  private:
+    template <class F>
+    void piece_of(long i, long next) const {
         const Matrix& m = op.matrix;
         long panel = pieces.first_panel(i), block = i / pieces.columns;
         int panels = int(std::min<long>(PANELS_A_PIECE, m.panel_count - panel));
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
-        long tiles = (count + TILE_ROWS - 1) / TILE_ROWS, stride = step.strides[op.input];
-        const Stored* input = (const Stored*)step.buffers[op.input];
-        alignas(64) float sums[TILE_ROWS * PIECE_COLUMNS];
+        long tiles = (count + F::ROWS - 1) / F::ROWS;
+        alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
-            const uint32_t* a = (const uint32_t*)(input + row * stride);
             for (int p = 0; p < panels; p += TILE_PANELS) {
                 int wide = std::min(TILE_PANELS, panels - p);
-                choose_tile<E>(int(end - row), wide)(
-                    sums + p * LANES, a, stride / E::PACK, at(panel + p), m.depth,
-                    ahead(next, t, tiles, p, wide));
+                choose_tile<F>(int(end - row), wide)(
+                    sums + p * LANES, PIECE_COLUMNS, input(row), row_units(), at(panel + p),
+                    m.panel_units, m.depth, ahead(next, t, tiles, p, wide));
             }
             for (long r = row; r < end; r++)
                 finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
         }
     }
 
-  private:
+    long row_units() const {
+        long bytes = op.matrix.format == DENSE ? sizeof(Stored) : 1;
+        return step.strides[op.input] * bytes / long(sizeof(uint32_t));
+    }
+    const uint32_t* input(long row) const {
+        return (const uint32_t*)step.buffers[op.input] + row * row_units();
+    }
+
     // Each tile fetches one panel of the next piece, so that memory is read evenly; the only tile
     // of few rows fetches all.
     Ahead ahead(long next, long tile, long tiles, int first, int wide) const {
@@ -101,7 +132,7 @@ struct Matmul {
         return result;
     }
 
-    const uint32_t* at(long panel) const { return op.matrix.panels + panel * op.matrix.depth * LANES; }
+    const uint32_t* at(long panel) const { return op.matrix.panels + panel * op.matrix.panel_units; }
 
     // What becomes of the sums of one row, for the columns from `column` on.
     INLINE void finish(const float* sums, long row, long column, int panels) const {

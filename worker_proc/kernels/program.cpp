@@ -128,6 +128,8 @@ class Run {
         case RMS_NORM:
         case LAYER_NORM:
             return each_token(next, [&](long token) { norm<E>(step, op, token); });
+        case QUANTISE:
+            return each_token(next, [&](long token) { quantise_token<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_token(next, [&](long token) {
                 rotate_write<E>(program, step, op, row_of[token], token);

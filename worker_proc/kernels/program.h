@@ -12,20 +12,25 @@ enum OpKind : int32_t {
     MATMUL_ADD,    // output += input x matrix (+ bias), float
     MATMUL_GELU,   // output = gelu(input x matrix + bias)
     MATMUL_SWIGLU, // output = silu(gate) * up; panels of gate and up take turns
-    MATMUL_BEST,   // like MATMUL, and the likeliest column of each row
+    MATMUL_BEST,   // the column of each row's greatest sum, and nothing else
     ROTATE_WRITE,  // queries of input, rotated and scaled, to output; keys and values to the pages
     ATTEND,        // output = attention(input)
     COMBINE,       // of rows whose context was split: output = the parts together
+    QUANTISE,      // output = input in 8 bits, for a quantised matrix
 };
 
-enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, BUFFERS };
+enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED, BUFFERS };
+
+enum Format : int64_t { DENSE, INT8, INT4 };
 
 struct Matrix {
-    const uint32_t* panels;  // [panels][depth][16] units of 4 bytes
+    int64_t format;
+    const uint32_t* panels;  // [panels][panel_units]; what is in a panel is up to the format
+    int64_t panel_units;     // units of 4 bytes
     const float* bias;       // [panels * 16], or null
     int64_t columns;         // that exist; the last panel may be filled up with zeros
     int64_t panel_count;
-    int64_t depth;           // units
+    int64_t depth;           // dense: units a column; else groups
 };
 
 struct Op {

@@ -18,6 +18,7 @@ class OpKind(IntEnum):
     ROTATE_WRITE = 8
     ATTEND = 9
     COMBINE = 10
+    QUANTISE = 11
 
 
 class Buffer(IntEnum):
@@ -30,11 +31,22 @@ class Buffer(IntEnum):
     ATTENDED = 4
     INNER = 5
     LOGITS = 6
+    QUANTISED = 7
+
+
+class Format(IntEnum):
+    """Of a matrix's panels."""
+
+    DENSE = 0
+    INT8 = 1
+    INT4 = 2
 
 
 class Matrix(ctypes.Structure):
     _fields_ = [
+        ("format", ctypes.c_int64),
         ("panels", ctypes.c_void_p),
+        ("panel_units", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),

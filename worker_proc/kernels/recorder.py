@@ -4,10 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionShape
-from worker_proc.kernels.panels import LANES, interleaved, round_up, to_panels
-from worker_proc.kernels.program import Buffer, Matrix, Op, OpKind
+from worker_proc.kernels.panels import (
+    GROUP,
+    LANES,
+    interleaved,
+    round_up,
+    to_panels,
+    to_quantised_panels,
+)
+from worker_proc.kernels.program import Buffer, Format, Matrix, Op, OpKind
 from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
 from worker_proc.models.ops import Ops
+
+QUANTISED_GROUP_BYTES = GROUP + 8
+"""Of a group of inputs: its numbers, a scale and a sum."""
 
 
 class Weights:
@@ -16,7 +26,9 @@ class Weights:
     Packing a layer frees its own weight.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int | None = None) -> None:
+        """bits: of a quantised weight, 8 or 4; None: the weights stay as they are."""
+        self._bits = bits
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
 
@@ -39,18 +51,28 @@ class Weights:
     def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> Matrix:
         if gated:
             weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
-        panels = to_panels(weight)
+        panels, format, depth = self._panels(weight)
         if bias is not None:
             filled = torch.zeros(panels.shape[0] * LANES)
             filled[: len(bias)] = bias
             bias = filled
         return Matrix(
+            format=format,
             panels=self.keep(panels),
+            panel_units=panels.stride(0),
             bias=None if bias is None else self.floats(bias),
             columns=len(weight),
             panel_count=panels.shape[0],
-            depth=panels.shape[1],
+            depth=depth,
         )
+
+    def _panels(self, weight: Tensor) -> tuple[Tensor, Format, int]:
+        if self._bits is None:
+            panels = to_panels(weight)
+            return panels, Format.DENSE, panels.shape[1]
+        panels = to_quantised_panels(weight, self._bits)
+        format = Format.INT8 if self._bits == 8 else Format.INT4
+        return panels, format, round_up(weight.shape[1], GROUP) // GROUP
 
 
 class Recorder(Ops[Buffer]):
@@ -107,6 +129,8 @@ class Recorder(Ops[Buffer]):
         return self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+        if matrix.format != Format.DENSE:
+            x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 
     def _add(
@@ -122,5 +146,7 @@ class Recorder(Ops[Buffer]):
         if matrix is not None:
             op.matrix = matrix
         self.ops.append(op)
+        if output == Buffer.QUANTISED:
+            width = width * QUANTISED_GROUP_BYTES
         self.widths[output] = max(width, self.widths.get(output, 0))
         return output

@@ -1,0 +1,198 @@
+"""The native kernels against plain torch: the same numbers, over random models, pages and rows."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quadriga.config import ModelArgs
+from quadriga.model_source import resolve_model
+from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.unit.worker_driver import Driver, prompts_of
+from worker_proc.attention.torch_reference import TorchAttention
+from worker_proc.engine import Engine
+from worker_proc.inputs import StepInputs
+from worker_proc.kernels.engine import NativeEngine
+from worker_proc.kernels.panels import GROUP, interleaved, to_panels, to_quantised_panels
+from worker_proc.kv_pool import SlotTable
+from worker_proc.loader import load_model
+from worker_proc.models.base import Model
+from worker_proc.runner import Runner
+from worker_proc.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+CONTEXT = 128
+NUM_SLOTS = 24
+WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Of the norm. float32 differs in the order of additions, bfloat16 rounds between layers."""
+QUANTISED_WITHIN = 6e-2
+"""Inputs are rounded to 8 bits too."""
+
+
+class Compared(Engine):
+    """Computes everything twice, and fails where the two differ."""
+
+    def __init__(self, native: Engine, reference: Engine, within: float) -> None:
+        self.native, self.reference, self.within = native, reference, within
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        hidden = self.native.forward(inputs)
+        self._check(hidden, self.reference.forward(inputs))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.native.logits(hidden)
+        reference = self.reference.logits(hidden)
+        self._check(logits, reference)
+        return logits
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        logits = self.logits(hidden).clone()
+        likeliest = self.native.likeliest(hidden)
+        assert likeliest.tolist() == logits.argmax(-1).tolist()
+        return likeliest
+
+    def _check(self, ours: Tensor, reference: Tensor) -> None:
+        difference = (ours - reference).norm().item() / reference.norm().item()
+        assert difference <= self.within
+
+
+def load(directory: Path, dtype: torch.dtype) -> Model:
+    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, CPU)
+
+
+def native(
+    directory: Path, dtype: torch.dtype, page_size: int, threads: int = 2, bits: int | None = None
+) -> NativeEngine:
+    pages = NUM_SLOTS * CONTEXT // page_size
+    return NativeEngine(load(directory, dtype), pages, page_size, dtype, threads, bits, print)
+
+
+@torch.inference_mode()
+def reference(directory: Path, dtype: torch.dtype, page_size: int) -> TorchEngine:
+    """In float32, with weights rounded to dtype."""
+    model = load(directory, dtype).float()
+    pages = NUM_SLOTS * CONTEXT // page_size
+    attention = TorchAttention(model.attention_shape, pages, page_size, torch.float32, CPU)
+    return TorchEngine(model, attention)
+
+
+def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list[list[int]]:
+    """Random prompts in random chunks beside decoding rows. Returns what was generated."""
+    pages = NUM_SLOTS * CONTEXT // page_size
+    table = SlotTable(NUM_SLOTS, CONTEXT, pages, page_size, CPU)
+    driver = Driver(Runner(engine, table, dtype), seed)
+    source = random.Random(seed)
+    lengths = [source.randint(1, CONTEXT - 12) for _ in range(source.choice([1, 5, NUM_SLOTS]))]
+    requests = [driver.add(prompt) for prompt in prompts_of(lengths, seed)]
+    driver.generate(requests, 6, chunk=source.choice([1, 9, 64, CONTEXT]))
+    return [request.output for request in requests]
+
+
+MODELS = {
+    "gpt2 (4 heads of 12)": tiny_gpt2,
+    "llama (6 heads of 16 over 2)": tiny_llama,
+    "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
+        path,
+        tie=False,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=24,
+        attention_bias=True,
+        mlp_bias=True,
+        intermediate_size=150,
+    ),
+    "llama (3 heads of 64)": lambda path: tiny_llama(
+        path, num_attention_heads=3, num_key_value_heads=3, head_dim=64, vocab_size=517
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (4, 2), (16, 3), (32, 4)])
+def test_every_step_has_the_numbers_of_plain_torch(
+    directory: Path, dtype: torch.dtype, page_size: int, seed: int
+) -> None:
+    ours, theirs = native(directory, dtype, page_size), reference(directory, dtype, page_size)
+    for round in range(3):
+        drive(Compared(ours, theirs, WITHIN[dtype]), dtype, page_size, 10 * seed + round)
+
+
+def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) -> None:
+    """With 8 threads a single row's context is cut into several parts."""
+    ours = native(directory, torch.float32, 16, threads=8)
+    theirs = reference(directory, torch.float32, 16)
+    table = SlotTable(1, CONTEXT, CONTEXT // 16, 16, CPU)
+    engine = Compared(ours, theirs, WITHIN[torch.float32])
+    driver = Driver(Runner(engine, table, torch.float32))
+    request = driver.add(prompts_of([100])[0])
+    driver.generate([request], 20)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_quantised_models_compute_nearly_what_their_rounded_weights_say(
+    directory: Path, dtype: torch.dtype, bits: int
+) -> None:
+    theirs = reference(directory, dtype, 16)
+    round_weights(theirs, bits)
+    ours = native(directory, dtype, 16, bits=bits)
+    drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=7)
+
+
+@torch.inference_mode()
+def round_weights(engine: TorchEngine, bits: int) -> None:
+    """Replace every matrix of a reference by what the panels of its rounded weights stand for."""
+    for name, weight in engine.model.named_parameters():
+        if weight.dim() == 2 and "position" not in name:
+            weight.data.copy_(rounded(weight.float(), bits))
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    inputs = weight.shape[1]
+    groups = torch.nn.functional.pad(weight, (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    if bits == 8:
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float().clamp(min=1e-8)
+        groups = (groups / scale).round().clamp(-127, 127) * scale
+    else:
+        least = groups.amin(-1, keepdim=True).half().float()
+        scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float().clamp(min=1e-8)
+        groups = ((groups - least) / scale).round().clamp(0, 15) * scale + least
+    return groups.flatten(1)[:, :inputs]
+
+
+def test_panels_hold_sixteen_outputs_side_by_side() -> None:
+    weight = torch.arange(20 * 6, dtype=torch.float32).view(20, 6)
+    panels = to_panels(weight).view(torch.float32)
+    assert panels.shape == (2, 6, 16)
+    assert torch.equal(panels[0, 3], weight[:16, 3])
+    assert torch.equal(panels[1, 5, :4], weight[16:, 5])
+    assert not panels[1, :, 4:].any()
+
+
+def test_panels_of_bfloat16_hold_pairs_of_inputs() -> None:
+    weight = torch.randn(16, 8).bfloat16()
+    pairs = to_panels(weight).view(torch.bfloat16).view(1, 4, 16, 2)
+    assert torch.equal(pairs[0, 2, 5], weight[5, 4:6])
+
+
+def test_gate_and_up_take_turns_by_sixteen() -> None:
+    gate, up = torch.arange(20.0), 100 + torch.arange(20.0)
+    mixed = interleaved(torch.cat((gate, up)))
+    assert mixed.shape == (64,)
+    assert torch.equal(mixed[:16], gate[:16])
+    assert torch.equal(mixed[16:32], up[:16])
+    assert torch.equal(mixed[48:52], up[16:])
+
+
+@pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
+def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
+    panels = to_quantised_panels(torch.randn(48, 96), bits)
+    assert panels.shape == (3, 3 * 16 * bytes_a_group // 4)

@@ -1,0 +1,176 @@
+// Products with weights of 8 or 4 bits in groups of 32 inputs: each group of each column has its
+// own scale (and, at 4 bits, its own least value). Inputs are rounded to 8 bits in the same groups,
+// so that the products themselves are whole numbers.
+#pragma once
+
+#include <cmath>
+
+#include "tile.h"
+
+constexpr int GROUP = 32, GROUP_UNITS = GROUP / 4;
+constexpr int QUANTISED_TILE_ROWS = 4;
+
+// A row of inputs: units of four int8 [groups][8], then the scale of each group, then the sum of
+// each group's numbers.
+constexpr long QUANTISED_GROUP_BYTES = GROUP + sizeof(float) + sizeof(int32_t);
+
+struct QuantisedRow {
+    const uint32_t* units;
+    const float* scales;
+    const int32_t* sums;
+
+    QuantisedRow(const void* row, long groups)
+        : units((const uint32_t*)row),
+          scales((const float*)(units + groups * GROUP_UNITS)),
+          sums((const int32_t*)(scales + groups)) {}
+};
+
+// x to the nearest of 255 steps between -max|x| and max|x|, group by group.
+template <class E>
+void quantise(void* row, const typename E::Stored* x, long groups) {
+    QuantisedRow to(row, groups);
+    for (long g = 0; g < groups; g++, x += GROUP) {
+        Floats a = E::widen(x), b = E::widen(x + LANES);
+        float most = greatest(max(max(a, -a), max(b, -b)));
+        float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+        typedef int8_t Bytes __attribute__((vector_size(16)));
+        Ints first = __builtin_convertvector(round_to_even(a * inverse), Ints);
+        Ints second = __builtin_convertvector(round_to_even(b * inverse), Ints);
+        int8_t* numbers = (int8_t*)(to.units + g * GROUP_UNITS);
+        store(numbers, __builtin_convertvector(first, Bytes));
+        store(numbers + LANES, __builtin_convertvector(second, Bytes));
+        const_cast<float*>(to.scales)[g] = scale;
+        int32_t total = 0;
+        for (int i = 0; i < LANES; i++) total += first[i] + second[i];
+        const_cast<int32_t*>(to.sums)[g] = total;
+    }
+}
+
+// acc + the four products of unsigned bytes of w and signed bytes of x, in each lane.
+INLINE Ints add_products(Ints acc, Words w, uint32_t x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int(x)));
+#else
+    for (int i = 0; i < 4; i++) {
+        int32_t number = int8_t(x >> (8 * i));
+        acc += (Ints)((w >> (8 * i)) & 0xffu) * number;
+    }
+    return acc;
+#endif
+}
+
+INLINE float half_to_float(uint16_t half) {
+    uint32_t sign = uint32_t(half & 0x8000) << 16, rest = uint32_t(half & 0x7fff) << 13, bits;
+    float value;
+    memcpy(&value, &rest, 4);
+    value *= 0x1p112f;  // the exponent's other bias; exact for subnormal ones too
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE Floats halves_to_floats(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)load<Halves>(from));
+#else
+    Floats v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(from[i]);
+    return v;
+#endif
+}
+
+// A panel of 16 columns: numbers [groups][lines][16 columns] units of four bytes, then scales
+// [groups][16] as float16. A number q stands for (q - 128) * scale.
+struct Int8 {
+    static constexpr int LINES = GROUP_UNITS, PARTS = 1;
+
+    static INLINE Words unit(Words line, int) { return line; }
+    static INLINE int number(const uint8_t* group, int lane, int k) {
+        return group[(k / 4 * LANES + lane) * 4 + k % 4];
+    }
+    static INLINE int32_t start(int32_t sum) { return -128 * sum; }
+};
+
+// Two numbers in a byte: units 0 to 3 in the low halves of the lines, units 4 to 7 in the high ones.
+// After the scales come least values [groups][16]: q stands for q * scale + least.
+struct Int4 {
+    static constexpr int LINES = GROUP_UNITS / 2, PARTS = 2;
+
+    static INLINE Words unit(Words line, int k) {
+        return (k < LINES ? line : line >> 4) & 0x0f0f0f0fu;
+    }
+    static INLINE int number(const uint8_t* group, int lane, int k) {
+        int unit = k / 4, byte = group[(unit % LINES * LANES + lane) * 4 + k % 4];
+        return unit < LINES ? byte & 15 : byte >> 4;
+    }
+    static INLINE int32_t start(int32_t) { return 0; }
+};
+
+template <class Q>
+struct QuantisedPanel {
+    const uint32_t* numbers;
+    const uint16_t* scales;  // [groups][16]
+    const uint16_t* least;   // Int4 only
+
+    QuantisedPanel(const void* panel, long groups)
+        : numbers((const uint32_t*)panel),
+          scales((const uint16_t*)(numbers + groups * Q::LINES * LANES)),
+          least(scales + groups * LANES) {}
+
+    static long bytes(long groups) {
+        return groups * (Q::LINES * LANES * 4 + Q::PARTS * LANES * 2);
+    }
+
+    // The weight of column `lane` and input k.
+    float weight(int lane, long k) const {
+        long g = k / GROUP;
+        int q = Q::number((const uint8_t*)(numbers + g * Q::LINES * LANES), lane, int(k % GROUP));
+        float scale = half_to_float(scales[g * LANES + lane]);
+        if (Q::PARTS == 1) return float(q - 128) * scale;
+        return float(q) * scale + half_to_float(least[g * LANES + lane]);
+    }
+};
+
+// As tile_product, with a quantised row for each row of a, and `depth` groups.
+template <class Q, int ROWS, int PANELS>
+void quantised_product(float* out, long out_stride, const uint32_t* a, long a_stride,
+                       const uint32_t* panels, long panel_units, long groups, const Ahead& ahead) {
+    Floats acc[ROWS][PANELS] = {};
+    for (long g = 0; g < groups; g++) {
+        Floats factor[PANELS], least[PANELS];
+        Ints whole[ROWS][PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            QuantisedPanel<Q> panel(panels + p * panel_units, groups);
+            factor[p] = halves_to_floats(panel.scales + g * LANES);
+            if (Q::PARTS == 2) least[p] = halves_to_floats(panel.least + g * LANES);
+            for (int r = 0; r < ROWS; r++)
+                whole[r][p] = Ints{} + Q::start(QuantisedRow(a + r * a_stride, groups).sums[g]);
+            if (ahead.lines[p])
+                for (int line = 0; line < Q::LINES + 1; line++)
+                    __builtin_prefetch(ahead.lines[p] + (g * (Q::LINES + 1) + line) * 64, 0, 2);
+        }
+#pragma GCC unroll 8
+        for (int k = 0; k < GROUP_UNITS; k++) {
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                const uint32_t* lines = panels + p * panel_units + g * Q::LINES * LANES;
+                Words w = Q::unit(load<Words>(lines + k % Q::LINES * LANES), k);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++)
+                    whole[r][p] = add_products(whole[r][p], w, a[r * a_stride + g * GROUP_UNITS + k]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            QuantisedRow row(a + r * a_stride, groups);
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                acc[r][p] += __builtin_convertvector(whole[r][p], Floats) * (factor[p] * row.scales[g]);
+                if (Q::PARTS == 2) acc[r][p] += least[p] * (row.scales[g] * float(row.sums[g]));
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
+}
