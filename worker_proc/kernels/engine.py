@@ -37,14 +37,16 @@ class NativeEngine(Engine):
         page_size: int,
         dtype: torch.dtype,
         threads: int,
+        bits: int | None,
         say: Callable[[str], None],
     ) -> None:
-        """Raises NoCompiler where the kernels cannot be compiled."""
+        """bits: of quantised weights, None where they stay in dtype. Raises NoCompiler where the
+        kernels cannot be compiled."""
         self._library = load_kernels(say)
         check_layout(self._library)
         self._dtype = dtype
         self._vocab_size = model.vocab_size
-        self._weights = Weights()
+        self._weights = Weights(bits)
         self._record(model, num_pages, page_size)
         self._buffers: dict[Buffer, Tensor] = {}
         self._parts = torch.empty(PART_FLOATS)
@@ -73,7 +75,8 @@ class NativeEngine(Engine):
     def likeliest(self, hidden: Tensor) -> Tensor:
         best = torch.empty(len(hidden), dtype=torch.int64)
         self._step.best = best.data_ptr()
-        widths = {Buffer.NORMED: self._head_widths[Buffer.NORMED]}
+        widths = dict(self._head_widths)
+        del widths[Buffer.LOGITS]
         self._run_head(self._best_head, hidden, widths)
         return best
 
@@ -126,12 +129,17 @@ class NativeEngine(Engine):
         for buffer, width in widths.items():
             held = self._buffers.get(buffer)
             if held is None or len(held) < tokens:
-                dtype = torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
+                dtype = self._buffer_dtype(buffer)
                 rows = round_up(tokens, 64)
                 stride = round_up(width, LANES) + STRIDE_EXTRA
                 held = self._buffers[buffer] = torch.zeros(rows, stride, dtype=dtype)
             self._step.buffers[buffer] = held.data_ptr()
             self._step.strides[buffer] = held.stride(0)
+
+    def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
+        if buffer == Buffer.QUANTISED:
+            return torch.uint8
+        return torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
 
     def _run_head(self, program: Program, hidden: Tensor, widths: dict[Buffer, int]) -> None:
         self._reserve(widths, len(hidden))
