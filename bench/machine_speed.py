@@ -1,0 +1,120 @@
+"""How fast this machine reads memory and multiplies matrices."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from bench.floor import Product
+from quadriga.config import WorkerArgs
+from worker_proc.attention.base import AttentionShape
+from worker_proc.engine import Engine
+from worker_proc.engines import make_engine
+from worker_proc.kernels.panels import empty
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Embedding, Linear
+from worker_proc.models.ops import Ops, Value
+
+READ_BYTES = 512 * 2**20
+"""Far more than the caches hold."""
+PASSES = 3
+"""Each measurement is the best of so many."""
+PRODUCT_ROWS = 512
+CPU = torch.device("cpu")
+
+
+class ReadSpeed:
+    """Reads a large array with all of torch's threads, again and again."""
+
+    def __init__(self, size: int = READ_BYTES) -> None:
+        self._array = empty(size).fill_(1).view(torch.float32)
+
+    def measure(self) -> float:
+        """Bytes per second."""
+        return self._array.nbytes / _least_seconds(self._array.max)
+
+
+class ProductSpeed:
+    """Rates of a model's products, by plain torch around oneDNN and by the worker's own kernels."""
+
+    def __init__(self, products: Iterable[Product], args: WorkerArgs, dtype: torch.dtype) -> None:
+        kinds = dict.fromkeys(("torch", args.cpu_kernels))
+        self._ways = {
+            product: {kernels: _Way(product, args, kernels, dtype) for kernels in kinds}
+            for product in dict.fromkeys(products)
+        }
+
+    @torch.inference_mode()
+    def measure(self) -> dict[Product, float]:
+        """Operations per second of each product, by the faster way."""
+        return {
+            product: max([way.measure() for way in ways.values()])
+            for product, ways in self._ways.items()
+        }
+
+    def medians(self) -> dict[Product, dict[str, float]]:
+        """Of all measurements, by the value of --cpu-kernels."""
+        return {
+            product: {kernels: statistics.median(way.rates) for kernels, way in ways.items()}
+            for product, ways in self._ways.items()
+        }
+
+
+class _Way:
+    """One product, by one engine."""
+
+    def __init__(
+        self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype
+    ) -> None:
+        own = dataclasses.replace(args, cpu_kernels=kernels)
+        model = _OneProduct(product).to(dtype)
+        for weight in model.parameters():
+            weight.normal_()
+        self._engine: Engine = make_engine(own, model, 1, dtype, CPU)
+        self._input = torch.randn(PRODUCT_ROWS, product.inputs).to(dtype)
+        self._operations = product.operations(PRODUCT_ROWS)
+        # The head of a greedy step writes no logits: at these rows that would bound it by memory.
+        self._multiply = self._engine.likeliest if product.head else self._engine.logits
+        self.rates: list[float] = []
+
+    def measure(self) -> float:
+        seconds = _least_seconds(lambda: self._multiply(self._input))
+        self.rates.append(self._operations / seconds)
+        return self.rates[-1]
+
+
+class _OneProduct(Model):
+    """A model whose head is the product, and which has nothing else to speak of."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.vocab_size = product.outputs
+        self.attention_shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
+        self._tokens = Embedding(1, product.inputs)
+        self._linear = Linear(product.inputs, product.outputs)
+
+    def body(self, ops: Ops[Value]) -> Value:
+        return ops.embed(self._tokens)
+
+    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+        return ops.logits(self._linear, hidden)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def canonical_name(self, name: str) -> str | None:
+        return name
+
+
+def _least_seconds(work: Callable[[], object]) -> float:
+    """Of one pass, after one that does not count."""
+    work()
+    seconds = []
+    for _ in range(PASSES):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
