@@ -241,11 +241,11 @@ def _between(records: Iterable[Record], start: str, end: str) -> Spread | None:
 
 
 def _time_per_token(record: Record) -> list[float]:
-    """(last - first) / (n - 1), for a request of two tokens or more."""
-    arrivals = record.arrivals
+    """(last - first) / (n - 1), for a request whose tokens came in two chunks or more."""
+    arrivals, tokens = record.arrivals, max(len(record.arrivals), record.completion_tokens)
     if len(arrivals) < 2:
         return []
-    return [max(0.0, arrivals[-1] - arrivals[0]) / (len(arrivals) - 1)]
+    return [max(0.0, arrivals[-1] - arrivals[0]) / (tokens - 1)]
 
 
 def _gaps(times: Sequence[float]) -> list[float]:

@@ -23,9 +23,6 @@ NO_ID = -1
 """The protocol has no token ids: a chunk stands for one token."""
 SILENT_SECONDS = 600.0
 """How long a stream may say nothing before its request fails."""
-KEEP_SECONDS = 2.0
-"""An idle connection is kept for less than the 5 s after which servers close it, so that none is
-used while it is being closed."""
 SHOWN_BODY = 300
 
 
@@ -86,7 +83,9 @@ class OpenAIClient:
     async def __aenter__(self) -> "OpenAIClient":
         self._session = aiohttp.ClientSession(
             self.endpoint,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS),
+            # A connection for each request: servers close idle ones when they like, llama.cpp's
+            # even between two requests, and a request that meets that would fail.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=self._connect_timeout, sock_read=SILENT_SECONDS
             ),

@@ -1,4 +1,4 @@
-"""A server of the bench's own: a `python launcher.py` that lives as long as the bench."""
+"""Servers of the bench's own, which live as long as the bench."""
 
 import asyncio
 import ctypes
@@ -8,14 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from quadriga.config import ServerConfig
 from quadriga.errors import DeadlineExceeded, ServerFailed, ServerUnreachable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "launcher.py"
 STOP_SECONDS = 15.0
@@ -30,31 +33,37 @@ Attempt = Callable[[], Awaitable[dict[str, Any]]]
 """Asks the server for its info; ServerUnreachable or DeadlineExceeded while it cannot answer."""
 
 
-class OwnServer:
-    """Starts on entering, is gone after leaving. `log`: a file, or None for our standard error.
+class ServerProcess:
+    """A server that starts on entering and is gone after leaving, with all of its processes.
 
-    The server has a session of its own, so that a Ctrl-C at the terminal reaches only the bench,
-    which then stops it in order.
+    It has a session of its own, so that a Ctrl-C at the terminal reaches only the bench, which
+    then stops it in order. log: a file, or None for our standard error. environment: variables
+    beside ours. start_timeout: seconds that wait_ready waits.
     """
 
     def __init__(
-        self, config: ServerConfig, log: Path | None = None, launcher: Path = LAUNCHER
+        self,
+        command: Sequence[str],
+        log: Path | None = None,
+        start_timeout: float = 600.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        self._config = config.replace(endpoint=self.endpoint, no_http=True)
+        self._command = list(command)
         self._log_path = log
-        self._launcher = launcher
+        self._start_timeout = start_timeout
+        self._environment = {**os.environ, **(environment or {})}
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "OwnServer":
+    def __enter__(self) -> "Self":
         if self._log_path is not None:
             self._log = self._log_path.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, str(self._launcher), *self._config.to_argv()],
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=self._log or sys.stderr.fileno(),
             stderr=self._log or sys.stderr.fileno(),
+            env=self._environment,
             start_new_session=True,
             preexec_fn=_die_with_parent if _libc is not None else None,
         )
@@ -75,10 +84,9 @@ class OwnServer:
     async def wait_ready(self, attempt: Attempt) -> dict[str, Any]:
         """The info of the server, as soon as it answers.
 
-        ServerFailed where it ends before, or is not ready within --start-timeout.
+        ServerFailed where it ends before, or is not ready within its start_timeout.
         """
-        limit = self._config.launch.start_timeout
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self._start_timeout
         while time.monotonic() < deadline:
             self.check()
             with suppress(ServerUnreachable, DeadlineExceeded):
@@ -86,7 +94,9 @@ class OwnServer:
                 if info.get("ready", True):
                     return info
             await asyncio.sleep(RETRY_SECONDS)
-        raise ServerFailed(f"the server is not ready after {limit:g} s{self._last_lines()}")
+        raise ServerFailed(
+            f"the server is not ready after {self._start_timeout:g} s{self._last_lines()}"
+        )
 
     def check(self) -> None:
         """ServerFailed with the last lines of the log if the server has ended."""
@@ -95,12 +105,23 @@ class OwnServer:
         if code is not None:
             raise ServerFailed(f"the server ended with exit code {code}{self._last_lines()}")
 
+    def pause(self) -> None:
+        """None of its processes runs until `resume`: an idle loop of it takes nothing."""
+        assert self._process is not None
+        _signal_group(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """End a pause."""
+        assert self._process is not None
+        _signal_group(self._process.pid, signal.SIGCONT)
+
     def _stop(self) -> None:
         """SIGINT lets it finish, a second signal forces it, and the third cannot be refused.
 
-        Its children leave when the launcher is gone, and are given the time to clean up.
+        Its children leave when it is gone, and are given the time to clean up.
         """
         assert self._process is not None
+        self.resume()
         for number in (signal.SIGINT, signal.SIGTERM):
             if self._process.poll() is not None:
                 break
@@ -121,6 +142,17 @@ class OwnServer:
             return "; its log is above"
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return f"; the end of {self._log_path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class OwnServer(ServerProcess):
+    """A `python launcher.py` at a free endpoint. config: its flags, but for the endpoint."""
+
+    def __init__(
+        self, config: ServerConfig, log: Path | None = None, launcher: Path = LAUNCHER
+    ) -> None:
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        flags = config.replace(endpoint=self.endpoint, no_http=True).to_argv()
+        super().__init__([sys.executable, str(launcher), *flags], log, config.launch.start_timeout)
 
 
 def free_port() -> int:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(list(sys.argv[1:] if argv is None else argv))
         prepared = preparation(options) if options.server else None
-        return _run_until_signal(bench(options, prepared))
+        return run_until_signal(bench(options, prepared))
     except (ConfigError, InvalidRequest, ModelError) as error:
         return _say(error, EXIT_USAGE)
     except QuadrigaError as error:
@@ -201,8 +201,11 @@ async def _ask(
         return await client.info(info_timeout)
 
 
-def _run_until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """asyncio.run, on uvloop where it is installed; a signal cancels the work in order."""
+def run_until_signal(work: Coroutine[Any, Any, int]) -> int:
+    """asyncio.run, on uvloop where it is installed; a signal cancels the work in order.
+
+    asyncio.CancelledError where one came.
+    """
 
     async def cancel_on_signal() -> int:
         task = asyncio.ensure_future(work)

@@ -1,0 +1,168 @@
+"""The compared models as files: a Hugging Face directory in bfloat16, and GGUFs.
+
+Every server gets the same weights at the same precision; what is made is kept in the cache.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from bench.peers.checkpoint import Array, Checkpoint, filler_tokens, load_checkpoint
+from bench.peers.workloads import ModelName
+from quadriga.sources.cache import cache_directory, publish_directory, scratch_directory
+
+Weights = Literal["bf16", "q8_0", "q4_0"]
+VERSION = 1
+"""Part of the path: raise it when what is written changes."""
+
+
+def hugging_face_directory(model: ModelName) -> Path:
+    """config.json, the tokenizer, and bfloat16 weights."""
+    directory = _directory(model) / "hf"
+    if not directory.is_dir():
+        with scratch_directory() as scratch:
+            made = scratch / "hf"
+            made.mkdir()
+            _write_directory(load_checkpoint(model), made)
+            publish_directory(made, directory)
+    return directory
+
+
+def gguf_file(model: ModelName, weights: Weights) -> Path:
+    """Matrices in `weights`, vectors in float32. The embedding, which is the output matrix too, has
+    8 bits in a q4_0 file: llama.cpp's own q4_0 files keep it finer than the rest as well."""
+    directory = _directory(model) / weights
+    if not directory.is_dir():
+        with scratch_directory() as scratch:
+            made = scratch / weights
+            made.mkdir()
+            _write_gguf(load_checkpoint(model), weights, made / "model.gguf")
+            publish_directory(made, directory)
+    return directory / "model.gguf"
+
+
+def _directory(model: ModelName) -> Path:
+    return cache_directory() / "peers" / "models" / f"{model}-{VERSION}"
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def _write_gguf(checkpoint: Checkpoint, weights: Weights, path: Path) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf.quants import quantize
+
+    writer = GGUFWriter(path, checkpoint.architecture)
+    for name, field in checkpoint.fields.items():
+        if name != "general.file_type":
+            writer.add_key_value(name, field.value, field.kind, field.item_kind)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{weights.upper()}"])
+    for name, tensor in checkpoint.tensors.items():
+        kind = GGMLQuantizationType[_kind(name, tensor, weights)]
+        writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _kind(name: str, tensor: Array, weights: Weights) -> str:
+    if tensor.ndim == 1:
+        return "F32"
+    if weights == "bf16":
+        return "F32" if name == "position_embd.weight" else "BF16"
+    return "Q8_0" if name in ("token_embd.weight", "position_embd.weight") else weights.upper()
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def _write_directory(checkpoint: Checkpoint, directory: Path) -> None:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(checkpoint.tokenizer_dir / name, directory)
+    _write_tokenizer(checkpoint, directory / "tokenizer.json")
+    config = {**checkpoint.config, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    _write_safetensors(dict(_hf_tensors(checkpoint)), directory / "model.safetensors")
+
+
+def _write_tokenizer(checkpoint: Checkpoint, path: Path) -> None:
+    tokenizer = json.loads((checkpoint.tokenizer_dir / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    known = len(vocabulary)
+    for place, token in enumerate(filler_tokens(checkpoint.config, known)):
+        vocabulary[token] = known + place
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _write_safetensors(tensors: dict[str, Array], path: Path) -> None:
+    """In bfloat16, which numpy does not have: its bits are handed over."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+    from safetensors import TensorSpec, serialize_file
+
+    kept = {
+        name: np.ascontiguousarray(quantize(np.ascontiguousarray(t), GGMLQuantizationType.BF16))
+        for name, t in tensors.items()
+    }
+    specs = {
+        name: TensorSpec(
+            dtype="bfloat16",
+            shape=tensors[name].shape,
+            data_ptr=bits.ctypes.data,
+            data_len=bits.nbytes,
+        )
+        for name, bits in kept.items()
+    }
+    serialize_file(specs, path, {"format": "pt"})
+
+
+_HF_PARTS = {
+    "llama": (
+        ("model.embed_tokens", "model.norm"),
+        "model.layers",
+        ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+         "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+         "mlp.down_proj"),
+    ),
+    "gpt2": (
+        ("transformer.wte", "transformer.wpe", "transformer.ln_f"),
+        "transformer.h",
+        ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
+    ),
+}  # fmt: skip
+
+
+def _hf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Array]]:
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    layers = checkpoint.config.get("num_hidden_layers") or checkpoint.config["n_layer"]
+    names = get_tensor_name_map(MODEL_ARCH[checkpoint.architecture.upper()], layers)
+    for module in _hf_modules(checkpoint.architecture, layers):
+        for kind in ("weight", "bias"):
+            tensor = checkpoint.tensors.get(f"{names.get_name(module)}.{kind}")
+            if tensor is not None:
+                yield f"{module}.{kind}", _as_in_hf(module, tensor, checkpoint.config)
+
+
+def _hf_modules(architecture: str, layers: int) -> list[str]:
+    whole, blocks, parts = _HF_PARTS[architecture]
+    return [*whole, *(f"{blocks}.{layer}.{part}" for layer in range(layers) for part in parts)]
+
+
+def _as_in_hf(module: str, tensor: Array, config: Any) -> Array:
+    """GPT-2 keeps [inputs, outputs]; Llama's rotary pairs lie half a head apart, not side by
+    side."""
+    if ".c_" in module:
+        return tensor.T
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    kind = module.rpartition(".")[2]
+    if kind not in heads:
+        return tensor
+    count = config[heads[kind]]
+    pairs = tensor.reshape(count, tensor.shape[0] // count // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)

@@ -1,0 +1,46 @@
+"""The workloads of the comparison. Greedy, the end of text ignored, every prompt unique."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ModelName = Literal["smollm2", "gpt2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths in tokens. concurrency: so many at a time, the next when one has ended."""
+
+    name: str
+    model: ModelName
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_requests: int
+
+    def flags(self) -> list[str]:
+        """What says it to bench.serving."""
+        return [
+            *("--random-input-len", str(self.input_len)),
+            *("--max-new-tokens", str(self.output_len), "--no-stop-on-eos"),
+            *("--num-requests", str(self.num_requests)),
+            *("--max-concurrency", str(self.concurrency)),
+        ]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.model}, {self.input_len} in, {self.output_len} out,"
+            f" {self.concurrency} at a time, {self.num_requests} requests"
+        )
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", "smollm2", 128, 128, concurrency=1, num_requests=8),
+        Workload("W2", "smollm2", 128, 128, concurrency=8, num_requests=32),
+        Workload("W3", "smollm2", 256, 128, concurrency=32, num_requests=64),
+        Workload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
+        Workload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
+        Workload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
+    )
+}
