@@ -1,18 +1,34 @@
-"""SamplingParams: how tokens are chosen and when to stop. Validated once, here."""
+"""SamplingParams: how tokens are chosen, when to stop, and what is told about them.
 
-import math
+docs/sampling.md has the table of all of them, with who else has them and how. Their ranges are
+held by `quadriga/sampling_limits.py`.
+"""
+
+from typing import TypeVar
 
 import msgspec
 
-from quadriga.errors import InvalidRequest
+from quadriga.sampling_limits import MAX_SEED as MAX_SEED
+from quadriga.sampling_limits import check_params
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW_TEMPERATURE = 1e-5
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_LENGTH = 256
-MAX_STOP_TOKEN_IDS = 256
-MAX_SEED = 2**63 - 1
-MAX_TOP_K = 2**31 - 1
+
+T = TypeVar("T")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has that leaves these open. The values here are OpenAI's, and change
+    nothing about the model's own distribution."""
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+NEUTRAL = SamplingDefaults()
 
 
 class SamplingParams(
@@ -20,97 +36,102 @@ class SamplingParams(
 ):
     """Sampling and stopping of one request. On the wire a map; absent fields take the defaults.
 
+    How a token is chosen. None: as the server was started (--sampling-defaults), which is the
+    model's own generation_config.json or else the value in parentheses.
+
+    temperature: 0 (below 1e-5) is greedy; finite, >= 0 (1).
+    top_k: sample from the k likeliest tokens; -1 or 0 is off (-1).
+    top_p: sample from the smallest set of tokens whose probability reaches top_p, in (0, 1] (1).
+    min_p: drop tokens less than min_p times as likely as the likeliest, in [0, 1] (0).
+    repetition_penalty: divides the positive and multiplies the negative logits of every token
+        that is in the prompt or was generated, in (0, 2] (1).
+    frequency_penalty: taken from a token's logit for each time it was generated, in [-2, 2].
+    presence_penalty: taken once from the logit of every token that was generated, in [-2, 2].
+    logit_bias: added to the logits of these ids, each in [-100, 100].
+    allowed_token_ids: no other ids are generated. None: all may be.
+    bad_words: texts that are not generated: the last token of one is barred where the tokens
+        before it stand there already.
+    seed: the same seed, prompt and parameters give the same tokens; 0 <= seed < 2^63.
+        None: the front door draws one. Choice i of `n` has the seed plus i.
+
+    When it ends.
+
     max_new_tokens: at most so many tokens are generated (>= 1). None: 128, or as many as the
         model's context leaves, whichever is smaller.
-    temperature: 0 (below 1e-5) is greedy; finite, >= 0.
-    top_k: sample from the k likeliest tokens; -1 or 0 is off.
-    top_p: sample from the smallest set of tokens whose probability reaches top_p, in (0, 1].
-    seed: the same seed, prompt and parameters give the same tokens; 0 <= seed < 2^63.
-        None: the front door draws one.
+    min_new_tokens: so many tokens are generated before a stop token may be, and before stop
+        strings are looked for.
     stop: strings that end the text; they are not part of it.
     stop_token_ids: ids that end the generation, beside the model's own end-of-text ids.
+    stop_regex: regular expressions that end the text as stop strings do, at the first character
+        that completes a match; a match has at most 256 characters.
+    include_stop_str_in_output: what stopped the text is the end of it, a stop token's text too.
+    no_stop_trim: the same, by SGLang's name.
     ignore_eos: the model's own end-of-text ids do not stop; stop_token_ids still do.
+
+    What comes back.
+
     skip_special_tokens: special tokens leave no text.
+    n: so many choices, each with an index; their prompt is computed once.
+    logprobs: the log-probability of each generated token and of this many of the likeliest
+        ones, 0 to 20, of the model's own distribution, before anything above changes it.
+        None: none.
+    prompt_logprobs: the same of the prompt's tokens.
     """
 
     max_new_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
+    min_new_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = msgspec.field(default_factory=list)
     seed: int | None = None
     stop: str | list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    stop_regex: str | list[str] = msgspec.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        return _as_list(self.stop)
+
+    @property
+    def stop_regexes(self) -> list[str]:
+        return _as_list(self.stop_regex)
+
+    @property
+    def keeps_stop(self) -> bool:
+        return self.include_stop_str_in_output or self.no_stop_trim
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest for the first value out of its range."""
-        _check(
-            self.max_new_tokens is None or self.max_new_tokens >= 1,
-            "max_new_tokens",
-            self.max_new_tokens,
-            "must be at least 1",
-        )
-        _check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            self.temperature,
-            "must be a finite number >= 0; 0 is greedy",
-        )
-        _check(
-            -1 <= self.top_k <= MAX_TOP_K,
-            "top_k",
-            self.top_k,
-            f"must be from 1 to {MAX_TOP_K}, or -1 for off",
-        )
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]; 1 is off")
-        _check(
-            self.seed is None or 0 <= self.seed <= MAX_SEED,
-            "seed",
-            self.seed,
-            f"must be from 0 to {MAX_SEED}",
-        )
-        self._validate_stops(vocab_size)
+        check_params(self, vocab_size)
 
-    def _validate_stops(self, vocab_size: int) -> None:
-        strings = self.stop_strings
-        _check(
-            len(strings) <= MAX_STOP_STRINGS,
-            "stop",
-            f"{len(strings)} strings",
-            f"at most {MAX_STOP_STRINGS} are allowed",
-        )
-        for string in strings:
-            _check(string != "", "stop", '""', "must not hold an empty string")
-            _check(
-                len(string) <= MAX_STOP_STRING_LENGTH,
-                "stop",
-                f"{len(string)} characters",
-                f"at most {MAX_STOP_STRING_LENGTH} are allowed for a string",
-            )
-        _check(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)} ids",
-            f"at most {MAX_STOP_TOKEN_IDS} are allowed",
-        )
-        for token_id in self.stop_token_ids:
-            _check(
-                0 <= token_id < vocab_size,
-                "stop_token_ids",
-                token_id,
-                f"ids of this model are 0 to {vocab_size - 1}",
-            )
+    def filled(self, defaults: SamplingDefaults = NEUTRAL) -> "SamplingParams":
+        """A copy in which nothing is None that `defaults` has."""
+        left_open = {
+            name: getattr(defaults, name)
+            for name in defaults.__struct_fields__
+            if getattr(self, name) is None
+        }
+        return msgspec.structs.replace(self, **left_open) if left_open else self
 
 
-def _check(holds: bool, field: str, value: object, rule: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"{field} is {value}: {rule}", field)
+def given(value: T | None, neutral: T) -> T:
+    """A parameter's value, or the neutral one where it was left open."""
+    return neutral if value is None else value
+
+
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

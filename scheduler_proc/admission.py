@@ -124,9 +124,9 @@ class Admission:
         )
 
 
-def check_queue(waiting: WaitingQueue, limit: int) -> None:
-    """Raise QueueFull where no further request may wait."""
-    if len(waiting) >= limit:
+def check_queue(waiting: WaitingQueue, limit: int, count: int = 1) -> None:
+    """Raise QueueFull where so many further requests may not wait."""
+    if len(waiting) + count > limit:
         raise QueueFull(
             f"{len(waiting)} requests are waiting and --max-queued-requests is {limit};"
             " try again later"

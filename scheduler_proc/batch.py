@@ -9,6 +9,7 @@ from itertools import islice
 from quadriga.messages import worker
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.worker import NewSlot, StepPlan
+from quadriga.sampling import NEUTRAL, given
 from scheduler_proc.request import Request
 
 
@@ -94,10 +95,11 @@ def new_slot(request: Request) -> NewSlot:
         token_ids=pack_ids(request.tokens),
         computed=request.computed,
         pages=pack_ids(request.pages),
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
+        temperature=given(params.temperature, NEUTRAL.temperature),
+        top_k=given(params.top_k, NEUTRAL.top_k),
+        top_p=given(params.top_p, NEUTRAL.top_p),
         seed=params.seed,
+        rules=request.rules_to_go,
     )
 
 

@@ -48,12 +48,13 @@ class KVCache:
         """The deepest node that holds a beginning of a waiting request's tokens.
 
         It goes on from where it found the request the last time. One token at least is left to
-        compute: a step that computes nothing samples nothing.
+        compute: a step that computes nothing samples nothing. Whoever wants to know the
+        log-probabilities of a prompt has to compute the whole of it.
         """
         node = request.node
         if node is None or node.parent is None:
             node = self.tree.root
-        if self._prefix_cache:
+        if self._prefix_cache and not request.tells_prompt:
             most = (request.known - 1) // self.page_size
             while node.depth < most:
                 child = node.children.get(self._key(request, node.depth))

@@ -279,6 +279,7 @@ class Planner:
             return
         request.status = Status.WAITING
         request.computed = 0
+        request.prompt_logprobs.clear()
         self.waiting.push(request)
 
     def forget(self, request: Request) -> None:

@@ -4,11 +4,16 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quadriga.messages.ids import unpack_ids
+from quadriga.messages.logprobs import LogprobBlock
 from quadriga.messages.public import ErrorInfo
 from quadriga.messages.to_scheduler import Submit
+from quadriga.messages.worker import SlotRules
 from quadriga.sampling import SamplingParams
 from scheduler_proc.prefix_tree import Node
+from scheduler_proc.rules import choice_params, slot_rules
 
 
 class Status(enum.IntEnum):
@@ -38,6 +43,9 @@ class Request:
     pages: its page table; capacity: tokens that they hold.
     path: the nodes of the prefix tree that it uses, one for each of its first pages.
     node: where it was found in the tree while it waited.
+    index: of the choice, where several were asked for.
+    rules: what the worker must know beside temperature, top_k, top_p and seed.
+    prompt_logprobs: those of the prompt that are known so far.
     """
 
     seq: int
@@ -54,6 +62,8 @@ class Request:
     priority: int = 0
     queue_deadline: float | None = None
     deadline: float | None = None
+    index: int = 0
+    rules: SlotRules | None = None
 
     status: Status = Status.WAITING
     known: int = 0
@@ -71,13 +81,18 @@ class Request:
     finish_reason: str = ""
     matched_stop: int | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
 
     @classmethod
-    def from_submit(cls, seq: int, message: Submit, eos_ids: frozenset[int]) -> "Request":
-        params = message.params
+    def from_submit(
+        cls, seq: int, message: Submit, eos_ids: frozenset[int], index: int = 0
+    ) -> "Request":
+        params = choice_params(message.params, index)
         tokens = unpack_ids(message.prompt_ids)
         assert params.max_new_tokens is not None, "the front door fills it in"
         stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= eos_ids
         return cls(
             seq=seq,
             client=message.client,
@@ -86,13 +101,15 @@ class Request:
             num_prompt=len(tokens),
             params=params,
             max_new_tokens=params.max_new_tokens,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | eos_ids,
+            stop_ids=stop_ids,
             stream=message.stream,
             received=message.received,
             tokenized=message.tokenized,
             priority=message.priority,
             queue_deadline=message.queue_deadline,
             deadline=message.deadline,
+            index=index,
+            rules=slot_rules(params, len(tokens), stop_ids, message.bad_words),
             known=len(tokens),
             most_known=len(tokens) + params.max_new_tokens,
         )
@@ -100,6 +117,18 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Its client still waits for the log-probabilities of the prompt: all of it is computed."""
+        return self.params.prompt_logprobs is not None and not self.first_token
+
+    @property
+    def rules_to_go(self) -> SlotRules | None:
+        """The rules for a slot that it enters now: a prompt is told once."""
+        if self.rules is None or self.tells_prompt:
+            return self.rules
+        return msgspec.structs.replace(self.rules, prompt_logprobs=None)
 
     @property
     def to_compute(self) -> int:

@@ -1,6 +1,7 @@
 """Every request that has not ended, by its number and by its client."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from quadriga.messages.to_scheduler import Submit
 from scheduler_proc.request import Request
@@ -13,33 +14,41 @@ class LiveRequests:
         self._eos_ids = eos_ids
         self._next_seq = 0
         self._by_seq: dict[int, Request] = {}
-        self._by_client: dict[bytes, dict[str, Request]] = {}
+        self._by_client: dict[bytes, dict[str, list[Request]]] = {}
 
-    def add(self, message: Submit) -> Request | None:
-        """The request of a message; None where its client has sent it again and it is under way."""
+    def add(self, message: Submit) -> list[Request]:
+        """A request for each choice that a message asks for; none where its client has sent it
+        again and it is under way."""
         mine = self._by_client.setdefault(message.client, {})
         if message.request_id in mine:
-            return None
-        request = Request.from_submit(self._next_seq, message, self._eos_ids)
-        self._next_seq += 1
-        self._by_seq[request.seq] = mine[request.request_id] = request
-        return request
+            return []
+        choices = mine[message.request_id] = []
+        for index in range(message.params.n):
+            request = Request.from_submit(self._next_seq, message, self._eos_ids, index)
+            self._next_seq += 1
+            self._by_seq[request.seq] = request
+            choices.append(request)
+        return list(choices)
 
     def numbered(self, seqs: list[int]) -> list[Request]:
         """Those of these numbers that have not ended."""
         return [self._by_seq[seq] for seq in seqs if seq in self._by_seq]
 
     def of(self, client: bytes, request_id: str = "") -> list[Request]:
-        """One request of a client, or with an empty id all of them; unknown ones are left out."""
+        """One request of a client with all its choices, or with an empty id all of them; unknown
+        ones are left out."""
         mine = self._by_client.get(client, {})
         if not request_id:
-            return list(mine.values())
-        return [mine[request_id]] if request_id in mine else []
+            return list(chain.from_iterable(mine.values()))
+        return list(mine.get(request_id, ()))
 
     def remove(self, request: Request) -> None:
         del self._by_seq[request.seq]
         mine = self._by_client[request.client]
-        del mine[request.request_id]
+        choices = mine[request.request_id]
+        choices.remove(request)
+        if not choices:
+            del mine[request.request_id]
         if not mine:
             del self._by_client[request.client]
 

@@ -140,12 +140,16 @@ class Scheduler:
         self.statistics.count_step(batch, result)
         self._pace.learn(batch, result)
         self._output.time = result.ended
+        for piece in result.prompt_logprobs:
+            batch.requests[piece.row].prompt_logprobs.append(piece.block)
         for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
             request.in_flight -= 1
             if token >= 0 and request.status is not Status.FINISHED:
                 self._take_token(request, token, result.ended)
             if request.in_flight == 0 and request.status >= Status.RETRACTED:
                 self._steps_are_over(request)
+        if result.logprobs is not None:
+            self._output.take_logprobs(result.logprobs, batch.requests)
         # One output message a step: its tokens all carry this step's time.
         self._flush_output()
 
@@ -215,16 +219,16 @@ class Scheduler:
                     self._finish(request, "abort", error=error)
 
     def _accept(self, message: Submit) -> None:
-        request = self._requests.add(message)
-        if request is None:
-            return
-        self._deadlines.watch(request)
+        requests = self._requests.add(message)
         try:
-            check_queue(self.waiting, self._args.max_queued_requests)
+            check_queue(self.waiting, self._args.max_queued_requests, len(requests))
         except QuadrigaError as error:
-            self._fail(request, error)
+            for request in requests:
+                self._fail(request, error)
             return
-        self._enqueue(request)
+        for request in requests:
+            self._deadlines.watch(request)
+            self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
         """Into the waiting queue, unless the request can never run."""

@@ -15,7 +15,7 @@ class StepInputs:
     """One step, its rows reordered so that similar ones are neighbours (see `Rows`).
 
     token_ids: [tokens] int32, positions: [tokens] int64, on the device.
-    sampled_slots: [samples], sampled_rows: [samples] as the plan numbers them,
+    plan_rows: [rows] their numbers in the plan; sampled_slots, sampled_rows: [samples] likewise,
     sample_positions: [samples] the index in its request of the token to be sampled; on the host.
     last_tokens: [samples] where in the step each sampling row ends, on the device; None where
     that is every token, in order.
@@ -24,6 +24,7 @@ class StepInputs:
     rows: Rows
     token_ids: Tensor
     positions: Tensor
+    plan_rows: Ints
     sampled_slots: Ints
     sampled_rows: Ints
     sample_positions: Ints
@@ -49,6 +50,7 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
         rows=Rows(table.pages, slots, computed, num_tokens),
         token_ids=table.tokens[table.to_device(slot_of_token), on_device],
         positions=on_device,
+        plan_rows=order,
         sampled_slots=slots[samples],
         sampled_rows=order[samples],
         sample_positions=table.known[slots[samples]],

@@ -9,9 +9,9 @@ from torch import Tensor
 from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.messages.worker import NewSlot
-from quadriga.sampling import GREEDY_BELOW_TEMPERATURE
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.hardware import free_memory
+from worker_proc.sampling_state import SamplingState
 
 CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 """Share of the free memory for the KV pool where --mem-fraction-static does not say."""
@@ -47,9 +47,9 @@ class SlotTable:
 
     On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
     adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
-    int64, filled up with the spare page; temperature, top_k (0 is off), top_p and seed [slots].
+    int64, filled up with the spare page.
     On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row),
-    held, greedy.
+    held.
     """
 
     def __init__(
@@ -68,20 +68,17 @@ class SlotTable:
         max_pages = -(-context_length // page_size)
         self.tokens = torch.zeros(num_slots, context_length + 1, dtype=torch.int32, device=device)
         self.pages = torch.full((num_slots, max_pages), num_pages, device=device)
-        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.sampling = SamplingState(num_slots, device)
         self.known = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.held = np.zeros(num_slots, dtype=np.bool_)
-        self.greedy = np.zeros(num_slots, dtype=np.bool_)
 
     def release(self, slots: Ints) -> None:
         """Forget these slots. ValueError where one is not held."""
         self.require_held(slots, "releases")
         self.held[slots] = False
+        self.sampling.release(slots)
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Take in requests. ValueError where the plan does not fit what is kept here."""
@@ -95,12 +92,11 @@ class SlotTable:
             self.known[one.slot] = len(ids)
             self.computed[one.slot] = one.computed
             self.num_pages_of[one.slot] = len(own_pages)
-            self.greedy[one.slot] = one.temperature < GREEDY_BELOW_TEMPERATURE or one.top_k == 1
         slots = np.array([one.slot for one in new], dtype=np.int64)
         self._scatter(self.tokens, slots, token_ids)
         self.pages[self.to_device(slots)] = self.num_pages
         self._scatter(self.pages, slots, pages)
-        self._set_sampling(self.to_device(slots), new)
+        self.sampling.admit(new)
 
     def grow(self, slots: Ints, pages: Ints) -> None:
         """Append pages[i] to the page table of slots[i], in order; a slot may come more than once.
@@ -151,12 +147,3 @@ class SlotTable:
         columns = np.concatenate([np.arange(length) for length in lengths])
         where = self.to_device(np.repeat(slots, lengths)), self.to_device(columns)
         table[where] = self.to_device(np.concatenate(rows).astype(np.int64)).to(table.dtype)
-
-    def _set_sampling(self, slots: Tensor, new: Sequence[NewSlot]) -> None:
-        for table, values in (
-            (self.temperature, [one.temperature for one in new]),
-            (self.top_k, [max(one.top_k, 0) for one in new]),
-            (self.top_p, [one.top_p for one in new]),
-            (self.seed, [one.seed for one in new]),
-        ):
-            table[slots] = torch.tensor(values, dtype=table.dtype, device=self.device)

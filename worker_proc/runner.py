@@ -8,15 +8,17 @@ from torch import Tensor
 
 from quadriga.config import ServerConfig
 from quadriga.messages.ids import pack_ids
+from quadriga.messages.logprobs import PromptPiece
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
 from quadriga.model_source import ModelFiles
+from worker_proc.choice import Chosen, choose
 from worker_proc.engine import Engine
 from worker_proc.engines import make_engine
 from worker_proc.hardware import choose_device, choose_dtype
 from worker_proc.inputs import StepInputs, ints_of, make_inputs
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.loader import load_model
-from worker_proc.sampler import SamplingRows, sample
+from worker_proc.logprobs import tell_prompts
 
 
 class Runner:
@@ -40,35 +42,31 @@ class Runner:
         hidden = self.engine.forward(inputs)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
         token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
+        logprobs = None
         if len(inputs.sampled_slots):
-            sampled = self._sample(inputs, hidden)
-            token_ids[inputs.sampled_rows] = sampled.cpu().numpy()
-        return StepResult(plan.step, token_ids.tobytes(), began, time.time())
+            chosen = self._sample(inputs, hidden)
+            token_ids[inputs.sampled_rows] = chosen.token_ids.cpu().numpy()
+            logprobs = chosen.logprobs
+        prompts = self._tell_prompts(inputs, hidden) if self.table.sampling.prompts_to_tell else []
+        ids = token_ids.tobytes()
+        return StepResult(plan.step, ids, began, time.time(), logprobs, prompts)
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> Chosen:
         """Draw a token for each sampling row and add it to what is known of its slot."""
         if inputs.last_tokens is not None:
             hidden = hidden.index_select(0, inputs.last_tokens)
         table, slots = self.table, inputs.sampled_slots
+        if table.sampling.plain[slots].all():
+            chosen = Chosen(self.engine.likeliest(hidden))
+        else:
+            chosen = choose(self.engine.logits(hidden), inputs, table)
         slots_there, positions = table.to_device(slots), table.to_device(inputs.sample_positions)
-        rows = None
-        if not table.greedy[slots].all():
-            rows = SamplingRows(
-                greedy=torch.from_numpy(table.greedy[slots]).to(table.device),
-                temperature=table.temperature[slots_there],
-                top_k=table.top_k[slots_there],
-                top_p=table.top_p[slots_there],
-                seed=table.seed[slots_there],
-                position=positions,
-            )
-        sampled = (
-            self.engine.likeliest(hidden)
-            if rows is None
-            else sample(self.engine.logits(hidden), rows)
-        )
-        table.tokens[slots_there, positions] = sampled.to(table.tokens.dtype)
+        table.tokens[slots_there, positions] = chosen.token_ids.to(table.tokens.dtype)
         table.known[slots] += 1
-        return sampled
+        return chosen
+
+    def _tell_prompts(self, inputs: StepInputs, hidden: Tensor) -> list[PromptPiece]:
+        return tell_prompts(inputs.rows, inputs.plan_rows, hidden, self.engine.logits, self.table)
 
     def warm_up(self) -> None:
         """One short extend and, where there is room for it, one decode, which leave nothing

@@ -1,9 +1,22 @@
-"""One token per row: a function of (seed, position, logits), whatever else is in the batch.
+"""One token per row: a function of (seed, position, logits, the request's own tokens), whatever
+else is in the batch.
 
-The order is that of transformers: temperature, then top_k, then top_p. Both filters are kept as
-a least logit, so that tokens of equal logits stand or fall together and no sorting order shows.
-A row's one random number comes from hashing (seed, position); the token is where the cumulated
-probabilities pass it (inversion).
+The order of what happens to a row's logits is that of transformers and vLLM:
+
+1. log-probabilities are told of the model's own logits (logprobs.py), before anything changes them;
+2. logit_bias is added;
+3. repetition_penalty multiplies or divides, then frequency_penalty and presence_penalty are
+   subtracted: the first counts prompt and generated tokens, the others generated ones only;
+4. what may not come is barred: all but allowed_token_ids, bad_words, and stop tokens before
+   min_new_tokens (2 to 4: rules.py). A request that bars every token gets some token;
+5. greedy rows take the likeliest token, the first of equals. The others:
+6. divide by the temperature;
+7. keep what top_k, then top_p (of what top_k left), then min_p leave;
+8. draw.
+
+The filters are kept as a least logit, so that tokens of equal logits stand or fall together and no
+sorting order shows. A row's one random number comes from hashing (seed, position); the token is
+where the cumulated probabilities pass it (inversion).
 """
 
 from dataclasses import dataclass
@@ -20,7 +33,8 @@ LIKELY_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """[rows] each. temperature > 0 where `greedy` is not set; top_k: 0 is off; top_p: 1 is off;
-    position: the index of the token to be sampled in its request."""
+    position: the index of the token to be sampled in its request; min_p: 0 is off, None: off for
+    all."""
 
     greedy: Tensor
     temperature: Tensor
@@ -28,6 +42,7 @@ class SamplingRows:
     top_p: Tensor
     seed: Tensor
     position: Tensor
+    min_p: Tensor | None = None
 
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
@@ -72,6 +87,15 @@ def _invert(scores: Tensor, draws: Tensor) -> Tensor:
 
 
 def _least_kept(scores: Tensor, rows: SamplingRows) -> Tensor | None:
+    """The least score [rows] that the filters leave; None where none is on."""
+    least = _least_by_rank(scores, rows)
+    if rows.min_p is None:
+        return least
+    by_min_p = scores.amax(-1) + rows.min_p.log()
+    return by_min_p if least is None else torch.maximum(least, by_min_p)
+
+
+def _least_by_rank(scores: Tensor, rows: SamplingRows) -> Tensor | None:
     """The least score [rows] that top_k and top_p leave; None where neither is on."""
     by_k, by_p = (rows.top_k > 0) & ~rows.greedy, (rows.top_p < 1) & ~rows.greedy
     if not bool((by_k | by_p).any()):

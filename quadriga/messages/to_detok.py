@@ -6,11 +6,26 @@ sent, already encoded. An empty address with an empty message says that nothing 
 
 import msgspec
 
+from quadriga.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.messages.public import ErrorInfo, Info
 
 
+class ToldPrompt(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt whose log-probabilities a client asked for. token_ids: int32 bytes, all of it;
+    width: of the likeliest; blocks: for all tokens but the first, in order."""
+
+    token_ids: bytes
+    width: int
+    blocks: list[LogprobBlock]
+
+
 class OpenText(msgspec.Struct, array_like=True, frozen=True):
-    """A request gave its first token: what the detokenizer must know of it from now on."""
+    """A request gave its first token: what the detokenizer must know of it from now on.
+
+    index: of the choice, where several were asked for. keeps_stop: what stops the text is its end.
+    min_new_tokens: so many tokens cannot stop the text. logprobs: how many of the likeliest tokens
+    its client wants to know; None: not even the token's own log-probability.
+    """
 
     seq: int
     client: bytes
@@ -18,6 +33,12 @@ class OpenText(msgspec.Struct, array_like=True, frozen=True):
     stream: bool
     skip_special_tokens: bool
     stop_strings: list[str]
+    index: int = 0
+    stop_regexes: list[str] = []
+    keeps_stop: bool = False
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    prompt: ToldPrompt | None = None
 
 
 class CloseText(msgspec.Struct, array_like=True, frozen=True):
@@ -38,6 +59,7 @@ class CloseText(msgspec.Struct, array_like=True, frozen=True):
     tokenized: float
     admitted: float
     first_token: float
+    index: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
@@ -45,6 +67,7 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
 
     seqs: int64s would do; they are plain ints because a server may live long.
     time: the end of the step in Unix seconds, the time of each of its tokens.
+    logprobs: of those tokens whose clients asked for them; its rows are places in `seqs`.
     """
 
     time: float
@@ -52,6 +75,7 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     seqs: list[int]
     token_ids: bytes
     closed: list[CloseText]
+    logprobs: SampledLogprobs | None = None
 
 
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):

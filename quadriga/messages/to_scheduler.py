@@ -9,7 +9,7 @@ from quadriga.sampling import SamplingParams
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     """A validated, tokenised request. client: the ROUTER's address of the one who asked.
 
-    params: max_new_tokens and seed are filled in.
+    params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
     queue_deadline, deadline: Unix seconds; None where there is none.
     """
 
@@ -23,6 +23,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     priority: int = 0
     queue_deadline: float | None = None
     deadline: float | None = None
+    bad_words: list[bytes] = []
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -2,10 +2,37 @@
 
 import msgspec
 
+from quadriga.messages.logprobs import PromptPiece, SampledLogprobs
+
 # --- scheduler_proc -> worker_proc ----------------------------------------------------------------
 
 EXTEND, DECODE, MIXED = 0, 1, 2
 """ForwardMode on the wire."""
+
+
+class SlotRules(msgspec.Struct, array_like=True, frozen=True):
+    """What a slot's tokens are chosen by beyond NewSlot's own fields, as in SamplingParams.
+
+    num_prompt: how many of its tokens are the prompt; the others were generated. The rules depend
+    on the known tokens and on nothing else, so that a request goes on in another slot as before.
+    bias_ids: int32, bias: float32 [ids]; allowed_ids: int32, empty: all; bad_words: token ids
+    (int32) of each; stop_ids: int32, not sampled before min_new_tokens were.
+    logprobs, prompt_logprobs: how many of the likeliest tokens are told; None: nothing is.
+    """
+
+    num_prompt: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias_ids: bytes = b""
+    bias: bytes = b""
+    allowed_ids: bytes = b""
+    bad_words: list[bytes] = []
+    min_new_tokens: int = 0
+    stop_ids: bytes = b""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class NewSlot(msgspec.Struct, array_like=True, frozen=True):
@@ -13,6 +40,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
 
     token_ids: every token known so far (int32 bytes); computed: how many of them are in the KV
     pages already; pages: its page table (int32 bytes), long enough for the tokens known so far.
+    rules: None where the fields before it say all.
     """
 
     slot: int
@@ -23,6 +51,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     top_k: int
     top_p: float
     seed: int
+    rules: SlotRules | None = None
 
 
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -71,12 +100,15 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Tokens of a step, one per row of its plan (int32 bytes), -1 for a row that did not sample.
 
     began, ended: Unix seconds around forward and sampling.
+    logprobs, prompt_logprobs: for the slots whose rules ask for them.
     """
 
     step: int
     token_ids: bytes
     began: float
     ended: float
+    logprobs: SampledLogprobs | None = None
+    prompt_logprobs: list[PromptPiece] = []
 
 
 ResultMessage = WorkerReady | StepResult

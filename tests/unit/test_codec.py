@@ -54,7 +54,7 @@ def test_a_result_comes_out_of_the_codec_as_it_went_in() -> None:
 
 
 def test_defaults_stay_off_the_wire() -> None:
-    assert encode(SamplingParams()) == b"\x80"
+    assert msgspec.msgpack.decode(encode(SamplingParams())) == {}
 
 
 def test_an_infinite_number_survives_so_that_validation_can_name_it() -> None:

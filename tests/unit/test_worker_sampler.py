@@ -18,6 +18,7 @@ def rows_of(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 7,
     first_position: int = 0,
 ) -> SamplingRows:
@@ -26,6 +27,7 @@ def rows_of(
         temperature=torch.full((count,), temperature),
         top_k=torch.full((count,), top_k),
         top_p=torch.full((count,), top_p),
+        min_p=torch.full((count,), min_p),
         seed=torch.full((count,), seed),
         position=torch.arange(first_position, first_position + count),
     )
@@ -87,6 +89,13 @@ def test_top_p_counts_mass_within_what_top_k_left() -> None:
     assert observed.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_min_p_drops_what_is_that_much_less_likely_than_the_likeliest() -> None:
+    probabilities = torch.softmax(LOGITS.double() / 2, -1)
+    expected = probabilities * (probabilities >= 0.3 * probabilities.max())
+    observed = frequencies(LOGITS, min_p=0.3, temperature=2.0)
+    assert_close_to(expected / expected.sum(), observed)
+
+
 def test_a_tiny_top_p_leaves_the_likeliest_token() -> None:
     assert frequencies(LOGITS, count=100, top_p=1e-6)[0] == 1.0
 
@@ -131,12 +140,13 @@ def test_a_row_samples_alone_what_it_samples_among_rows_of_any_other_kind() -> N
         rows_of(8, top_p=0.5, seed=2, first_position=24),
         rows_of(8, top_k=300, top_p=0.99, seed=3, first_position=32),
         rows_of(8, top_p=0.999, temperature=3.0, seed=4, first_position=40),
+        rows_of(8, min_p=0.2, temperature=2.0, seed=5, first_position=48),
     ]
     rows = joined(parts)
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(48, 1000, generator=generator) * 3).bfloat16()
+    logits = (torch.randn(56, 1000, generator=generator) * 3).bfloat16()
     together = sample(logits, rows)
-    alone = [int(sample(logits[i : i + 1], one_of(rows, i))) for i in range(48)]
+    alone = [int(sample(logits[i : i + 1], one_of(rows, i))) for i in range(56)]
     assert together.tolist() == alone
 
 

@@ -1,0 +1,50 @@
+"""What the worker must know of how a request's tokens are chosen."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from quadriga.messages.floats import pack_floats
+from quadriga.messages.ids import pack_ids
+from quadriga.messages.worker import SlotRules
+from quadriga.sampling import NEUTRAL, SamplingParams, given
+from quadriga.sampling_limits import MAX_SEED
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Of one of `n` choices: each has a seed of its own, and the first one alone tells the
+    log-probabilities of the prompt."""
+    if index == 0:
+        return params
+    assert params.seed is not None, "the front door fills it in"
+    seed = (params.seed + index) % (MAX_SEED + 1)
+    return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
+
+
+def slot_rules(
+    params: SamplingParams, num_prompt: int, stop_ids: Iterable[int], bad_words: list[bytes]
+) -> SlotRules | None:
+    """None where temperature, top_k, top_p and seed say all. stop_ids: all that end the request;
+    bad_words: the token ids of each."""
+    too_short = params.min_new_tokens > 0
+    rules = SlotRules(
+        num_prompt=0,
+        min_p=given(params.min_p, NEUTRAL.min_p),
+        repetition_penalty=given(params.repetition_penalty, NEUTRAL.repetition_penalty),
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bias_ids=pack_ids(params.logit_bias),
+        bias=pack_floats(params.logit_bias.values()),
+        allowed_ids=pack_ids(params.allowed_token_ids or ()),
+        bad_words=bad_words,
+        min_new_tokens=params.min_new_tokens,
+        stop_ids=pack_ids(sorted(stop_ids)) if too_short else b"",
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+    if rules == _NO_RULES:
+        return None
+    return msgspec.structs.replace(rules, num_prompt=num_prompt)
+
+
+_NO_RULES = SlotRules(num_prompt=0)

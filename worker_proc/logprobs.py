@@ -1,0 +1,102 @@
+"""Log-probabilities of the model's own distribution: before bias, penalties, temperature, masks.
+
+They are worked out in blocks of rows, as a row is a whole vocabulary in float32.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quadriga.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
+from worker_proc.attention.base import Ints, Rows
+from worker_proc.kv_pool import SlotTable
+from worker_proc.rules import RowRules
+
+ROWS_AT_ONCE = 64
+
+
+class Observed(NamedTuple):
+    """Of some rows of logits: normalised in float32 [rows, vocab_size], and the step's rows that
+    they are."""
+
+    logprobs: Tensor
+    rows: list[int]
+    width: int
+
+
+def observe(logits: Tensor, rows: Sequence[RowRules]) -> Observed | None:
+    """Keep what clients want to know of the logits, before anything changes them."""
+    asking = [one for one in rows if one.rules.logprobs is not None]
+    if not asking:
+        return None
+    index = torch.tensor([one.row for one in asking], device=logits.device)
+    logprobs = logits.index_select(0, index).float().log_softmax(-1)
+    width = max(one.rules.logprobs or 0 for one in asking)
+    return Observed(logprobs, [one.row for one in asking], width)
+
+
+def tell_sampled(observed: Observed, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
+    """What was observed, of these tokens. sampled: [rows of the step] ids, on the device;
+    plan_rows: the number of each in its plan."""
+    index = torch.tensor(observed.rows, device=sampled.device)
+    block = _block([(observed.logprobs, sampled[index])], observed.width)
+    return SampledLogprobs(plan_rows[observed.rows].astype("<i4").tobytes(), block)
+
+
+def tell_prompts(
+    rows: Rows,
+    plan_rows: Ints,
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    table: SlotTable,
+) -> list[PromptPiece]:
+    """Of the prompt tokens that follow those of this step, where clients asked for them.
+
+    hidden: [tokens, hidden] of the whole step, its rows as in `rows`; plan_rows: [rows] their
+    numbers in the plan; logits: the model's, of hidden states.
+    """
+    asking = table.sampling.prompts_to_tell
+    ends = np.cumsum(rows.num_tokens)
+    pieces = []
+    for row, slot in enumerate(rows.slots.tolist()):
+        rules = asking.get(slot)
+        if rules is None:
+            continue
+        first = int(rows.computed[row]) + 1
+        count = min(int(rows.num_tokens[row]), rules.num_prompt - first)
+        if count > 0:
+            begin = int(ends[row] - rows.num_tokens[row])
+            tokens = table.tokens[slot, first : first + count].long()
+            block = _blockwise(hidden[begin : begin + count], tokens, logits, rules.prompt_logprobs)
+            pieces.append(PromptPiece(int(plan_rows[row]), block))
+    return pieces
+
+
+def _blockwise(
+    hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], width: int | None
+) -> LogprobBlock:
+    parts = (
+        (logits(some_hidden).float().log_softmax(-1), some_tokens)
+        for some_hidden, some_tokens in zip(
+            hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True
+        )
+    )
+    return _block(parts, width or 0)
+
+
+def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:
+    """parts: log-probabilities [tokens, vocab_size], and the ids [tokens] that they are told of."""
+    values, top_ids, top_values = [], [], []
+    for logprobs, tokens in parts:
+        values.append(logprobs.gather(1, tokens.unsqueeze(1)))
+        top = logprobs.topk(min(width, logprobs.shape[1]), -1)
+        top_ids.append(top.indices.int())
+        top_values.append(top.values)
+    return LogprobBlock(_bytes(values), top_ids[0].shape[1], _bytes(top_ids), _bytes(top_values))
+
+
+def _bytes(parts: Sequence[Tensor]) -> bytes:
+    return bytes(torch.cat(list(parts)).cpu().numpy().tobytes())
