@@ -145,14 +145,22 @@ class ServerProcess:
 
 
 class OwnServer(ServerProcess):
-    """A `python launcher.py` at a free endpoint. config: its flags, but for the endpoint."""
+    """A `python launcher.py` at a free endpoint. config: its flags, but for that. http_port: of its
+    web gateway; None: it has none."""
 
     def __init__(
-        self, config: ServerConfig, log: Path | None = None, launcher: Path = LAUNCHER
+        self,
+        config: ServerConfig,
+        log: Path | None = None,
+        launcher: Path = LAUNCHER,
+        http_port: int | None = None,
     ) -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        flags = config.replace(endpoint=self.endpoint, no_http=True).to_argv()
-        super().__init__([sys.executable, str(launcher), *flags], log, config.launch.start_timeout)
+        config = config.replace(endpoint=self.endpoint, no_http=http_port is None)
+        if http_port is not None:
+            config = config.replace(port=http_port)
+        command = [sys.executable, str(launcher), *config.to_argv()]
+        super().__init__(command, log, config.launch.start_timeout)
 
 
 def free_port() -> int:

@@ -206,14 +206,14 @@ def _own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], _L
 
 
 def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, list[str]]:
-    port = free_port()
-    gateway = ["--port", str(port)] if over == "openai" else []
-    config = parse([*flags, *gateway]).server
+    config = parse(flags).server
     assert config is not None
-    server = OwnServer(config, log)
-    if over == "openai":
-        return server, ["--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"]
-    return server, ["--endpoint", server.endpoint]
+    if over == "zmq":
+        server = OwnServer(config, log)
+        return server, ["--endpoint", server.endpoint]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    return OwnServer(config, log, http_port=port), ["--backend", "openai", "--base-url", url]
 
 
 def _peer_launch(peer: Peer, weights: Weights) -> Callable[[Workload], _Launch]:
