@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -76,11 +77,16 @@ def texts_of(files: ModelFiles, text: str) -> Texts:
 
 
 def _apart(name: str, work: Callable[..., T], *arguments: Any) -> T:
-    """Run in a new process."""
+    """Run in a new process. QuadrigaError where it dies."""
     print(f"measuring {name}", file=sys.stderr, flush=True)
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=fresh) as pool:
-        return pool.submit(work, *arguments).result()
+        try:
+            return pool.submit(work, *arguments).result()
+        except BrokenProcessPool:
+            raise QuadrigaError(
+                f"the process that measured {name} died: memory may be short; see dmesg"
+            ) from None
 
 
 # Only the processes of the variants load torch.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # these need torch, which make_bench imports when everything 
 BATCHES, CONTEXTS, PREFILLS = (1, 8, 32, 64), (128, 1024), (128, 512)
 ROOM = 64
 """A context ends so many tokens before the model's own does."""
+LEAST_CONTEXT = max(PREFILLS) + ROOM
 TOKENS_A_ROW = max(CONTEXTS) + 32
 ONE_ROW_BOUND, ROWS_BOUND = 1.15, 1.25
 """A decode step takes at most so many times the floor."""
@@ -148,7 +149,13 @@ def kinds_for(context_length: int) -> "list[Kind]":
 
 
 def report(config: ServerConfig) -> bool:
-    """Measure and print; whether every bound holds."""
+    """Measure and print; whether every bound holds. ConfigError for what cannot be measured."""
+    files = resolve_model(config.model, show_progress=True)
+    if files.context_length < LEAST_CONTEXT:
+        raise ConfigError(
+            f"the context is {files.context_length} tokens: the steps that are measured need"
+            f" {LEAST_CONTEXT}; take another model, or leave --context-length out"
+        )
     bench, machine = make_bench(config, TOKENS_A_ROW)
     if machine.device != "cpu":
         raise ConfigError(f"device is {machine.device}: this is about a cpu; add --device cpu")
@@ -157,7 +164,6 @@ def report(config: ServerConfig) -> bool:
     from bench.roofline_steps import measure
 
     dtype = bench.runner.dtype
-    files = resolve_model(config.model)
     work = work_of(files.config, config.worker.quantization, dtype.itemsize)
     reads, products = ReadSpeed(), ProductSpeed(work.products, config.worker, dtype)
     bench.fill()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import roofline
+from bench import measure_steps, roofline
 from bench.floor import Part, Product, Speed, Work, at_the_rate, floor
 from bench.machine_speed import ProductSpeed, ReadSpeed
 from bench.measure_steps import Bench, Row
@@ -13,7 +14,7 @@ from bench.roofline import Line, line_of, part_table, step_table
 from bench.roofline_steps import PARTS, REST, Kind, Round, StepTime, measure
 from quadriga.config import WorkerArgs
 from quadriga.sources.gpt2_sizes import find_size, hugging_face_config
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.unit.worker_driver import runner_of
 from worker_proc.kernels.engine import NativeEngine
 
@@ -122,9 +123,14 @@ def test_a_model_of_a_short_context_has_its_longest_decodes_near_its_end() -> No
     assert {kind.tokens for kind in kinds if not kind.decodes} == {128, 512}
 
 
-def test_steps_of_a_real_worker_are_timed_part_by_part(tmp_path: Path) -> None:
-    bench = Bench(runner_of(tiny_llama(tmp_path), dtype="bfloat16"))
-    products = ProductSpeed([Product(96, 64)], WorkerArgs(), bench.runner.dtype)
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+def test_steps_of_a_real_worker_are_timed_part_by_part(
+    tmp_path: Path, cpu_kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_steps, "LAST_ID", VOCAB_SIZE)
+    bench = Bench(runner_of(tiny_llama(tmp_path), dtype="bfloat16", cpu_kernels=cpu_kernels))
+    args = WorkerArgs(cpu_kernels=cpu_kernels)
+    products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]
     found = measure(bench, kinds, ReadSpeed(size=2**16), products)
     assert not bench.runner.table.held.any()
@@ -132,12 +138,18 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(tmp_path: Path) -> None:
         steps = [step for round in rounds for step in round.steps]
         assert len(steps) >= 20
         assert all(round.speed.bytes_per_s > 0 < round.speed.highest_rate for round in rounds)
-        if isinstance(bench.runner.engine, NativeEngine):
-            for step in steps:
+        for step in steps:
+            if isinstance(bench.runner.engine, NativeEngine):
                 assert sum(step.parts.values()) == pytest.approx(step.ms)
                 assert min(step.parts[name] for name in PARTS if name != REST) > 0
+            else:
+                assert step.parts == {}
 
 
-def test_flags_that_cannot_work_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert roofline.main(["--model", "./nowhere"]) == roofline.EXIT_USAGE
     assert "there is no such file" in capsys.readouterr().err
+    assert roofline.main(["--model", str(tiny_llama(tmp_path))]) == roofline.EXIT_USAGE
+    assert "the context is 256 tokens" in capsys.readouterr().err
