@@ -122,7 +122,11 @@ LLAMA_CPP = Peer(
 
 
 def _transformers(start: Start) -> list[str]:
+    """It lists the models of the Hub's cache, and fails where there is none."""
+    cache = home_of("transformers") / "hub"
+    cache.mkdir(parents=True, exist_ok=True)
     return [
+        *("env", f"HF_HUB_CACHE={cache}"),
         *(str(start.program.parent / "transformers"), "serve"),
         str(hugging_face_directory(start.workload.model)),
         *("--host", HOST, "--port", str(start.port), "--device", "cpu", "--dtype", "bfloat16"),

@@ -140,8 +140,9 @@ def test_a_workload_is_a_load_of_the_bench_client(workload: Workload) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
 def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
-    name: str, no_models: None
+    name: str, no_models: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
     peer = PEERS[name]
     start = Start(Path("/env/bin/python"), 4711, WORKLOADS["W2"], peer.weights[0])
     assert "4711" in peer.command(start)
