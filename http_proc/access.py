@@ -35,6 +35,7 @@ async def errors_in_shape(request: web.Request, handler: Handler) -> web.StreamR
         if error.status < 400:
             raise
         found = ApiError(error.status, _said(request, error), code=_code(error))
+        found.allow = error.headers.get("Allow")
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:

@@ -31,7 +31,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """Ends a request with this status and body. retry_after: seconds, or None."""
+    """Ends a request with this status and body. retry_after: seconds; allow: methods; or None."""
 
     def __init__(
         self,
@@ -46,12 +46,14 @@ class ApiError(Exception):
         self.status = status
         self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
         self.retry_after = retry_after
+        self.allow: str | None = None
 
     def body(self) -> bytes:
         return msgspec.json.encode(self.answer)
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = {"Retry-After": self.retry_after, "Allow": self.allow}
+        return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

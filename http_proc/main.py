@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import time
 
 import uvloop
@@ -26,6 +27,8 @@ def main() -> None:
 async def serve(child: Child) -> None:
     """Bind first: a port that is taken is known before anything is waited for."""
     args = child.config.http
+    # What it logs as errors are bytes that are no HTTP; ours are logged where they are caught.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener = bind(args)
     began = time.monotonic()
     tls = tls_context(args)

@@ -46,8 +46,8 @@ def document() -> bytes:
         _TYPES, ref_template="#/components/schemas/{name}"
     )
     for _, _, _, kind, fields, _ in _TABLE:
-        if fields:
-            _add_sampling(components[kind.__name__]["properties"], fields, components)
+        if kind is not None:
+            _complete(components[kind.__name__], fields, components["SamplingParams"])
     paths: dict[str, Any] = {}
     for path, method, what, kind, _, answered in _TABLE:
         paths[path] = {method: _operation(path, what, kind, answered)}
@@ -65,14 +65,12 @@ def document() -> bytes:
     )
 
 
-def _add_sampling(
-    properties: dict[str, Any], fields: dict[str, str], components: dict[str, Any]
-) -> None:
-    """The sampling fields that the ring has, with SamplingParams' own types."""
-    types = components["SamplingParams"]["properties"]
-    for name, field in fields.items():
-        if field in sampling.SUPPORTED:
-            properties[name] = types[field]
+def _complete(schema: dict[str, Any], fields: dict[str, str], params: dict[str, Any]) -> None:
+    """Add the sampling fields, with SamplingParams' own types. null means "as if absent"."""
+    properties = schema["properties"]
+    properties.update({name: params["properties"][field] for name, field in fields.items()})
+    for name in properties.keys() - set(schema.get("required", ())):
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
 
 
 def _operation(path: str, what: str, kind: Any, answered: Any) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def _operation(path: str, what: str, kind: Any, answered: Any) -> dict[str, Any]
         },
     }
     if answered is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     if kind is not None:
         operation["requestBody"] = {"required": True, "content": _json(kind)}
     if "{name}" in path:

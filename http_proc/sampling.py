@@ -1,7 +1,6 @@
 """The sampling fields of a request, by the names of OpenAI, vLLM and SGLang.
 
-A field of SamplingParams needs one line in a table here. One that is in a table, but that
-SamplingParams does not have yet, is refused by name unless its value changes nothing.
+A new field of SamplingParams needs one line in a table here.
 """
 
 import re
@@ -12,8 +11,6 @@ import msgspec
 
 from http_proc.errors import invalid
 from quadriga.sampling import SamplingParams
-
-SUPPORTED = frozenset(SamplingParams.__struct_fields__)
 
 EVERYWHERE = {
     "temperature": "temperature",
@@ -49,20 +46,6 @@ NATIVE = {
 }
 """SGLang's sampling_params."""
 
-NEUTRAL: dict[str, Any] = {
-    "min_p": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "stop_regex": [],
-    "include_stop_str_in_output": False,
-    "no_stop_trim": False,
-    "bad_words": [],
-    "min_new_tokens": 0,
-}
-"""By the names of SamplingParams: values that change nothing."""
-
 MAX_N = 128
 _AT = re.compile(r"\$(?:\.(\w+))?")
 
@@ -79,17 +62,12 @@ def take_sampling(
 ) -> Sampling:
     """Take the sampling fields out of a body. defaults: by the names of SamplingParams.
 
-    Raises ApiError for a wrong type, and for a field that is not supported yet.
+    Raises ApiError for a wrong type.
     """
     values, names = dict(defaults), {}
     for name, field in table.items():
-        if name not in body:
-            continue
-        value = body.pop(name)
-        if field in SUPPORTED:
-            values[field], names[field] = value, name
-        elif field not in NEUTRAL or value != NEUTRAL[field]:
-            raise invalid(f"{name} is not supported by this server; leave it out", name)
+        if name in body:
+            values[field], names[field] = body.pop(name), name
     try:
         return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
     except msgspec.ValidationError as error:

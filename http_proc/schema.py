@@ -32,7 +32,7 @@ class OpenAIRequest(Request, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
-    n: int = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
     priority: Priority = 0
     user: str | None = None
     metadata: dict[str, Any] | None = None

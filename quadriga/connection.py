@@ -80,7 +80,10 @@ class Connection:
         """Raises InvalidRequest for a message that the server would not take."""
         if self._port is None:
             raise ServerUnreachable(f"not connected to {self.endpoint}; call connect() first")
-        frame = sockets.encode(message)
+        try:
+            frame = sockets.encode(message)
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the request cannot be encoded: {error}") from None
         if len(frame) > self._max_frame_bytes:
             raise InvalidRequest(
                 f"the request is {len(frame)} bytes: the server takes at most"
