@@ -13,6 +13,7 @@ from quadriga.config import WorkerArgs
 from worker_proc.attention.base import AttentionShape
 from worker_proc.engine import Engine
 from worker_proc.engines import make_engine
+from worker_proc.kernels.engine import NativeEngine
 from worker_proc.kernels.panels import empty
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
@@ -76,8 +77,9 @@ class _Way:
         self._engine: Engine = make_engine(own, model, 1, dtype, CPU)
         self._input = torch.randn(PRODUCT_ROWS, product.inputs).to(dtype)
         self._operations = product.operations(PRODUCT_ROWS)
-        # The head of a greedy step writes no logits: at these rows that would bound it by memory.
-        self._multiply = self._engine.likeliest if product.head else self._engine.logits
+        # The kernels write nothing but the place of the greatest: that is the product alone.
+        native = isinstance(self._engine, NativeEngine)
+        self._multiply = self._engine.likeliest if native else self._engine.logits
         self.rates: list[float] = []
 
     def measure(self) -> float:
