@@ -8,7 +8,7 @@
 #include "quantised.h"
 #include "tile.h"
 
-constexpr int ROW_BLOCK = 96;      // rows whose inputs stay in the second-level cache
+constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs that stay in the second-level cache
 constexpr int PANELS_A_PIECE = 2;  // so that a panel of gate and its panel of up come together
 constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
 
@@ -64,9 +64,9 @@ TileProduct choose_tile(int rows, int panels) {
 struct Pieces {
     long rows, row_blocks, columns;
 
-    Pieces(const Matrix& m, long rows)
+    Pieces(const Matrix& m, long rows, long row_bytes)
         : rows(rows),
-          row_blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK),
+          row_blocks((rows * row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES),
           columns((m.panel_count + PANELS_A_PIECE - 1) / PANELS_A_PIECE) {}
     long count() const { return row_blocks * columns; }
     long first_row(long block) const { return block * rows / row_blocks; }
@@ -81,6 +81,9 @@ struct Matmul {
     const Step& step;
     Pieces pieces;
     Best* best;  // MATMUL_BEST: [rows], of this thread
+
+    Matmul(const Op& op, const Step& step, Best* best)
+        : op(op), step(step), pieces(op.matrix, step.token_count, row_units() * 4), best(best) {}
 
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {

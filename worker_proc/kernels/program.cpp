@@ -148,7 +148,7 @@ class Run {
             best[id].assign(step.token_count, Best{-INFINITY, INT64_MAX});
             [[fallthrough]];
         default:
-            Matmul<E> matmul{op, step, Pieces(op.matrix, step.token_count), best[id].data()};
+            Matmul<E> matmul(op, step, best[id].data());
             return share(next, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
         }
     }
