@@ -15,7 +15,7 @@ from quadriga import config as server_flags
 from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.flags import flag_name
-from quadriga.sampling import MAX_SEED
+from quadriga.sampling_limits import MAX_SEED
 
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts
 a server of its own, which takes the server's flags; with it, a running one is measured."""

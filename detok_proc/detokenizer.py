@@ -5,10 +5,12 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from detok_proc.incremental import DecoderFactory, TextDecoder
+from detok_proc.incremental import DecoderFactory
+from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
+from detok_proc.told import Entry, Told, entries_by_row, tell_prompt
 from quadriga.messages.ids import pack_ids, unpack_ids
-from quadriga.messages.public import Chunk, End, StageTimes, Usage
+from quadriga.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ class Deliveries(NamedTuple):
     """by_client: chunks by the client's address. stop_found: requests that the scheduler should
     end, each of them told once."""
 
-    by_client: dict[bytes, list[Chunk]]
+    by_client: dict[bytes, list[PlainChunk]]
     stop_found: list[int]
 
 
@@ -48,8 +50,7 @@ class Detokenizer:
     def process(self, output: StepOutput) -> Deliveries:
         """Take in one step: what it opened, its tokens, then what it closed."""
         for opening in output.opened:
-            decoder = self._decoders.make(opening.skip_special_tokens)
-            self._streams[opening.seq] = TextStream(opening, decoder)
+            self._streams[opening.seq] = TextStream(opening, self._decoders)
         deliveries = Deliveries({}, [])
         touched = self._take_tokens(output, deliveries.stop_found)
         for closing in output.closed:
@@ -63,65 +64,89 @@ class Detokenizer:
     def _take_tokens(self, output: StepOutput, stop_found: list[int]) -> "dict[int, TextStream]":
         """Push every token; the requests that got one, by their number."""
         silent = _stop_tokens(output) if output.closed else {}
+        told = entries_by_row(output.logprobs)
         streams, moment = self._streams, output.time
         touched: dict[int, TextStream] = {}
         for row, (seq, token_id) in enumerate(
             zip(output.seqs, unpack_ids(output.token_ids), strict=True)
         ):
             stream = streams.get(seq)
-            if stream is None or stream.matched_stop is not None:
+            if stream is None or stream.is_over:
                 continue
-            stream.push(token_id, moment, silent=silent.get(seq) == (row, token_id))
+            stream.push(token_id, moment, silent.get(seq) == (row, token_id), told.get(row))
             touched[seq] = stream
-            if stream.matched_stop is not None:
+            if stream.is_over:
                 stop_found.append(seq)
         return touched
 
     def _close(self, closing: CloseText, deliveries: Deliveries) -> None:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
-            end = _make_end(closing, None, 0, self._clock())
-            chunk = Chunk(closing.request_id, 0, "", b"", [], end)
+            end = _make_end(closing, None, None, 0, self._clock())
+            chunk = _empty_chunk(closing, end)
         else:
             stream.flush()
-            end = _make_end(closing, stream.matched_stop, stream.tokens, self._clock())
+            end = _make_end(
+                closing, stream.matched_stop, stream.error, stream.tokens, self._clock()
+            )
             chunk = stream.take(end)
         deliveries.by_client.setdefault(closing.client, []).append(chunk)
 
 
 class TextStream:
-    """One request between its first token and its end: what is known and not sent yet."""
+    """One request between its first token and its end: what is known and not sent yet.
 
-    __slots__ = ("_decoder", "_ids", "_pieces", "_sent_characters", "_stops", "_times", "client",
+    matched_stop: what ended the text; error: why it cannot go on.
+    """
+
+    __slots__ = ("_decoder", "_ids", "_index", "_keeps_stop", "_min_tokens", "_pieces", "_prompt",
+                 "_sent_characters", "_stops", "_times", "_told", "client", "error",
                  "matched_stop", "request_id", "streams", "tokens")  # fmt: skip
 
-    def __init__(self, opening: OpenText, decoder: TextDecoder) -> None:
+    def __init__(self, opening: OpenText, decoders: DecoderFactory) -> None:
         self.client = opening.client
         self.request_id = opening.request_id
         self.streams = opening.stream
         self.tokens = 0
         self.matched_stop: str | None = None
-        self._decoder = decoder
-        self._stops = StopStrings(opening.stop_strings) if opening.stop_strings else None
+        self.error: ErrorInfo | None = None
+        self._index = opening.index
+        self._decoder = decoders.make(opening.skip_special_tokens)
+        self._keeps_stop = opening.keeps_stop
+        self._min_tokens = opening.min_new_tokens
+        self._stops: StopStrings | None = None
+        if opening.stop_strings or opening.stop_regexes:
+            strings, regexes = opening.stop_strings, opening.stop_regexes
+            self._stops = StopStrings(strings, regexes, opening.keeps_stop)
+        told, prompt = opening.logprobs, opening.prompt
+        self._told = None if told is None else Told(told, decoders.bytes_of)
+        self._prompt = None if prompt is None else tell_prompt(prompt, decoders.bytes_of)
         self._pieces: list[str] = []
         self._ids = array("i")
         self._times: list[float] = []
         self._sent_characters = 0
 
-    def push(self, token_id: int, moment: float, silent: bool) -> None:
-        """silent: a stop token, which counts but leaves no text."""
+    @property
+    def is_over(self) -> bool:
+        """The scheduler is to end it."""
+        return self.matched_stop is not None or self.error is not None
+
+    def push(self, token_id: int, moment: float, is_stop: bool, entry: Entry | None) -> None:
+        """is_stop: a stop token, which counts but leaves no text, unless its request keeps it."""
         self.tokens += 1
         self._ids.append(token_id)
         self._times.append(moment)
-        if not silent:
+        if self._told is not None and entry is not None:
+            self._told.add(token_id, entry)
+        if not is_stop or self._keeps_stop:
             self._add_text(self._decoder.push(token_id))
 
     def flush(self) -> None:
         """No more tokens come: half characters and half stop strings are text after all."""
-        if self.matched_stop is not None:
+        if self.is_over:
             return
         self._add_text(self._decoder.flush())
-        if self._stops is not None and self.matched_stop is None:
+        if self._stops is not None and not self.is_over:
             self._pieces.append(self._stops.flush())
 
     def is_due(self, interval: int) -> bool:
@@ -129,20 +154,33 @@ class TextStream:
         unsent = len(self._ids)
         return self.streams and (unsent >= interval or unsent == self.tokens)
 
-    def take(self, end: End | None = None) -> Chunk:
+    def take(self, end: End | None = None) -> PlainChunk:
         """Everything that is known and was not sent."""
         text = "".join(self._pieces)
-        ids, times = self._ids, self._times
-        chunk = Chunk(self.request_id, self._sent_characters, text, pack_ids(ids), times, end)
+        ids, times, offset = pack_ids(self._ids), self._times, self._sent_characters
         self._sent_characters += len(text)
         self._pieces, self._ids, self._times = [], array("i"), []
-        return chunk
+        if self._told is None and self._prompt is None and self._index == 0:
+            return PlainChunk(self.request_id, offset, text, ids, times, end)
+        told = None if self._told is None else self._told.take()
+        prompt, self._prompt = self._prompt, None
+        return Chunk(self.request_id, offset, text, ids, times, end, self._index, told, prompt)
 
     def _add_text(self, text: str) -> None:
-        if self._stops is not None:
-            text, self.matched_stop = self._stops.push(text)
+        if self._stops is not None and self.tokens > self._min_tokens:
+            try:
+                text, self.matched_stop = self._stops.push(text)
+            except TookTooLong as error:
+                self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
         if text:
             self._pieces.append(text)
+
+
+def _empty_chunk(closing: CloseText, end: End) -> PlainChunk:
+    """The end of a request that never gave a token."""
+    if closing.index == 0:
+        return PlainChunk(closing.request_id, 0, "", b"", [], end)
+    return Chunk(closing.request_id, 0, "", b"", [], end, closing.index)
 
 
 def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:
@@ -152,13 +190,18 @@ def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:
     return {seq: (row, ending[seq]) for seq, row in last_rows.items()}
 
 
-def _make_end(closing: CloseText, found: str | None, tokens: int, now: float) -> End:
-    """found: the stop string that was met. It tells why the text ends, unless there is an error."""
-    stopped = found is not None and closing.error is None
+def _make_end(
+    closing: CloseText, found: str | None, failed: ErrorInfo | None, tokens: int, now: float
+) -> End:
+    """found: the stop string that was met; failed: why its text could not go on. They tell why the
+    text ends, unless the scheduler knows of an error."""
+    error = closing.error or failed
+    stopped = found is not None and error is None
+    reason = "error" if failed is not None else closing.finish_reason
     return End(
-        "stop" if stopped else closing.finish_reason,
+        "stop" if stopped else reason,
         Usage(closing.prompt_tokens, tokens, closing.cached_tokens),
         StageTimes(closing.received, closing.tokenized, closing.admitted, closing.first_token, now),
         found if stopped else closing.matched_stop,
-        closing.error,
+        error,
     )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+WORD_START = "\u2581"
+"""How SentencePiece writes a space."""
 WINDOW_TOKENS = 32
 """So many tokens are held back, at most, in the hope that they become whole characters."""
 
@@ -38,6 +40,12 @@ class DecoderFactory:
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._bytes = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
         self._vocabulary = Vocabulary(tokenizer)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What one token stands for by itself: perhaps half a character."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        return self._vocabulary.bytes_of(token_id)
 
     def make(self, skip_special_tokens: bool) -> TextDecoder:
         skipped = self._vocabulary.special_ids if skip_special_tokens else frozenset[int]()
@@ -66,6 +74,13 @@ class Vocabulary:
         """One byte, as SentencePiece spells it: <0xE4>."""
         token = self.tokenizer.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """As SentencePiece spells its tokens; empty for an id that is not known."""
+        token = self.tokenizer.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(WORD_START, " ").encode("utf-8")
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

@@ -6,7 +6,7 @@ import time
 from itertools import chain
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages.public import Chunks, Info
+from quadriga.messages.public import Info, SentChunks
 from quadriga.messages.to_detok import DetokMessage, InfoReply, StepOutput, StopDetok
 from quadriga.messages.to_scheduler import StopFound
 from quadriga.model_source import resolve_model
@@ -62,6 +62,6 @@ def deliver(
     """One message to each client that this step gave something, and one to the scheduler."""
     by_client, stop_found = detokenizer.process(output)
     for client, chunks in by_client.items():
-        delivery.send_frames(client, encode(Chunks(chunks)))
+        delivery.send_frames(client, encode(SentChunks(chunks)))
     if stop_found:
         scheduler.send(StopFound(stop_found))

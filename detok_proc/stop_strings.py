@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces.
+"""What ends a text that comes in pieces: stop strings, and regular expressions (stop_regexes.py).
 
 The match that ends first wins, and of several that end at the same character the longest, so
 that the result does not depend on how the text was cut into pieces. Only a suffix that can still
@@ -6,35 +6,47 @@ become a stop string is held back. Each stop string is matched by Knuth, Morris 
 automaton ("Fast Pattern Matching in Strings", 1977): linear time, whatever text and stops are.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from detok_proc.stop_regexes import RegexMatcher
+
 
 class Scanned(NamedTuple):
-    """text: what may be sent now. matched: the stop string that ended the text before itself."""
+    """text: what may be sent now. matched: the stop string or regular expression that ended the
+    text: before itself, or behind itself where it is kept."""
 
     text: str
     matched: str | None
 
 
 class StopStrings:
-    """The search for one request's stop strings. After a match nothing may be pushed."""
+    """The search for what stops one request. After a match nothing may be pushed.
 
-    __slots__ = ("_held", "_matchers")
+    keeps_stop: what stopped the text is part of it.
+    """
 
-    def __init__(self, strings: list[str]) -> None:
-        self._matchers = [_Matcher(string) for string in strings]
+    __slots__ = ("_held", "_keeps", "_matchers")
+
+    def __init__(
+        self, strings: list[str], regexes: Sequence[str] = (), keeps_stop: bool = False
+    ) -> None:
+        self._matchers: list[_Matcher | RegexMatcher] = [_Matcher(string) for string in strings]
+        self._matchers += [RegexMatcher(pattern) for pattern in regexes]
+        self._keeps = keeps_stop
         self._held = ""
 
     def push(self, piece: str) -> Scanned:
-        """Take the next piece of text, of any length."""
+        """Take the next piece of text, of any length. Raises TookTooLong."""
         ends = [(matcher.feed(piece), matcher) for matcher in self._matchers]
-        found = [(end, -len(matcher.string), matcher.string) for end, matcher in ends if end]
+        found = [(end, -matcher.found_length, matcher.name) for end, matcher in ends if end]
         text = self._held + piece
         if found:
-            end, minus_length, string = min(found)
-            self._held, kept = "", len(self._held) + end + minus_length
-            return Scanned(text[:kept], string)
+            end, minus_length, name = min(found)
+            kept = len(self._held) + end + (0 if self._keeps else minus_length)
+            self._held = ""
+            return Scanned(text[: max(0, kept)], name)
         keep_back = max((matcher.matched for matcher in self._matchers), default=0)
         certain = len(text) - keep_back
         self._held = text[certain:]
@@ -47,18 +59,19 @@ class StopStrings:
 
 
 class _Matcher:
-    """matched: how many characters of `string` the text ends with."""
+    """matched: how many characters of the stop string, its name, the text ends with."""
 
-    __slots__ = ("_fallback", "matched", "string")
+    __slots__ = ("_fallback", "found_length", "matched", "name")
 
     def __init__(self, string: str) -> None:
-        self.string = string
+        self.name = string
+        self.found_length = len(string)
         self.matched = 0
         self._fallback = _fallbacks(string)
 
     def feed(self, piece: str) -> int | None:
         """The number of characters of `piece` up to the end of the first match, or None."""
-        string, matched, position = self.string, self.matched, 0
+        string, matched, position = self.name, self.matched, 0
         while position < len(piece):
             if matched == 0:
                 position = piece.find(string[0], position)

@@ -128,14 +128,15 @@ class AsyncClient:
         self._connection.raise_if_lost()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
-        handle = Handle(request_id, timeout, self._drop, sink)
+        params = params or SamplingParams()
+        handle = Handle(request_id, timeout, self._drop, sink, params.n)
         wire = wire_prompt(prompt)
         self._connection.send(
             Generate(
                 PROTOCOL_VERSION,
                 request_id,
                 wire.prompt,
-                params or SamplingParams(),
+                params,
                 stream,
                 truncate_prompt,
                 wire.token_ids,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quadriga.errors import InvalidRequest
+from quadriga.logprobs import TokenLogprob
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.public import ChatMessage, Usage
 
@@ -34,7 +35,12 @@ class Timings:
 
 @dataclass(slots=True)
 class Completion:
-    """A finished request. finish_reason: stop, length or abort."""
+    """A finished request. finish_reason: stop, length or abort.
+
+    index: of the choice, where `n` were asked for; others: the choices after it, in order, which
+    choice 0 has when it is the answer to a whole request.
+    logprobs: of token_ids, prompt_logprobs: of all tokens of the prompt; None unless asked for.
+    """
 
     request_id: str
     text: str
@@ -43,11 +49,19 @@ class Completion:
     usage: Usage
     timings: Timings
     matched_stop: str | int | None = None
+    index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    others: "list[Completion]" = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StreamChunk:
-    """What is new of a request. received_at: Unix seconds. completion: on the last chunk only."""
+    """What is new of a request. received_at: Unix seconds. completion: on the last chunk only.
+
+    index: of the choice; each has a last chunk. logprobs: of token_ids; prompt_logprobs: in the
+    first chunk of choice 0; None unless asked for.
+    """
 
     request_id: str
     text: str
@@ -55,6 +69,9 @@ class StreamChunk:
     token_times: list[float]
     received_at: float
     completion: Completion | None = None
+    index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 def is_list_of_prompts(prompt: Any) -> bool:

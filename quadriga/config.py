@@ -49,6 +49,12 @@ class FrontDoorArgs:
     endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket")
     tokenize_workers: int = flag(2, "threads that encode text")
     allow_auto_truncate: bool = flag(False, "keep the last tokens of a prompt that is too long")
+    sampling_defaults: str = flag(
+        "model",
+        "where temperature, top_k, top_p, min_p and repetition_penalty come from if a request has"
+        " none: the model's generation_config.json, or openai: 1, off, 1, 0, 1",
+        ("model", "openai"),
+    )
     queue_timeout: float | None = flag(
         None, "seconds that a request may wait to be admitted (default: no limit)"
     )

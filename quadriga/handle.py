@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 
 from quadriga import errors
-from quadriga.completion import Completion, StreamChunk, Timings
+from quadriga.choice import Choice
+from quadriga.completion import Completion, StreamChunk
 from quadriga.errors import DeadlineExceeded, QuadrigaError, RequestFailed
-from quadriga.messages.ids import unpack_ids
-from quadriga.messages.public import Chunk, End, ErrorInfo
+from quadriga.messages.public import Chunk, ErrorInfo
 
 Sink = Callable[[StreamChunk | QuadrigaError], None]
 """Takes each chunk of a request at the moment at which it comes, or the error that ends it."""
@@ -17,7 +17,7 @@ Sink = Callable[[StreamChunk | QuadrigaError], None]
 class Handle:
     """A request under way: an async iterator of its StreamChunks, unless it has a sink.
 
-    on_abort: called when the caller lost interest.
+    on_abort: called when the caller lost interest. choices: how many it has, each with an end.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class Handle:
         timeout: float | None,
         on_abort: "Callable[[Handle], None]",
         sink: Sink | None = None,
+        choices: int = 1,
     ) -> None:
         self.request_id = request_id
         self._on_abort = on_abort
@@ -33,9 +34,9 @@ class Handle:
         self._timeout = timeout
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._timings = Timings(submitted=time.time())
+        self._submitted = time.time()
+        self._choices: dict[int, Choice] = {}
+        self._choices_open = choices
         self.done = False
 
     def __aiter__(self) -> "Handle":
@@ -63,11 +64,17 @@ class Handle:
             ) from None
 
     async def completion(self) -> Completion:
-        """Wait for the end. Raises the request's error."""
+        """Wait for the end, of all choices: choice 0, which has the others. Raises the request's
+        error."""
+        ended = {}
         async for chunk in self:
             if chunk.completion is not None:
-                return chunk.completion
-        raise RequestFailed(f"request {self.request_id} was read to its end before")
+                ended[chunk.index] = chunk.completion
+        if 0 not in ended:
+            raise RequestFailed(f"request {self.request_id} was read to its end before")
+        first, *others = (ended[index] for index in sorted(ended))
+        first.others = others
+        return first
 
     def abort(self) -> None:
         """End the request; nothing happens where it has ended."""
@@ -77,36 +84,23 @@ class Handle:
 
     def take_chunk(self, chunk: Chunk, received_at: float) -> None:
         """A chunk came."""
-        token_ids = unpack_ids(chunk.token_ids).tolist()
-        self._texts.append(chunk.text)
-        self._token_ids += token_ids
-        self._timings.token_times += chunk.token_times
-        completion = self._finish(chunk.end, received_at) if chunk.end else None
-        item = StreamChunk(
-            self.request_id, chunk.text, token_ids, chunk.token_times, received_at, completion
-        )
-        if chunk.end and chunk.end.error:
-            self.fail(chunk.end.error)
-        else:
-            self._put(item)
+        if self.done:
+            return
+        choice = self._choices.get(chunk.index)
+        if choice is None:
+            choice = Choice(self.request_id, chunk.index, self._submitted)
+            self._choices[chunk.index] = choice
+        item = choice.take(chunk, received_at)
+        if chunk.end is not None:
+            self._choices_open -= 1
+            self.done = self._choices_open == 0
+            if chunk.end.error is not None:
+                self.abort()
+                self.fail(chunk.end.error)
+                return
+        self._put(item)
 
     def fail(self, error: ErrorInfo) -> None:
         """The request ends with an error."""
         self.done = True
         self._put(errors.from_code(error.code, error.message, error.field))
-
-    def _finish(self, end: End, received_at: float) -> Completion:
-        self.done = True
-        timings, times = self._timings, end.times
-        timings.received, timings.tokenized = times.received, times.tokenized
-        timings.admitted, timings.first_token = times.admitted, times.first_token
-        timings.detokenized, timings.delivered = times.detokenized, received_at
-        return Completion(
-            request_id=self.request_id,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            finish_reason=end.finish_reason,
-            usage=end.usage,
-            timings=timings,
-            matched_stop=end.matched_stop,
-        )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from quadriga.errors import InvalidRequest
+from quadriga.messages.ids import pack_ids
 from quadriga.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.chat import ChatTemplate
 
@@ -16,6 +18,7 @@ T = TypeVar("T")
 
 SHORT_TEXT = 2048
 """Characters that are encoded at once, in less time than a thread would take to wake up twice."""
+MAX_BAD_WORD_TOKENS = 32
 SHORT_IDS = 1024
 """Token ids that are decoded at once."""
 
@@ -50,6 +53,21 @@ class Encoder:
     ) -> None:
         """Call `then` with a future that holds the text, at once or later."""
         self._run(len(ids) <= SHORT_IDS, lambda: self._decode(ids, skip_special_tokens), then)
+
+    def bad_words(self, words: list[str]) -> list[bytes]:
+        """The token ids (int32 bytes) that each of these may be generated as: at the beginning of a
+        text or within a word, and behind a space. Raises InvalidRequest for a word of too many."""
+        spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
+        encodings = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
+        ids_of_all = {tuple(encoding.ids): None for encoding in encodings if encoding.ids}
+        longest = max(map(len, ids_of_all), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words has a word of {longest} tokens: at most {MAX_BAD_WORD_TOKENS} are"
+                " allowed; shorten it",
+                "bad_words",
+            )
+        return [pack_ids(ids) for ids in ids_of_all]
 
     def _run(
         self, at_once: bool, work: Callable[[], T], then: "Callable[[asyncio.Future[T]], None]"

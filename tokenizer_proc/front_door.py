@@ -36,9 +36,11 @@ from quadriga.messages.public import (
 from quadriga.messages.to_scheduler import AbortRequest, Drain, Inspect, Submit
 from quadriga.model_source import ModelFiles
 from quadriga.sockets import AsyncPort, Outbox, Unreachable, encode
+from quadriga.stop_regex import compile_stop_regex
 from tokenizer_proc import requests
 from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder
+from tokenizer_proc.sampling_defaults import sampling_defaults
 
 PROBE_DELAYS = (0.05, 0.5)
 """Seconds after a lost connection at which the clients are probed: the first is nearly always
@@ -65,6 +67,7 @@ class FrontDoor:
         self._encoder = encoder
         self._scheduler = scheduler
         self._facts = facts
+        self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
         self._instance = uuid.uuid4().hex
         self._port: AsyncPort | None = None
         self._clients: set[bytes] = set()
@@ -109,6 +112,8 @@ class FrontDoor:
         requests.check_request_id(message.request_id)
         requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
+        for pattern in message.params.stop_regexes:
+            compile_stop_regex(pattern)
         if message.prompt_token_ids is not None:
             ids = requests.check_prompt_ids(message, self._model.vocab_size)
             self._submit(client, message, ids, received)
@@ -144,9 +149,8 @@ class FrontDoor:
         args, truncate = self._args, message.truncate_prompt
         if truncate is None:
             truncate = args.allow_auto_truncate
-        ids, params = requests.fit(
-            ids, message.params, self._model, truncate, message.clamp_max_new_tokens
-        )
+        params = message.params.filled(self._defaults)
+        ids, params = requests.fit(ids, params, self._model, truncate, message.clamp_max_new_tokens)
         self._scheduler.send(
             Submit(
                 client=client,
@@ -161,6 +165,7 @@ class FrontDoor:
                     received, message.queue_timeout, args.queue_timeout
                 ),
                 deadline=requests.deadline(received, message.timeout, args.request_timeout),
+                bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
             )
         )
 

@@ -10,7 +10,8 @@ from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.messages.ids import unpack_ids
 from quadriga.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 from quadriga.model_source import ModelFiles
-from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, MAX_SEED, SamplingParams
+from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from quadriga.sampling_limits import MAX_SEED
 
 MAX_REQUEST_ID = 128
 MAX_PRIORITY = 1000
@@ -141,6 +142,12 @@ def fit(
             f" {limit}; shorten the prompt, ask for fewer tokens, or start the server with"
             " --allow-auto-truncate",
             "prompt" if len(ids) >= limit else "max_new_tokens",
+        )
+    if params.min_new_tokens > wanted:
+        raise InvalidRequest(
+            f"min_new_tokens is {params.min_new_tokens}: it must not be above max_new_tokens, which"
+            f" is {wanted} here; ask for a larger max_new_tokens",
+            "min_new_tokens",
         )
     seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
     return ids, msgspec.structs.replace(params, max_new_tokens=wanted, seed=seed)

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from quadriga.messages.logprobs import Logprobs, PromptLogprobs
 from quadriga.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -160,10 +161,10 @@ class End(msgspec.Struct, array_like=True, frozen=True):
     error: ErrorInfo | None = None
 
 
-class Chunk(msgspec.Struct, array_like=True, frozen=True):
+class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
     """What is new of one request.
 
-    text_offset: characters of this request's text that were sent before.
+    text_offset: characters of this choice's text that were sent before.
     token_ids: int32 bytes; token_times: for each of them, the end of the step that gave it.
     """
 
@@ -175,10 +176,28 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     end: End | None = None
 
 
+class Chunk(PlainChunk, array_like=True, frozen=True):
+    """A chunk with what only some requests ask for; the fields stay off the wire for the others.
+
+    index: of the choice, where `n` were asked for: each has chunks and an end of its own.
+    logprobs: of token_ids. prompt_logprobs: in the first chunk of choice 0.
+    """
+
+    index: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
 class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """All that is new for one client after one step."""
+    """All that is new for one client after one step, as a client reads it."""
 
     chunks: list[Chunk]
+
+
+class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
+    """The same as it is sent: a PlainChunk where it says all."""
+
+    chunks: list[PlainChunk]
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):

@@ -3,10 +3,13 @@
 from itertools import pairwise
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
+from quadriga.stop_regex import MAX_MATCH
 
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -82,3 +85,62 @@ def test_a_hostile_text_takes_linear_time():
     for _ in range(2000):
         search_in_pieces.push("aaaa")
     assert time.perf_counter() - began < 5
+
+
+# --- regular expressions --------------------------------------------------------------------------
+
+PATTERNS = ["ab+", "a[bc]a|cc", "(?:ab|b)c", "c(?!a)b", "(?<=b)ca", "a.a", "b{2,3}"]
+
+
+def search_regexes(text, patterns):
+    """The specification: the first end of a match cuts the text, at the longest match's begin."""
+    for end in range(1, len(text) + 1):
+        found = [(regex.search(p, text[:end]), p) for p in patterns]
+        matches = [(m.end() - m.start(), p) for m, p in found if m and m.end() > m.start()]
+        if matches:
+            length, pattern = max(matches, key=lambda match: match[0])
+            return text[: end - length], pattern
+    return text, None
+
+
+@settings(max_examples=400)
+@given(
+    LETTERS,
+    st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=2, unique=True),
+    st.lists(st.integers(0, 30), max_size=6),
+)
+def test_an_expression_ends_the_text_at_its_first_match_however_it_is_cut(text, patterns, places):
+    search_in_pieces, sent, matched = StopStrings([], patterns), "", None
+    for piece in cut(text, places):
+        piece_sent, matched = search_in_pieces.push(piece)
+        sent += piece_sent
+        if matched is not None:
+            break
+    sent += "" if matched else search_in_pieces.flush()
+    expected, pattern = search_regexes(text, patterns)
+    assert (sent, matched is None) == (expected, pattern is None)
+
+
+def test_only_what_a_match_has_begun_with_is_held_back():
+    stops = StopStrings(["END"], [r"\n\nQ\d+:"])
+    sent = [stops.push(piece).text for piece in ("a\n", "\nQ", "1", "x E", "y\n\nQ12")]
+    assert sent == ["a", "", "", "\n\nQ1x ", "Ey"]
+    assert stops.push(":z") == ("", r"\n\nQ\d+:")
+
+
+def test_what_stopped_the_text_is_kept_where_that_is_asked_for():
+    assert StopStrings(["b"], ["c+"], keeps_stop=True).push("abc") == ("ab", "b")
+    assert StopStrings(["x"], ["b+c"], keeps_stop=True).push("abbcd") == ("abbc", "b+c")
+
+
+def test_an_expression_that_takes_too_long_says_so():
+    stops = StopStrings([], ["(a+)+$b", "(?:fooaaaaaaaaaaaa){e<=9}q"])
+    with pytest.raises(TookTooLong, match="takes too long; simplify it"):
+        stops.push("a" * 300)
+
+
+def test_a_match_longer_than_the_limit_is_not_seen_and_little_is_held_back():
+    stops = StopStrings([], ["a[^z]*z"])
+    sent, matched = stops.push("a" + "b" * 600 + "z")
+    assert matched is None
+    assert len(sent) > 600 - MAX_MATCH
