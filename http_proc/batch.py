@@ -1,4 +1,4 @@
-"""The ring's requests behind one web request: n choices of each of its prompts."""
+"""The ring's requests behind one web request: one for each prompt, each with n choices."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from quadriga.sampling import SamplingParams
 
 
 class Batch:
-    """Collects what comes for any of its choices, which are numbered in the order of `submit`.
+    """Collects what comes for any of its choices, which are numbered through all prompts.
 
     Everything that has come by the time at which the reader takes it is taken at once: a reader
     that is slower than the ring gets fewer and larger pieces, and what is kept is bounded by the
@@ -25,6 +25,7 @@ class Batch:
         self._handles: list[Handle] = []
         self._items: list[tuple[int, StreamChunk]] = []
         self._error: QuadrigaError | None = None
+        self._choices = 0
         self._open = 0
         self.ended = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
@@ -43,19 +44,20 @@ class Batch:
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
-        """One more choice. Raises what submit of the client raises."""
-        sink = self._sink(len(self._handles))
+        """One more prompt, with params.n choices. Raises what submit of the client raises."""
+        sink = self._sink(self._choices)
         handle = self._ring.submit(prompt, params, stream=stream, sink=sink, **options)
         self._handles.append(handle)
-        self._open += 1
+        self._choices += params.n
+        self._open += params.n
 
-    def _sink(self, choice: int) -> Callable[[StreamChunk | QuadrigaError], None]:
+    def _sink(self, first: int) -> Callable[[StreamChunk | QuadrigaError], None]:
         def take(item: StreamChunk | QuadrigaError) -> None:
             if isinstance(item, QuadrigaError):
                 self._error = self._error or item
-                self._open -= 1
+                self._open = 0
             else:
-                self._items.append((choice, item))
+                self._items.append((first + item.index, item))
                 self._open -= item.completion is not None
             if not self._open:
                 self.ended.set()
@@ -84,7 +86,7 @@ class Batch:
             for choice, chunk in await self.take():
                 if chunk.completion is not None:
                     found[choice] = chunk.completion
-        return [found[choice] for choice in range(len(self._handles))]
+        return [found[choice] for choice in range(self._choices)]
 
     def leave(self) -> None:
         """Nobody reads any more: abort what has not ended, and forget it."""

@@ -9,14 +9,16 @@ from http_proc.bodies import convert, read_object
 from http_proc.chat_messages import chat_options, chat_prompt
 from http_proc.chat_stream import ChatStream
 from http_proc.errors import invalid
-from http_proc.gateway import GATEWAY, MOST_CHOICES, Gateway, Head
-from http_proc.sampling import CHAT, Sampling, check_n, choice_params, take_sampling
+from http_proc.gateway import GATEWAY, Gateway, Head
+from http_proc.logprobs import chat_logprobs
+from http_proc.sampling import CHAT, take_sampling
 from http_proc.schema import AnswerMessage, ChatBody, ChatChoice, ChatRequest, ToolCall, usage_body
 from http_proc.streams import stream, whole
 from http_proc.tool_calls import make_parser
 from http_proc.usage import UsageInStream
 from quadriga.async_client import RequestOptions
 from quadriga.completion import Completion
+from quadriga.sampling import SamplingParams
 
 NAMES = {"prompt": "messages"}
 """What the ring's fields are called here, beside the sampling fields."""
@@ -30,11 +32,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     call = convert(body, ChatRequest)
     gateway.check_model(call.model)
     _check_supported(call)
-    check_n(call.n, 1, MOST_CHOICES)
     facts = await gateway.facts()
     _check_template(gateway, facts)
     tool_format = str(facts["tool_format"]) if _may_call(call) else ""
-    params, fill = _params(sampling, facts, tool_format)
+    params, fill = _params(sampling.params, call, facts, tool_format)
     prompt, chat = chat_prompt(call.messages), chat_options(call)
     options: RequestOptions = {
         "priority": call.priority,
@@ -44,10 +45,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     head = gateway.head(request, "chatcmpl")
     names = {**NAMES, **sampling.names}
     with gateway.batch(head.id, names) as batch:
-        for choice in range(call.n):
-            batch.submit(prompt, choice_params(params, choice), call.stream, options)
+        batch.submit(prompt, params, call.stream, options)
         if call.stream:
-            usage = UsageInStream(call.stream_options, call.n)
+            usage = UsageInStream(call.stream_options, params.n)
             await usage.count_prompts(gateway.ring, [prompt], chat)
             renderer = ChatStream(head, usage, tool_format, call.parallel_tool_calls)
             return await stream(request, batch, renderer, names)
@@ -57,8 +57,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 def _check_supported(call: ChatRequest) -> None:
-    if call.logprobs or call.top_logprobs:
-        raise invalid("logprobs is not supported by this server; leave it out", "logprobs")
+    if call.top_logprobs and not call.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if call.response_format is not None and call.response_format.type != "text":
         raise invalid(
             f"response_format {call.response_format.type!r} is not supported by this server:"
@@ -87,13 +87,17 @@ def _may_call(call: ChatRequest) -> bool:
     return bool(call.tools) and call.tool_choice != "none"
 
 
-def _params(sampling: Sampling, facts: dict[str, Any], tool_format: str) -> "tuple[Any, bool]":
+def _params(
+    params: SamplingParams, call: ChatRequest, facts: dict[str, Any], tool_format: str
+) -> tuple[SamplingParams, bool]:
     """The parameters, and whether they may be cut to what the context leaves.
 
     An answer without a limit may fill the context. Where special tokens mark tool calls, they must
     be seen.
     """
-    params, fill = sampling.params, sampling.params.max_new_tokens is None
+    fill = params.max_new_tokens is None
+    if call.logprobs:
+        params = msgspec.structs.replace(params, logprobs=call.top_logprobs)
     if fill:
         params = msgspec.structs.replace(params, max_new_tokens=facts["context_length"])
     if tool_format in ("mistral", "llama3"):
@@ -113,10 +117,11 @@ def _body(head: Head, call: ChatRequest, tool_format: str, answers: list[Complet
                 index,
                 AnswerMessage(text if text or not calls else None, calls or msgspec.UNSET),
                 "tool_calls" if called else answer.finish_reason,
-                stop_reason=answer.matched_stop,
+                None if answer.logprobs is None else chat_logprobs(answer.logprobs),
+                answer.matched_stop,
             )
         )
-    usage = usage_body([answer.usage for answer in answers], call.n)
+    usage = usage_body([answer.usage for answer in answers], len(answers))
     return ChatBody(head.id, head.created, head.model, choices, usage)
 
 

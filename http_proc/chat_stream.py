@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from http_proc.gateway import Head
+from http_proc.logprobs import chat_logprobs
 from http_proc.sse import Template, event
 from http_proc.tool_calls import Found, ToolCallParser, make_parser
 from http_proc.usage import UsageInStream
@@ -54,12 +55,8 @@ class ChatStream:
                 text = ""
             for delta in calls:
                 events += self._delta(index, delta, usage)
-        if chunk.completion is not None:
-            delta = {"content": text} if text else {}
-            reason, stop = chunk.completion.finish_reason, chunk.completion.matched_stop
-            if choice.calls and reason == "stop":
-                reason = "tool_calls"
-            return events + self._delta(index, delta, usage, reason, stop)
+        if chunk.completion is not None or chunk.logprobs is not None:
+            return events + self._full(index, choice, text, chunk, usage)
         if text or (usage != b"null" and not events):
             return events + choice.template.fill(_encode(text), usage)
         return events
@@ -69,7 +66,7 @@ class ChatStream:
         return b"" if usage is None else event(_encode(self._chunk([]) | {"usage": usage}))
 
     def _open(self, index: int) -> Choice:
-        one = self._choice(index, {"content": CONTENT}, None)
+        one = self._choice(index, {"content": CONTENT})
         chunk = self._chunk([one]) | self._usage.slot
         template = Template(chunk, CONTENT, *self._usage.slot.values())
         return Choice(template, make_parser(self._tool_format) if self._tool_format else None)
@@ -88,22 +85,29 @@ class ChatStream:
                 choice.calls += 1
         return _joined(found), deltas
 
-    def _delta(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        usage: bytes,
-        reason: str | None = None,
-        stop: object = None,
+    def _full(
+        self, index: int, choice: Choice, text: str, chunk: StreamChunk, usage: bytes
     ) -> bytes:
-        one = self._choice(index, delta, reason)
-        if reason is not None:
-            one["stop_reason"] = stop
+        """An event that has more than text: an end, or log-probabilities."""
+        more: dict[str, Any] = {}
+        if chunk.logprobs is not None:
+            more["logprobs"] = chat_logprobs(chunk.logprobs)
+        if chunk.completion is not None:
+            reason = chunk.completion.finish_reason
+            called = choice.calls and reason == "stop"
+            more["finish_reason"] = "tool_calls" if called else reason
+            more["stop_reason"] = chunk.completion.matched_stop
+        return self._delta(index, {"content": text} if text else {}, usage, more)
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], usage: bytes, fields: dict[str, Any] | None = None
+    ) -> bytes:
+        one = self._choice(index, delta) | (fields or {})
         more = {"usage": msgspec.Raw(usage)} if self._usage.slot else {}
         return event(_encode(self._chunk([one]) | more))
 
-    def _choice(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -8,7 +8,8 @@ from aiohttp import web
 from http_proc.bodies import convert, read_object
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, MOST_CHOICES, Gateway, Head
-from http_proc.sampling import OPENAI, check_n, choice_params, take_sampling
+from http_proc.logprobs import completion_logprobs
+from http_proc.sampling import OPENAI, check_choices, take_sampling
 from http_proc.schema import (
     CompletionBody,
     CompletionChoice,
@@ -20,6 +21,7 @@ from http_proc.streams import stream, whole
 from http_proc.usage import UsageInStream
 from quadriga.async_client import RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk
+from quadriga.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's."""
@@ -40,26 +42,25 @@ async def completions(request: web.Request) -> web.StreamResponse:
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
     call = convert(body, CompletionRequest)
     gateway.check_model(call.model)
-    _check_supported(call)
+    _check_supported(call, sampling.params.n)
     prompts = list_prompts(call.prompt)
-    check_n(call.n, len(prompts), MOST_CHOICES)
+    params, n = _params(sampling.params, call), sampling.params.n
+    check_choices(n, len(prompts), MOST_CHOICES)
     echoes = await _echoes(gateway, prompts, sampling.params.skip_special_tokens, call.echo)
     head = gateway.head(request, "cmpl")
     options: RequestOptions = {"priority": call.priority}
     names = {**NAMES, **sampling.names}
     with gateway.batch(head.id, names) as batch:
         for prompt in prompts:
-            for choice in range(call.n):
-                params = choice_params(sampling.params, choice)
-                batch.submit(prompt, params, call.stream, options)
+            batch.submit(prompt, params, call.stream, options)
         if call.stream:
-            usage = UsageInStream(call.stream_options, call.n)
+            usage = UsageInStream(call.stream_options, n)
             await usage.count_prompts(gateway.ring, prompts)
-            renderer = CompletionStream(head, call.n, echoes, usage)
+            renderer = CompletionStream(head, n, echoes, usage)
             return await stream(request, batch, renderer, names)
         answers = await whole(request, batch)
     return web.Response(
-        body=_encode(_body(head, call.n, echoes, answers)), content_type="application/json"
+        body=_encode(_body(head, n, echoes, answers)), content_type="application/json"
     )
 
 
@@ -76,13 +77,17 @@ def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
     return list(prompt)  # type: ignore[arg-type]
 
 
-def _check_supported(call: CompletionRequest) -> None:
-    if call.best_of not in (None, 1, call.n):
+def _params(params: SamplingParams, call: CompletionRequest) -> SamplingParams:
+    """With the log-probabilities that are asked for; with echo also those of the prompt."""
+    of_prompt = call.logprobs if call.echo else None
+    return msgspec.structs.replace(params, logprobs=call.logprobs, prompt_logprobs=of_prompt)
+
+
+def _check_supported(call: CompletionRequest, n: int) -> None:
+    if call.best_of not in (None, 1, n):
         raise invalid(f"best_of is {call.best_of}: only 1 or n is supported", "best_of")
     if call.suffix:
         raise invalid("suffix is not supported by this server; leave it out", "suffix")
-    if call.logprobs is not None:
-        raise invalid("logprobs is not supported by this server; leave it out", "logprobs")
 
 
 async def _echoes(
@@ -105,12 +110,20 @@ def _body(head: Head, n: int, echoes: list[str], answers: list[Completion]) -> C
             index,
             echoes[index // n] + answer.text,
             answer.finish_reason,
-            stop_reason=answer.matched_stop,
+            _logprobs(answer, 0 if answer.prompt_logprobs else len(echoes[index // n])),
+            answer.matched_stop,
         )
         for index, answer in enumerate(answers)
     ]
     usage = usage_body([answer.usage for answer in answers], n)
     return CompletionBody(head.id, head.created, head.model, choices, usage)
+
+
+def _logprobs(answer: Completion | StreamChunk, text_offset: int) -> dict[str, Any] | None:
+    """Of the prompt, where they were asked for, and of the tokens after it."""
+    if answer.logprobs is None:
+        return None
+    return completion_logprobs([*(answer.prompt_logprobs or ()), *answer.logprobs], text_offset)
 
 
 class CompletionStream:
@@ -121,6 +134,7 @@ class CompletionStream:
         self._usage = usage
         self._echoes = [echo for echo in echoes for _ in range(n)]
         self._templates: dict[int, Template] = {}
+        self._sent: dict[int, int] = {}
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         usage = self._usage.of_chunk(choice, chunk)
@@ -130,21 +144,24 @@ class CompletionStream:
                 self._chunk(choice, TEXT) | self._usage.slot, TEXT, *self._usage.slot.values()
             )
             text = self._echoes[choice] + text
-        elif not text and chunk.completion is None and usage == b"null":
+        elif not (text or chunk.completion or chunk.logprobs) and usage == b"null":
             return b""
-        if chunk.completion is not None:
-            return event(_encode(self._final(choice, text, chunk.completion, usage)))
+        if chunk.completion is not None or chunk.logprobs is not None:
+            return event(_encode(self._full(choice, text, chunk, usage)))
         return template.fill(_encode(text), usage)
 
     def last(self) -> bytes:
         usage = self._usage.last()
         return b"" if usage is None else event(_encode(self._chunk(None) | {"usage": usage}))
 
-    def _final(
-        self, choice: int, text: str, completion: Completion, usage: bytes
-    ) -> dict[str, Any]:
-        chunk = self._chunk(choice, text, completion.finish_reason, completion.matched_stop)
-        return chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
+    def _full(self, choice: int, text: str, chunk: StreamChunk, usage: bytes) -> dict[str, Any]:
+        """A chunk that has more than text: an end, or log-probabilities."""
+        end = chunk.completion
+        full = self._chunk(choice, text, *((end.finish_reason, end.matched_stop) if end else ()))
+        offset = self._sent.get(choice, 0 if chunk.prompt_logprobs else len(self._echoes[choice]))
+        full["choices"][0]["logprobs"] = _logprobs(chunk, offset)
+        self._sent[choice] = self._sent.get(choice, 0) + len(text)
+        return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
 
     def _chunk(
         self, choice: int | None, text: str = "", reason: str | None = None, stop: object = None

@@ -8,12 +8,14 @@ from aiohttp import web
 from http_proc.bodies import convert, read_object
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, MOST_CHOICES
-from http_proc.sampling import NATIVE, check_n, choice_params, take_sampling
-from http_proc.schema import Priority, Request
+from http_proc.sampling import NATIVE, check_choices, take_sampling
+from http_proc.schema import Priority, Request, Top
 from http_proc.sse import event
 from http_proc.streams import stream, whole
 from quadriga.async_client import RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk
+from quadriga.logprobs import TokenLogprob
+from quadriga.sampling import SamplingParams
 
 NAMES = {"prompt": "text", "prompt_token_ids": "input_ids"}
 
@@ -23,7 +25,8 @@ _encode = msgspec.json.encode
 class GenerateRequest(Request):
     """text, or input_ids: one prompt, or a list of them. rid: a name for /abort_request.
 
-    sampling_params: by SGLang's names, and n.
+    sampling_params: by SGLang's names. return_logprob: of the generated tokens, with as many of the
+    likeliest as top_logprobs_num says; with logprob_start_len 0 or more also of the prompt's.
     """
 
     text: str | list[str] | None = None
@@ -33,24 +36,22 @@ class GenerateRequest(Request):
     rid: str | None = None
     priority: Priority = 0
     return_logprob: bool = False
+    top_logprobs_num: Top = 0
+    logprob_start_len: int = -1
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Complete each prompt n times; a list of prompts, or n over 1, is answered by a list."""
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), GenerateRequest)
-    if call.return_logprob:
-        raise invalid("return_logprob is not supported by this server", "return_logprob")
     prompts, single = _prompts(call)
     fields = {name: value for name, value in call.sampling_params.items() if value is not None}
-    n = fields.pop("n", 1)
-    if not isinstance(n, int):
-        raise invalid(f"n is {n!r}: it must be an integer", "n")
     sampling = take_sampling(fields, NATIVE, {})
     if fields:
         name = next(iter(fields))
         raise invalid(f"{name} is not supported by this server; leave it out", name)
-    check_n(n, len(prompts), MOST_CHOICES)
+    params, n = _params(sampling.params, call), sampling.params.n
+    check_choices(n, len(prompts), MOST_CHOICES)
     rid = call.rid or gateway.head(request, "gen").id
     if gateway.is_live(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
@@ -59,9 +60,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     names = {**NAMES, **sampling.names}
     with gateway.batch(rid, names) as batch:
         for prompt in prompts:
-            for choice in range(n):
-                params = choice_params(sampling.params, choice)
-                batch.submit(prompt, params, call.stream, options)
+            batch.submit(prompt, params, call.stream, options)
         if call.stream:
             renderer = GenerateStream(rid, single)
             return await stream(request, batch, renderer, names)
@@ -86,6 +85,16 @@ def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
     return list(ids), False  # type: ignore[arg-type]
 
 
+def _params(params: SamplingParams, call: GenerateRequest) -> SamplingParams:
+    """With the log-probabilities that are asked for."""
+    if not call.return_logprob:
+        return params
+    of_prompt = call.top_logprobs_num if call.logprob_start_len >= 0 else None
+    return msgspec.structs.replace(
+        params, logprobs=call.top_logprobs_num, prompt_logprobs=of_prompt
+    )
+
+
 def _answer(rid: str, answer: Completion) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": rid,
@@ -95,7 +104,19 @@ def _answer(rid: str, answer: Completion) -> dict[str, Any]:
         "cached_tokens": answer.usage.cached_tokens,
         "e2e_latency": answer.timings.delivered - answer.timings.submitted,
     }
+    if answer.logprobs is not None:
+        meta |= _logprobs("output", answer.logprobs)
+    if answer.prompt_logprobs is not None:
+        meta |= _logprobs("input", answer.prompt_logprobs)
     return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+
+def _logprobs(of: str, told: list[TokenLogprob]) -> dict[str, Any]:
+    """As SGLang has them: [log-probability, token id, text]."""
+    tokens = [[one.logprob, one.token_id, one.text] for one in told]
+    top = [[[t.logprob, t.token_id, t.bytes.decode("utf-8", "replace")] for t in one.top]
+           for one in told]  # fmt: skip
+    return {f"{of}_token_logprobs": tokens, f"{of}_top_logprobs": top}
 
 
 def _finish_reason(answer: Completion) -> dict[str, Any]:

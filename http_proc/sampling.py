@@ -11,6 +11,7 @@ import msgspec
 
 from http_proc.errors import invalid
 from quadriga.sampling import SamplingParams
+from quadriga.sampling_limits import MAX_CHOICES
 
 EVERYWHERE = {
     "temperature": "temperature",
@@ -30,6 +31,7 @@ EVERYWHERE = {
     "no_stop_trim": "no_stop_trim",
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
+    "n": "n",
 }
 OPENAI = {
     **EVERYWHERE,
@@ -46,7 +48,6 @@ NATIVE = {
 }
 """SGLang's sampling_params."""
 
-MAX_N = 128
 _AT = re.compile(r"\$(?:\.(\w+))?")
 
 
@@ -89,17 +90,10 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
 
 
-def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of one of n choices: a seed of its own where the request has one."""
-    if params.seed is None or choice == 0:
-        return params
-    return msgspec.structs.replace(params, seed=(params.seed + choice) % 2**63)
-
-
-def check_n(n: int, prompts: int, limit: int) -> None:
+def check_choices(n: int, prompts: int, limit: int) -> None:
     """400 for more choices than one request may have."""
-    if not 1 <= n <= MAX_N:
-        raise invalid(f"n is {n}: it must be from 1 to {MAX_N}", "n")
+    if not 1 <= n <= MAX_CHOICES:
+        raise invalid(f"n is {n}: it must be from 1 to {MAX_CHOICES}", "n")
     if n * prompts > limit:
         raise invalid(
             f"{prompts} prompts of {n} choices are {n * prompts}: one request may have {limit};"

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from http_proc.logprobs import MAX_TOP
 from quadriga.messages.public import Usage
 
+Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)]
 Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
 
 
@@ -32,7 +34,6 @@ class OpenAIRequest(Request, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
     priority: Priority = 0
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -46,14 +47,15 @@ class OpenAIRequest(Request, kw_only=True):
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions. prompt: a text, a list of texts, token ids, or a list of those.
 
-    echo: the prompt comes before the completion. best_of: 1 or n.
+    echo: the prompt comes before the completion. best_of: 1 or n. logprobs: of each token, also of
+    the prompt's with echo, and of so many of the likeliest.
     """
 
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Top | None = None
 
 
 class FunctionCall(msgspec.Struct):
@@ -115,7 +117,8 @@ class ResponseFormat(msgspec.Struct):
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions.
 
-    tool_choice: "none" or "auto". chat_template_kwargs: further variables of the chat template.
+    logprobs: of each token; top_logprobs: and of so many of the likeliest. tool_choice: "none" or
+    "auto". chat_template_kwargs: further variables of the chat template.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -125,7 +128,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     response_format: ResponseFormat | None = None
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: Top = 0
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -155,7 +158,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     stop_reason: str | int | None = None
 
 
@@ -185,7 +188,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     stop_reason: str | int | None = None
 
 

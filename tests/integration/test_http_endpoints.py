@@ -104,6 +104,19 @@ def events_of(stream: bytes) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
+def test_generate_tells_log_probabilities_as_sglang_does(gateway: str) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True,
+            "top_logprobs_num": 2, "logprob_start_len": 0}  # fmt: skip
+    answer = call(f"{gateway}/generate", body).json
+    output = answer["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in output] == answer["output_ids"]
+    tops = answer["meta_info"]["output_top_logprobs"]
+    assert [top[0][:2] for top in tops] == [told[:2] for told in output]
+    prompt = answer["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in prompt] == [5, 6, 7]
+    assert prompt[0][0] is None
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -112,7 +125,7 @@ def events_of(stream: bytes) -> list[Any]:
         ({"text": "a", "sampling_params": {"n": "two"}}, "n"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"no_such": 0}}, "no_such"),
-        ({"text": "a", "return_logprob": True}, "return_logprob"),
+        ({"text": "a", "return_logprob": 1}, "return_logprob"),
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"input_ids": [600]}, "input_ids"),
     ],
@@ -263,7 +276,7 @@ def test_what_is_no_request_is_a_400_in_openais_shape(gateway: str, body: bytes)
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"logprobs": True},
+        {"top_logprobs": 5},
         {"stream_options": {"every": 1}},
         {"chat_template_kwargs": 5},
         {"audio": {}},

@@ -9,7 +9,6 @@ from http_proc.sampling import (
     CHAT,
     NATIVE,
     OPENAI,
-    choice_params,
     take_sampling,
 )
 from quadriga.errors import InvalidRequest
@@ -17,11 +16,11 @@ from quadriga.sampling import SamplingParams
 
 
 def test_every_name_reaches_its_field_and_leaves_the_body() -> None:
-    body: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "stop": "x", "seed": 7, "n": 2}
+    body: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "stop": "x", "seed": 7, "x": 2}
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": 16})
     expected = SamplingParams(max_new_tokens=5, temperature=0.0, stop="x", seed=7)
     assert sampling.params == expected
-    assert body == {"n": 2}
+    assert body == {"x": 2}
     native: dict[str, Any] = {"max_new_tokens": 5, "sampling_seed": 7}
     assert take_sampling(native, NATIVE, {}).params == SamplingParams(max_new_tokens=5, seed=7)
 
@@ -63,9 +62,3 @@ def test_an_error_of_the_ring_speaks_of_the_requests_own_field() -> None:
     found = from_ring(error, {"max_new_tokens": "max_tokens"})
     assert found.answer.error.param == "max_tokens"
     assert str(found) == "max_tokens is 0: must be at least 1"
-
-
-def test_choices_have_seeds_of_their_own_if_the_request_has_one() -> None:
-    seeded = SamplingParams(seed=2**63 - 1)
-    assert [choice_params(seeded, choice).seed for choice in range(3)] == [2**63 - 1, 0, 1]
-    assert choice_params(SamplingParams(), 2).seed is None
