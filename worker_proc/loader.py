@@ -19,7 +19,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> M
     Raises ModelError where the architecture is not supported, or where tensors are missing, left
     over or of another shape.
     """
-    model = build_model(files.config).to(dtype).to_empty(device=device)
+    model = build_model(files.config, dtype, device)
     if files.weights is None:
         fill_at_random(model)
     else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
+from worker_proc.gguf_blocks import BLOCK_KINDS, Blocks
 from worker_proc.models.base import Model
 
 DUMMY_SEED = 0
@@ -60,22 +61,30 @@ def from_gguf(file: Path, tensor_index: Path, config: dict[str, Any]) -> NamedTe
     architecture or a kind of quantisation that is not supported.
     """
     from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
 
     architecture = str(config.get("model_type"))
     if architecture not in _GGUF_NAMES:
         supported = ", ".join(sorted(_GGUF_NAMES))
         raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
-    data = np.memmap(file, mode="r", dtype=np.uint8)
+    data = np.asarray(np.memmap(file, mode="r", dtype=np.uint8))
     for name, entry in json.loads(tensor_index.read_text()).items():
         kind, shape = GGMLQuantizationType[entry["type"]], entry["shape"]
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
-        try:
-            values = dequantize(_as_stored(raw, kind.name, shape), kind)
-        except NotImplementedError:
-            raise ModelError(f"{file}: {name} has the unsupported type {kind.name}") from None
-        tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
+        if kind.name in BLOCK_KINDS:
+            tensor = Blocks.parse(raw, kind.name).dense().view(shape)
+        else:
+            tensor = _dequantised(raw, kind, shape, f"{file}: {name}")
         yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
+
+
+def _dequantised(raw: Any, kind: Any, shape: list[int], what: str) -> Tensor:
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(_as_stored(raw, kind.name, shape), kind)
+    except NotImplementedError:
+        raise ModelError(f"{what} has the unsupported type {kind.name}") from None
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
 
 
 def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:

@@ -13,8 +13,8 @@ from worker_proc.models.ops import Ops, Value
 class Model(nn.Module):
     """A decoder over a flat row of tokens, which may belong to many requests.
 
-    It is built without storage (on the meta device), then given storage in its dtype, then filled
-    through `checkpoint_tensors`, then finished.
+    It is built with storage for its weights, then filled through `checkpoint_tensors`, then
+    finished.
     """
 
     attention_shape: AttentionShape

@@ -157,7 +157,8 @@ def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tens
 
 def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
     """[head_dim / 2] radians per position. ModelError for an unknown kind of scaling."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    # On the CPU by name: models are built on the meta device, where this imports for a second.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":

@@ -13,10 +13,20 @@ ARCHITECTURES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
 CLASS_NAMES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}
 
 
-def build_model(config: dict[str, Any]) -> Model:
-    """The model of a config.json, without storage. ModelError where it is not supported."""
-    with torch.device("meta"):
-        return _architecture(config)(config)
+def build_model(
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("meta"),  # noqa: B008 (never changed)
+) -> Model:
+    """The model of a config.json, its weights not filled in; on the meta device without storage.
+    ModelError where it is not supported."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return _architecture(config)(config)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _architecture(config: dict[str, Any]) -> type[Model]:
