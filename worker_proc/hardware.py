@@ -1,5 +1,6 @@
 """Device, dtype and threads: what `auto` means on this machine."""
 
+import ctypes
 import os
 
 import psutil
@@ -86,3 +87,10 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def give_back_freed_memory() -> None:
+    """What loading has freed goes back to the system, where the C library keeps it (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

@@ -14,7 +14,7 @@ from quadriga.model_source import ModelFiles
 from worker_proc.choice import Chosen, choose
 from worker_proc.engine import Engine
 from worker_proc.engines import make_engine
-from worker_proc.hardware import choose_device, choose_dtype
+from worker_proc.hardware import choose_device, choose_dtype, give_back_freed_memory
 from worker_proc.inputs import StepInputs, ints_of, make_inputs
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.loader import load_model
@@ -95,4 +95,5 @@ def make_runner(config: ServerConfig, files: ModelFiles) -> Runner:
     slots, context = config.scheduler.max_running_requests, files.context_length
     pages = pages_of_pool(args, shape, dtype, device, slots * context)
     engine = make_engine(args, model, pages, dtype, device)
+    give_back_freed_memory()
     return Runner(engine, SlotTable(slots, context, pages, args.page_size, device), dtype)
