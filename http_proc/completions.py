@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 TEXT = "@text@"
 """The place of the text in a chunk."""
 
-NAMES = {"prompt_token_ids": "prompt"}
+NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}
 """What the ring's fields are called here, beside the sampling fields."""
 
 _encode = msgspec.json.encode
@@ -46,13 +46,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
     check_choices(n, len(prompts), MOST_CHOICES)
-    echoes = await _echoes(gateway, prompts, sampling.params.skip_special_tokens, call.echo)
     head = gateway.head(request, "cmpl")
     options: RequestOptions = {"priority": call.priority}
     names = {**NAMES, **sampling.names}
     with gateway.batch(head.id, names) as batch:
         for prompt in prompts:
             batch.submit(prompt, params, call.stream, options)
+        echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
         if call.stream:
             usage = UsageInStream(call.stream_options, n)
             await usage.count_prompts(gateway.ring, prompts)

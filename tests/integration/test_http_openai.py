@@ -211,6 +211,7 @@ def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, server: Server
         ({"max_tokens": 1000}, openai.BadRequestError, "max_tokens", "context is 256"),
         ({"prompt": [5] * 300}, openai.BadRequestError, "prompt", "300 tokens"),
         ({"prompt": [600]}, openai.BadRequestError, "prompt", "0 to 511"),
+        ({"prompt": [600], "echo": True}, openai.BadRequestError, "prompt", "0 to 511"),
         ({"prompt": []}, openai.BadRequestError, "prompt", "empty"),
         ({"prompt": [5, "a"]}, openai.BadRequestError, "prompt", "mixes"),
         ({"prompt": [[5], [2**40]]}, openai.BadRequestError, "prompt", "token ids"),
