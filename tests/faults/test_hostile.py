@@ -59,7 +59,7 @@ def alive(server: Server):  # type: ignore[no-untyped-def]
         ([msgpack.packb(["shutdown", 1])], "shutdown"),
         ([msgpack.packb(["generate", 2, "r", "x"])], "version is 2: this server speaks 1"),
         ([msgpack.packb(["generate", 1, "", "x"])], "request_id has 0 characters"),
-        ([msgpack.packb(["generate", 1, "r", "x", {"n": 5}])], "unknown field `n`"),
+        ([msgpack.packb(["generate", 1, "r", "x", {"beams": 5}])], "unknown field `beams`"),
         ([msgpack.packb(["generate", 1, "r", "x", {"max_new_tokens": "5"}])], "max_new_tokens"),
     ],
 )
