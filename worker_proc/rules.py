@@ -34,11 +34,8 @@ class Rules:
         self.repetition_penalty = rules.repetition_penalty
         self.frequency_penalty = rules.frequency_penalty
         self.presence_penalty = rules.presence_penalty
-        self.penalises = (
-            rules.repetition_penalty != 1.0
-            or rules.frequency_penalty != 0.0
-            or rules.presence_penalty != 0.0
-        )
+        self.counts_generated = rules.frequency_penalty != 0.0 or rules.presence_penalty != 0.0
+        self.penalises = self.counts_generated or rules.repetition_penalty != 1.0
         self.min_new_tokens = rules.min_new_tokens
         self.logprobs = rules.logprobs
         self.prompt_logprobs = rules.prompt_logprobs
@@ -97,15 +94,16 @@ def _penalise(scores: Tensor, rows: Sequence[RowRules], positions: Ints, tokens:
     index = torch.tensor([one.row for one in rows], device=device).unsqueeze(1)
     places = torch.arange(int(known.max()), device=device)
     is_known = places < torch.from_numpy(known).to(device).unsqueeze(1)
-    is_generated = is_known & (places >= _column(rows, "num_prompt", device))
     seen = tokens[slots, torch.where(is_known, places, 0)].long()
-    counts = torch.zeros(len(rows), scores.shape[1], device=device)
-    times = counts.scatter_add_(1, seen, is_generated.float()).gather(1, seen)
     there = scores[index, seen]
     factor = _column(rows, "repetition_penalty", device)
     there = torch.where(there < 0, there * factor, there / factor)
-    there -= _column(rows, "frequency_penalty", device) * times
-    there -= _column(rows, "presence_penalty", device) * (times > 0)
+    if any(one.rules.counts_generated for one in rows):
+        is_generated = is_known & (places >= _column(rows, "num_prompt", device))
+        counts = torch.zeros(len(rows), scores.shape[1], device=device)
+        times = counts.scatter_add_(1, seen, is_generated.float()).gather(1, seen)
+        there -= _column(rows, "frequency_penalty", device) * times
+        there -= _column(rows, "presence_penalty", device) * (times > 0)
     scores[index, seen] = there
 
 
