@@ -23,3 +23,10 @@ class Engine(ABC):
     @abstractmethod
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token of the greatest logit, the first of equals, for each row: [rows] int64."""
+
+    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, and what `likeliest` says of the rows that sample
+        [samples] int64."""
+        hidden = self.forward(inputs)
+        last = inputs.last_tokens
+        return hidden, self.likeliest(hidden if last is None else hidden.index_select(0, last))

@@ -67,7 +67,7 @@ def _check(slots: Ints, num_tokens: Ints, table: SlotTable) -> None:
     if len(slots) == 0 or len(slots) != len(num_tokens) or num_tokens.min() < 1:
         raise ValueError(f"a plan of {len(slots)} slots with {num_tokens.tolist()} tokens")
     table.require_held(slots, "computes for")
-    if len(np.unique(slots)) != len(slots):
+    if len(set(slots.tolist())) != len(slots):
         raise ValueError(f"the plan has two rows for one slot: {slots.tolist()}")
     ends = table.computed[slots] + num_tokens
     if (ends > table.known[slots]).any():

@@ -39,31 +39,37 @@ class Runner:
         if not plan.slots:
             return StepResult(plan.step, b"", began, time.time())
         inputs = make_inputs(plan, self.table)
-        hidden = self.engine.forward(inputs)
+        sampling, slots = self.table.sampling, inputs.sampled_slots
+        chosen: Chosen | None = None
+        if len(slots) and sampling.plain[slots].all():
+            hidden, likeliest = self.engine.forward_and_choose(inputs)
+            chosen = Chosen(likeliest)
+        else:
+            hidden = self.engine.forward(inputs)
+            if len(slots):
+                chosen = choose(self._logits(inputs, hidden), inputs, self.table)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
         token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
         logprobs = None
-        if len(inputs.sampled_slots):
-            chosen = self._sample(inputs, hidden)
+        if chosen is not None:
+            self._note(inputs, chosen.token_ids)
             token_ids[inputs.sampled_rows] = chosen.token_ids.cpu().numpy()
             logprobs = chosen.logprobs
-        prompts = self._tell_prompts(inputs, hidden) if self.table.sampling.prompts_to_tell else []
+        prompts = self._tell_prompts(inputs, hidden) if sampling.prompts_to_tell else []
         ids = token_ids.tobytes()
         return StepResult(plan.step, ids, began, time.time(), logprobs, prompts)
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> Chosen:
-        """Draw a token for each sampling row and add it to what is known of its slot."""
-        if inputs.last_tokens is not None:
-            hidden = hidden.index_select(0, inputs.last_tokens)
+    def _logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        """Of the rows that sample."""
+        last = inputs.last_tokens
+        return self.engine.logits(hidden if last is None else hidden.index_select(0, last))
+
+    def _note(self, inputs: StepInputs, token_ids: Tensor) -> None:
+        """Add what was chosen to what is known of its slots."""
         table, slots = self.table, inputs.sampled_slots
-        if table.sampling.plain[slots].all():
-            chosen = Chosen(self.engine.likeliest(hidden))
-        else:
-            chosen = choose(self.engine.logits(hidden), inputs, table)
         slots_there, positions = table.to_device(slots), table.to_device(inputs.sample_positions)
-        table.tokens[slots_there, positions] = chosen.token_ids.to(table.tokens.dtype)
+        table.tokens[slots_there, positions] = token_ids.to(table.tokens.dtype)
         table.known[slots] += 1
-        return chosen
 
     def _tell_prompts(self, inputs: StepInputs, hidden: Tensor) -> list[PromptPiece]:
         return tell_prompts(inputs.rows, inputs.plan_rows, hidden, self.engine.logits, self.table)

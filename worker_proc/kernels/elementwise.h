@@ -22,8 +22,10 @@ void embed(const Program& program, const Step& step, const Op& op, long token) {
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
     const float* position =
         program.position_vectors ? program.position_vectors + step.positions[token] * op.width : 0;
+    // The front door refuses other ids; whatever comes here must not read foreign memory.
+    long id = std::clamp<long>(step.token_ids[token], 0, op.matrix.columns - 1);
     for (long d = 0; d < op.width; d++) {
-        float x = embedding<E>(op.matrix, step.token_ids[token], d);
+        float x = embedding<E>(op.matrix, id, d);
         to[d] = position ? x + position[d] : x;
     }
 }
@@ -38,7 +40,8 @@ void quantise_token(const Step& step, const Op& op, long token) {
 template <class E>
 void norm(const Step& step, const Op& op, long token) {
     typedef typename E::Stored Stored;
-    const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
+    long from = op.sampled && step.sampled ? step.sampled[token] : token;
+    const float* x = (const float*)step.buffers[op.input] + from * step.strides[op.input];
     Stored* to = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
     float mean = 0;
     Floats squares = {};

@@ -14,6 +14,7 @@ from worker_proc.kernels.panels import LANES, empty, round_up
 from worker_proc.kernels.program import Buffer, Op, OpKind, Program, Step, check_layout
 from worker_proc.kernels.recorder import Recorder, Weights
 from worker_proc.models.base import Model
+from worker_proc.sampler import first_of_greatest
 
 PART_FLOATS = 1 << 18
 """Scratch for rows whose context is split over threads: a megabyte."""
@@ -54,31 +55,23 @@ class NativeEngine(Engine):
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        step, rows = self._step, inputs.rows
-        self._reserve(self._body_widths, len(inputs.token_ids))
-        step.token_ids = inputs.token_ids.data_ptr()
-        step.positions = inputs.positions.data_ptr()
-        step.row_count = len(rows.slots)
-        step.slots = rows.slots.ctypes.data
-        step.computed = rows.computed.ctypes.data
-        step.num_tokens = rows.num_tokens.ctypes.data
-        step.page_table = rows.page_table.data_ptr()
-        step.page_stride = rows.page_table.stride(0)
-        self._run(self._body, len(inputs.token_ids))
-        width = self._body_widths[Buffer.RESIDUAL]
-        return self._buffers[Buffer.RESIDUAL][: step.token_count, :width]
+        return self._forward(self._body, inputs)
+
+    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """As a single run, so that the threads are woken but once."""
+        best = torch.empty(len(inputs.sampled_slots), dtype=torch.int64)
+        sampled = inputs.last_tokens
+        self._step.best = best.data_ptr()
+        self._step.sampled_count = len(best)
+        self._step.sampled = None if sampled is None else sampled.data_ptr()
+        return self._forward(self._whole, inputs), best
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._run_head(self._head, hidden, self._head_widths)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        best = torch.empty(len(hidden), dtype=torch.int64)
-        self._step.best = best.data_ptr()
-        widths = dict(self._head_widths)
-        del widths[Buffer.LOGITS]
-        self._run_head(self._best_head, hidden, widths)
-        return best
+        return first_of_greatest(self.logits(hidden))
 
     @contextmanager
     def timed(self) -> Iterator[list[tuple[OpKind, float]]]:
@@ -120,8 +113,24 @@ class NativeEngine(Engine):
             settings["position_vectors"] = weights.floats(body.position_vectors)
         self._body, self._body_widths = _program(body.ops, settings), body.widths
         self._head, self._head_widths = _program(head.ops, settings), head.widths
-        self._best_head = _program(head.ops, settings)
-        self._best_head.ops[len(head.ops) - 1].kind = OpKind.MATMUL_BEST
+        self._whole = _program(body.ops + head.ops, settings)
+        for op in self._whole.ops[len(body.ops) : self._whole.op_count]:
+            op.sampled = True
+        self._whole.ops[self._whole.op_count - 1].kind = OpKind.MATMUL_BEST
+
+    def _forward(self, program: Program, inputs: StepInputs) -> Tensor:
+        step, rows, tokens = self._step, inputs.rows, len(inputs.token_ids)
+        self._reserve(self._body_widths, tokens)
+        step.token_ids = inputs.token_ids.data_ptr()
+        step.positions = inputs.positions.data_ptr()
+        step.row_count = len(rows.slots)
+        step.slots = rows.slots.ctypes.data
+        step.computed = rows.computed.ctypes.data
+        step.num_tokens = rows.num_tokens.ctypes.data
+        step.page_table = rows.page_table.data_ptr()
+        step.page_stride = rows.page_table.stride(0)
+        self._run(program, tokens)
+        return self._buffers[Buffer.RESIDUAL][:tokens, : self._body_widths[Buffer.RESIDUAL]]
 
     def _reserve(self, widths: dict[Buffer, int], tokens: int) -> None:
         """Make the buffers large enough. They start as zeros, which is what the kernels read

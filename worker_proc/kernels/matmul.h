@@ -82,8 +82,8 @@ struct Matmul {
     Pieces pieces;
     Best* best;  // MATMUL_BEST: [rows], of this thread
 
-    Matmul(const Op& op, const Step& step, Best* best)
-        : op(op), step(step), pieces(op.matrix, step.token_count, row_units() * 4), best(best) {}
+    Matmul(const Op& op, const Step& step, long rows, Best* best)
+        : op(op), step(step), pieces(op.matrix, rows, row_units() * 4), best(best) {}
 
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {

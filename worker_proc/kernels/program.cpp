@@ -75,8 +75,8 @@ class Run {
         }
     }
 
-    void merge_best() {
-        for (long row = 0; row < step.token_count; row++) {
+    void merge_best(long rows) {
+        for (long row = 0; row < rows; row++) {
             Best most = {-INFINITY, INT64_MAX};
             for (auto& own : best)
                 if (!own.empty() && (own[row].value > most.value ||
@@ -113,25 +113,27 @@ class Run {
     }
 
     template <class Work>
-    void each_token(std::atomic<long>& next, Work work) {
-        long pieces = (step.token_count + TOKENS_A_PIECE - 1) / TOKENS_A_PIECE;
+    void each_row(const Op& op, std::atomic<long>& next, Work work) {
+        long rows = rows_of(op), pieces = (rows + TOKENS_A_PIECE - 1) / TOKENS_A_PIECE;
         share(next, pieces, [&](long i, long) {
-            long end = std::min<long>((i + 1) * TOKENS_A_PIECE, step.token_count);
+            long end = std::min<long>((i + 1) * TOKENS_A_PIECE, rows);
             for (long token = i * TOKENS_A_PIECE; token < end; token++) work(token);
         });
     }
 
+    long rows_of(const Op& op) const { return op.sampled ? step.sampled_count : step.token_count; }
+
     void run(const Op& op, std::atomic<long>& next, int id) {
         switch (op.kind) {
         case EMBED:
-            return each_token(next, [&](long token) { embed<E>(program, step, op, token); });
+            return each_row(op, next, [&](long token) { embed<E>(program, step, op, token); });
         case RMS_NORM:
         case LAYER_NORM:
-            return each_token(next, [&](long token) { norm<E>(step, op, token); });
+            return each_row(op, next, [&](long token) { norm<E>(step, op, token); });
         case QUANTISE:
-            return each_token(next, [&](long token) { quantise_token<E>(step, op, token); });
+            return each_row(op, next, [&](long token) { quantise_token<E>(step, op, token); });
         case ROTATE_WRITE:
-            return each_token(next, [&](long token) {
+            return each_row(op, next, [&](long token) {
                 rotate_write<E>(program, step, op, row_of[token], token);
             });
         case ATTEND: {
@@ -145,10 +147,10 @@ class Run {
                 combine<E>(program, step, op, attention.split[i / program.heads], i % program.heads);
             });
         case MATMUL_BEST:
-            best[id].assign(step.token_count, Best{-INFINITY, INT64_MAX});
+            best[id].assign(rows_of(op), Best{-INFINITY, INT64_MAX});
             [[fallthrough]];
         default:
-            Matmul<E> matmul(op, step, best[id].data());
+            Matmul<E> matmul(op, step, rows_of(op), best[id].data());
             return share(next, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
         }
     }
@@ -163,7 +165,9 @@ void run_step(const Program& program, const Step& step) {
         run.reset(new Run<E>(program, step, omp_get_num_threads()));
         run->thread(omp_get_thread_num());
     }
-    if (program.op_count && program.ops[program.op_count - 1].kind == MATMUL_BEST) run->merge_best();
+    const Op& last = program.ops[program.op_count - 1];
+    if (last.kind == MATMUL_BEST)
+        run->merge_best(last.sampled ? step.sampled_count : step.token_count);
 }
 
 }  // namespace

@@ -35,6 +35,7 @@ struct Matrix {
 
 struct Op {
     int64_t kind, input, output, layer, width;
+    int64_t sampled;     // not 0: of the sampled rows only, taken out of the residual stream
     Matrix matrix;
     const float* gain;   // norms: [width]
     const float* shift;  // layer norm: [width]
@@ -67,7 +68,9 @@ struct Step {
     int64_t page_stride;
     void* buffers[BUFFERS];
     int64_t strides[BUFFERS];  // of a row, in elements
-    int64_t* best;             // [tokens]: MATMUL_BEST
+    int64_t sampled_count;
+    const int64_t* sampled;    // [sampled_count] tokens, null: every token, in order
+    int64_t* best;             // [rows]: MATMUL_BEST
     float* parts;              // scratch of rows whose context is split
     int64_t part_floats;       // how much of it there is
     float* seconds;            // [ops], null: not wanted. How long each operation took
