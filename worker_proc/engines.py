@@ -5,6 +5,7 @@ import logging
 import torch
 
 from quadriga.config import WorkerArgs
+from quadriga.errors import ConfigError
 from worker_proc.attention.registry import make_attention
 from worker_proc.engine import Engine
 from worker_proc.kernels.build import NoCompiler
@@ -17,15 +18,20 @@ QUANTISATIONS = {"none": None, "int8": 8, "int4": 4}
 def make_engine(
     args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype, device: torch.device
 ) -> Engine:
-    """The native kernels on a CPU, else plain torch. Raises NoCompiler where --cpu-kernels asks for
-    kernels that cannot be compiled."""
+    """The native kernels on a CPU, else plain torch. Raises NoCompiler where kernels are asked for
+    that cannot be compiled, ConfigError where the device has none."""
     if device.type == "cpu" and args.cpu_kernels != "torch":
         try:
             return _native(args, model, num_pages, dtype)
         except NoCompiler as error:
-            if args.cpu_kernels == "native":
+            if args.cpu_kernels == "native" or args.quantization != "none":
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
+    if args.quantization != "none":
+        raise ConfigError(
+            f"quantization {args.quantization} needs the native kernels of a CPU: leave it out, or"
+            " start with --device cpu and without --cpu-kernels torch"
+        )
     attention = make_attention(
         args.attention_backend, model.attention_shape, num_pages, args.page_size, dtype, device
     )

@@ -1,0 +1,77 @@
+"""Compiling the kernels: once, for the CPU that is named, and a clear word where it cannot be."""
+
+import logging
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config import WorkerArgs
+from quadriga.errors import ConfigError
+from tests.tiny_models import tiny_llama
+from tests.unit.test_kernels import Compared, drive, load, native, reference
+from worker_proc.engines import make_engine
+from worker_proc.kernels.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
+from worker_proc.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+
+
+def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    said: list[str] = []
+    load_kernels(said.append)
+    load_kernels(said.append)
+    assert len(said) == 1
+    assert "compiling the kernels" in said[0]
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the level is one of x86-64")
+def test_a_cpu_without_avx512_gets_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARCH_VARIABLE, "x86-64-v3")
+    directory = tiny_llama(tmp_path / "model")
+    for dtype, within in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        engine = Compared(native(directory, dtype, 16), reference(directory, dtype, 16), within)
+        drive(engine, dtype, 16, seed=3)
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILER_VARIABLE, "no-such-compiler")
+    with pytest.raises(NoCompiler, match="CXX is 'no-such-compiler', which is not a command here"):
+        load_kernels(print)
+
+
+def test_an_architecture_that_the_compiler_does_not_know_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    monkeypatch.setenv(ARCH_VARIABLE, "abacus")
+    with pytest.raises(NoCompiler, match=r"cannot compile the kernels: .*abacus"):
+        load_kernels(print)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_without_a_compiler_plain_torch_computes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(COMPILER_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    model = load(tiny_llama(tmp_path / "model"), torch.float32)
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(WorkerArgs(), model, 64, torch.float32, CPU)
+    assert isinstance(engine, TorchEngine)
+    assert "no C++ compiler is here" in caplog.text
+    with pytest.raises(NoCompiler):
+        make_engine(WorkerArgs(cpu_kernels="native"), model, 64, torch.float32, CPU)
+
+
+def test_quantised_weights_need_the_kernels(tmp_path: Path) -> None:
+    model = load(tiny_llama(tmp_path), torch.float32)
+    args = WorkerArgs(cpu_kernels="torch", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization int8 needs the native kernels"):
+        make_engine(args, model, 64, torch.float32, CPU)
