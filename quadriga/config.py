@@ -99,8 +99,12 @@ class WorkerArgs:
     )
     quantization: str = flag(
         "none",
-        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied",
-        ("none", "int8", "int4"),
+        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
+        " (gguf: with the very numbers of a quantised GGUF)",
+        ("none", "int8", "int4", "gguf"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto", "keys and values: as --dtype, or in 8 bits, for twice the tokens", ("auto", "int8")
     )
     worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
 
@@ -111,6 +115,11 @@ class WorkerArgs:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
+        if self.kv_cache_dtype == "int8" and self.page_size % 16:
+            raise ConfigError(
+                f"kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
+                f" {self.page_size})"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
                 f"max_total_tokens is {self.max_total_tokens}: it must be at least one page"

@@ -12,7 +12,8 @@ from worker_proc.kernels.build import NoCompiler
 from worker_proc.models.base import Model
 from worker_proc.torch_engine import TorchEngine
 
-QUANTISATIONS = {"none": None, "int8": 8, "int4": 4}
+QUANTISATIONS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
+"""Bits to which every matrix is rounded."""
 
 
 def make_engine(
@@ -24,13 +25,13 @@ def make_engine(
         try:
             return _native(args, model, num_pages, dtype)
         except NoCompiler as error:
-            if args.cpu_kernels == "native" or args.quantization != "none":
+            if args.cpu_kernels == "native" or needs_kernels(args):
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
-    if args.quantization != "none":
+    if flags := needs_kernels(args):
         raise ConfigError(
-            f"quantization {args.quantization} needs the native kernels of a CPU: leave it out, or"
-            " start with --device cpu and without --cpu-kernels torch"
+            f"{flags} needs the native kernels of a CPU: leave it out, or start with --device cpu"
+            " and without --cpu-kernels torch"
         )
     attention = make_attention(
         args.attention_backend, model.attention_shape, num_pages, args.page_size, dtype, device
@@ -38,8 +39,19 @@ def make_engine(
     return TorchEngine(model, attention)
 
 
+def needs_kernels(args: WorkerArgs) -> str:
+    """The flags that plain torch does nothing for."""
+    flags = []
+    if args.quantization != "none":
+        flags.append(f"--quantization {args.quantization}")
+    if args.kv_cache_dtype != "auto":
+        flags.append(f"--kv-cache-dtype {args.kv_cache_dtype}")
+    return ", ".join(flags)
+
+
 def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:
     from worker_proc.kernels.engine import NativeEngine
 
     threads, bits = torch.get_num_threads(), QUANTISATIONS[args.quantization]
-    return NativeEngine(model, num_pages, args.page_size, dtype, threads, bits, logging.info)
+    int8 = args.kv_cache_dtype == "int8"
+    return NativeEngine(model, num_pages, args.page_size, dtype, threads, bits, int8, logging.info)

@@ -96,10 +96,11 @@ def make_runner(config: ServerConfig, files: ModelFiles) -> Runner:
     args = config.worker
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
-    model = load_model(files, dtype, device)
+    model = load_model(files, dtype, device, packed=args.quantization == "gguf")
     shape = model.attention_shape
     slots, context = config.scheduler.max_running_requests, files.context_length
-    pages = pages_of_pool(args, shape, dtype, device, slots * context)
+    kept = torch.int8 if args.kv_cache_dtype == "int8" else dtype
+    pages = pages_of_pool(args, shape, kept, device, slots * context)
     engine = make_engine(args, model, pages, dtype, device)
     give_back_freed_memory()
     return Runner(engine, SlotTable(slots, context, pages, args.page_size, device), dtype)

@@ -68,10 +68,15 @@ def load(directory: Path, dtype: torch.dtype) -> Model:
 
 
 def native(
-    directory: Path, dtype: torch.dtype, page_size: int, threads: int = 2, bits: int | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    page_size: int,
+    threads: int = 2,
+    bits: int | None = None,
+    int8: bool = False,
 ) -> NativeEngine:
-    pages = NUM_SLOTS * CONTEXT // page_size
-    return NativeEngine(load(directory, dtype), pages, page_size, dtype, threads, bits, print)
+    pages, model = NUM_SLOTS * CONTEXT // page_size, load(directory, dtype)
+    return NativeEngine(model, pages, page_size, dtype, threads, bits, int8, print)
 
 
 @torch.inference_mode()
@@ -138,6 +143,16 @@ def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) ->
     driver = Driver(Runner(engine, table, torch.float32))
     request = driver.add(prompts_of([100])[0])
     driver.generate([request], 20)
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
+    directory: Path, dtype: torch.dtype, page_size: int
+) -> None:
+    ours = native(directory, dtype, page_size, int8=True)
+    engine = Compared(ours, reference(directory, dtype, page_size), 4e-2)
+    drive(engine, dtype, page_size, seed=8)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

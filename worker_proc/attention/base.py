@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
+INT8_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class AttentionShape:
     head_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        """Keys and values of one token in all layers. In int8 each head has a scale beside them."""
+        scale = INT8_SCALE_BYTES if dtype == torch.int8 else 0
+        return 2 * self.layers * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
 
 
 @dataclass(frozen=True, slots=True)

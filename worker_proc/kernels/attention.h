@@ -1,23 +1,18 @@
 // Attention over pages: a block of queries of one row against the row's keys, in blocks of keys
 // with a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). A decode is
 // a block of one query; the query heads that share a key head are more queries of the same product.
-//
-// A page is cut into panels of 16 tokens. A panel holds, for each key head, its keys
-// [head_dim / PACK][16 tokens] units and its values [16 / PACK][head_dim] units: the form in which
-// `multiply` takes them, so that nothing is ever rearranged. Where 16 does not divide the page size,
-// a page holds [2][tokens][head_dim] for each key head, and panels are put together when needed.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "pages.h"
 #include "program.h"
 #include "tile.h"
 
 constexpr int QUERY_BLOCK = 48;               // queries times the heads that share a key head
 constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
-constexpr int MOST_HEAD_DIM = 256;
 constexpr int SHORTEST_PART = 128;            // keys
 
 // Queries `first` to `first + count` of a row, against keys `key_begin` to `key_end`.
@@ -68,69 +63,6 @@ struct AttentionWork {
         long length = (keys + pieces_a_row - 1) / pieces_a_row;
         length = (length + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
         return std::max<long>(length, SHORTEST_PART);
-    }
-};
-
-template <class E>
-struct Pages {
-    typedef typename E::Stored Stored;
-
-    const Program& program;
-    const Step& step;
-    Stored* pool;
-
-    Pages(const Program& program, const Step& step, long layer)
-        : program(program), step(step), pool((Stored*)program.pools[layer]) {}
-
-    bool panelled() const { return program.page_size % LANES == 0; }
-
-    long page(long row, long position) const {
-        return step.page_table[step.slots[row] * step.page_stride + position / program.page_size];
-    }
-
-    // The keys of 16 tokens from `position` on; their values follow.
-    Stored* panel(long row, long position, long kv_head) const {
-        long offset = position % program.page_size / LANES;
-        long panel = page(row, position) * (program.page_size / LANES) + offset;
-        return pool + (panel * program.kv_heads + kv_head) * panel_size();
-    }
-    long panel_size() const { return 2 * LANES * program.dim; }
-
-    Stored* plain(long row, long position, long kv_head, int values) const {
-        long part = (page(row, position) * program.kv_heads + kv_head) * 2 + values;
-        return pool + (part * program.page_size + position % program.page_size) * program.dim;
-    }
-
-    // key, value: [head_dim]
-    void write(long row, long position, long kv_head, const Stored* key, const Stored* value) const {
-        if (panelled()) {
-            put(panel(row, position, kv_head), position % LANES, key, value);
-            return;
-        }
-        Stored* k = plain(row, position, kv_head, 0);
-        Stored* v = plain(row, position, kv_head, 1);
-        for (long d = 0; d < program.head_dim; d++)
-            k[d] = key[d], v[d] = value[d];
-    }
-
-    // Tokens position..end - 1 (at most 16) as a panel in `to`; what is beyond them is zero.
-    void gather(Stored* to, long row, long position, long end, long kv_head) const {
-        std::fill(to, to + panel_size(), Stored(0));
-        for (long i = 0; i < LANES && position + i < end; i++) {
-            const Stored* k = plain(row, position + i, kv_head, 0);
-            const Stored* v = plain(row, position + i, kv_head, 1);
-            put(to, i, k, v);
-        }
-    }
-
-  private:
-    // Token i of a panel.
-    void put(Stored* to, long i, const Stored* key, const Stored* value) const {
-        uint32_t* keys = (uint32_t*)to;
-        for (long d = 0; d < program.head_dim; d += E::PACK)
-            memcpy(keys + d / E::PACK * LANES + i, key + d, sizeof(uint32_t));
-        Stored* values = to + LANES * program.dim + i / E::PACK * program.dim * E::PACK + i % E::PACK;
-        for (long d = 0; d < program.head_dim; d++) values[d * E::PACK] = value[d];
     }
 };
 
@@ -210,7 +142,7 @@ struct Attend {
         for (long r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0;
         for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
             KeyBlock block = find(item, kv_head, key), after;
-            if (!pages.panelled())
+            if (!pages.direct())
                 gather(item, kv_head, block, s);
             else if (key + KEY_BLOCK < item.key_end)
                 after = find(item, kv_head, key + KEY_BLOCK);
@@ -240,7 +172,7 @@ struct Attend {
         KeyBlock block;
         block.key = key, block.keys = std::min<long>(KEY_BLOCK, item.key_end - key);
         block.count = int((block.keys + LANES - 1) / LANES);
-        if (pages.panelled())
+        if (pages.direct())
             for (int i = 0; i < block.count; i++)
                 block.panels[i] = pages.panel(item.row, key + i * LANES, kv_head);
         return block;

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from worker_proc.attention.base import INT8_SCALE_BYTES
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
@@ -39,16 +40,18 @@ class NativeEngine(Engine):
         dtype: torch.dtype,
         threads: int,
         bits: int | None,
+        int8_pages: bool,
         say: Callable[[str], None],
     ) -> None:
-        """bits: of quantised weights, None where they stay in dtype. Raises NoCompiler where the
+        """bits: of quantised weights, None where they stay in dtype. int8_pages: keep keys and
+        values in 8 bits; page_size must be a multiple of 16 then. Raises NoCompiler where the
         kernels cannot be compiled."""
         self._library = load_kernels(say)
         check_layout(self._library)
         self._dtype = dtype
         self._vocab_size = model.vocab_size
         self._weights = Weights(bits)
-        self._record(model, num_pages, page_size)
+        self._record(model, num_pages, page_size, int8_pages)
         self._buffers: dict[Buffer, Tensor] = {}
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, Tensor]] | None = None
@@ -88,13 +91,14 @@ class NativeEngine(Engine):
                 kinds = (OpKind(op.kind) for op in program.ops[: program.op_count])
                 operations += zip(kinds, seconds.tolist(), strict=True)
 
-    def _record(self, model: Model, num_pages: int, page_size: int) -> None:
+    def _record(self, model: Model, num_pages: int, page_size: int, int8_pages: bool) -> None:
         shape, weights = model.attention_shape, self._weights
         body, head = Recorder(shape, weights), Recorder(shape, weights)
         model.body(body)
         model.head(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
-        layer_bytes = num_pages * page_size * 2 * shape.kv_heads * dim * self._dtype.itemsize
+        row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
+        layer_bytes = num_pages * page_size * 2 * shape.kv_heads * row_bytes
         self._pools = [weights.keep(empty(layer_bytes)) for _ in range(shape.layers)]
         self._pool_list = (ctypes.c_void_p * shape.layers)(*self._pools)
         settings = {
@@ -104,6 +108,7 @@ class NativeEngine(Engine):
             "head_dim": shape.head_dim,
             "dim": dim,
             "page_size": page_size,
+            "int8_pages": int8_pages,
             "pools": self._pool_list,
         }
         if body.rope is not None:

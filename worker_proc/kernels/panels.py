@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.kernels.groups import Groups
+
 LANES = 16
 UNIT_BYTES = 4
-GROUP = 32
-"""Neighbouring inputs that share a scale."""
-LEAST_SCALE = 1e-8
-"""Below it a group is all zeros."""
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -31,41 +29,25 @@ def to_panels(weight: Tensor) -> Tensor:
     return panels.copy_(units.transpose(1, 2))
 
 
-def to_quantised_panels(weight: Tensor, bits: int) -> Tensor:
-    """[outputs, inputs] to [panels, panel_units] int32, as quantised.h says: 8 bits around zero, or
-    4 bits between each group's least and greatest."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight.float(), (0, -inputs % GROUP, 0, -outputs % LANES))
-    groups = padded.view(-1, LANES, padded.shape[1] // GROUP, GROUP)
-    numbers, *factors = _in_8_bits(groups) if bits == 8 else _in_4_bits(groups)
-    units = numbers.view(*groups.shape[:3], GROUP // UNIT_BYTES, UNIT_BYTES).permute(0, 2, 3, 1, 4)
-    if bits == 4:
+def to_quantised_panels(groups: Groups) -> Tensor:
+    """[panels, panel_units] int32, as quantised.h says. Filled up with zeros."""
+    lines = groups.by_rows(_sixteens)
+    units = lines.numbers.unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
+    factors = [lines.scale]
+    if lines.least is not None:
         low, high = units.chunk(2, 2)
         units = low | high << 4
+        factors.append(lines.least)
     parts = [units.flatten(1)]
     parts += [f.transpose(1, 2).flatten(1).half().view(torch.uint8) for f in factors]
     panels = torch.cat(parts, 1)
     return empty(panels.numel()).view(panels.shape).copy_(panels).view(torch.int32)
 
 
-def _in_8_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 32] to numbers around 128 [..., 32] uint8 and scales [...]."""
-    scale = _as_stored(groups.abs().amax(-1) / 127)
-    numbers = (groups / scale.clamp(min=LEAST_SCALE).unsqueeze(-1)).round().clamp(-127, 127)
-    return (numbers + 128).to(torch.uint8), scale
-
-
-def _in_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., 32] to numbers from 0 to 15 [..., 32] uint8, scales and least values [...]."""
-    least = _as_stored(groups.amin(-1))
-    scale = _as_stored((groups.amax(-1) - least) / 15)
-    steps = (groups - least.unsqueeze(-1)) / scale.clamp(min=LEAST_SCALE).unsqueeze(-1)
-    return steps.round().clamp(0, 15).to(torch.uint8), scale, least
-
-
-def _as_stored(values: Tensor) -> Tensor:
-    """Rounded as the panels keep them."""
-    return values.half().float()
+def _sixteens(rows: Tensor) -> Tensor:
+    """[outputs, ...] to [panels, 16, ...]."""
+    padding = [0, 0] * (rows.dim() - 1) + [0, -len(rows) % LANES]
+    return F.pad(rows, padding).unflatten(0, (-1, LANES))
 
 
 def interleaved(weight: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ struct Program {
     int64_t heads, kv_heads, head_dim;
     int64_t dim;              // head_dim filled up with zeros to a multiple of 16, as it is stored
     int64_t page_size;
+    int64_t int8_pages;       // keys and values are kept in 8 bits
     void* const* pools;       // one a layer
     const float* cosines;     // [context][head_dim / 2], null: no rotation
     const float* sines;

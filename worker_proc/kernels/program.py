@@ -79,6 +79,7 @@ class Program(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
+        ("int8_pages", ctypes.c_int64),
         ("pools", ctypes.POINTER(ctypes.c_void_p)),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),

@@ -33,7 +33,6 @@ void quantise(void* row, const typename E::Stored* x, long groups) {
         Floats a = E::widen(x), b = E::widen(x + LANES);
         float most = greatest(max(max(a, -a), max(b, -b)));
         float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
-        typedef int8_t Bytes __attribute__((vector_size(16)));
         Ints first = __builtin_convertvector(round_to_even(a * inverse), Ints);
         Ints second = __builtin_convertvector(round_to_even(b * inverse), Ints);
         int8_t* numbers = (int8_t*)(to.units + g * GROUP_UNITS);

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionShape
+from worker_proc.kernels.groups import GROUP, Groups, as_stored, rounded
 from worker_proc.kernels.panels import (
-    GROUP,
     LANES,
     interleaved,
     round_up,
@@ -27,7 +27,8 @@ class Weights:
     """
 
     def __init__(self, bits: int | None = None) -> None:
-        """bits: of a quantised weight, 8 or 4; None: the weights stay as they are."""
+        """bits: of a quantised weight, 8 or 4; None: the weights stay as they are, dense or packed
+        in a file's blocks."""
         self._bits = bits
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
@@ -35,9 +36,9 @@ class Weights:
     def matrix(self, layer: Linear | Embedding, gated: bool = False) -> Matrix:
         """gated: the layer makes gate and up."""
         if layer not in self._matrices:
-            bias = layer.bias if isinstance(layer, Linear) else None
-            self._matrices[layer] = self._pack(layer.weight, bias, gated)
+            self._matrices[layer] = self._pack(layer, gated)
             del layer.weight
+            layer.blocks = ()
         return self._matrices[layer]
 
     def floats(self, values: Tensor) -> int:
@@ -48,31 +49,41 @@ class Weights:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> Matrix:
-        if gated:
-            weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
-        panels, format, depth = self._panels(weight)
-        if bias is not None:
-            filled = torch.zeros(panels.shape[0] * LANES)
-            filled[: len(bias)] = bias
-            bias = filled
+    def _pack(self, layer: Linear | Embedding, gated: bool) -> Matrix:
+        groups = self._groups(layer)
+        if groups is None:
+            weight = interleaved(layer.weight) if gated else layer.weight
+            panels, format, columns = to_panels(weight), Format.DENSE, len(weight)
+            depth = panels.shape[1]
+        else:
+            groups = groups.by_rows(interleaved) if gated else groups
+            panels, columns, depth = to_quantised_panels(groups), *groups.scale.shape
+            format = Format.INT8 if groups.bits == 8 else Format.INT4
         return Matrix(
             format=format,
             panels=self.keep(panels),
             panel_units=panels.stride(0),
-            bias=None if bias is None else self.floats(bias),
-            columns=len(weight),
+            bias=self._bias(layer, gated, panels.shape[0] * LANES),
+            columns=columns,
             panel_count=panels.shape[0],
             depth=depth,
         )
 
-    def _panels(self, weight: Tensor) -> tuple[Tensor, Format, int]:
-        if self._bits is None:
-            panels = to_panels(weight)
-            return panels, Format.DENSE, panels.shape[1]
-        panels = to_quantised_panels(weight, self._bits)
-        format = Format.INT8 if self._bits == 8 else Format.INT4
-        return panels, format, round_up(weight.shape[1], GROUP) // GROUP
+    def _groups(self, layer: Linear | Embedding) -> Groups | None:
+        """None: the weight is dense."""
+        if layer.blocks:
+            return as_stored(layer.blocks)
+        return None if self._bits is None else rounded(layer.weight, self._bits)
+
+    def _bias(self, layer: Linear | Embedding, gated: bool, length: int) -> int | None:
+        """The address of a layer's bias, filled up with zeros."""
+        bias = layer.bias if isinstance(layer, Linear) else None
+        if bias is None:
+            return None
+        bias = interleaved(bias) if gated else bias
+        filled = torch.zeros(length)
+        filled[: len(bias)] = bias
+        return self.floats(filled)
 
 
 class Recorder(Ops[Buffer]):

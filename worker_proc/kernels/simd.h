@@ -14,6 +14,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -57,6 +58,13 @@ INLINE float greatest(Floats v) {
 INLINE Floats round_to_even(Floats x) {
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves no room for a fraction
     return (x + magic) - magic;
+}
+
+INLINE Bytes to_bytes(Floats whole) {
+    return __builtin_convertvector(__builtin_convertvector(whole, Ints), Bytes);
+}
+INLINE Floats from_bytes(const int8_t* from) {
+    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
 }
 
 // e^x to 2 units in the last place. Cephes' reduction (x = n ln 2 + r) and polynomial.

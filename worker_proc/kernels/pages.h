@@ -1,0 +1,131 @@
+// Where keys and values lie.
+//
+// A page is cut into panels of 16 tokens. A panel holds, for each key head, its keys
+// [head_dim / PACK][16 tokens] units and its values [16 / PACK][head_dim] units: the form in which
+// `multiply` takes them, so that nothing is ever rearranged. In 8 bits the numbers lie in the same
+// order, a byte each, followed by a scale for each token's keys and one for its values; such a
+// panel is widened when it is read. Where 16 does not divide the page size, a page holds
+// [2][tokens][head_dim] for each key head, and panels are put together when they are read.
+#pragma once
+
+#include <algorithm>
+
+#include "program.h"
+#include "simd.h"
+
+constexpr int MOST_HEAD_DIM = 256;
+
+template <class E>
+struct Pages {
+    typedef typename E::Stored Stored;
+
+    const Program& program;
+    const Step& step;
+    char* pool;
+
+    Pages(const Program& program, const Step& step, long layer)
+        : program(program), step(step), pool((char*)program.pools[layer]) {}
+
+    // Panels can be multiplied where they lie.
+    bool direct() const { return panelled() && !program.int8_pages; }
+
+    // The keys of 16 tokens from `position` on; their values follow.
+    Stored* panel(long row, long position, long kv_head) const {
+        return (Stored*)(pool + panel_number(row, position, kv_head) * panel_size() * sizeof(Stored));
+    }
+    long panel_size() const { return 2 * LANES * program.dim; }
+
+    // key, value: [dim], zeros beyond head_dim.
+    void write(long row, long position, long kv_head, const Stored* key, const Stored* value) const {
+        if (program.int8_pages) {
+            write_int8(row, position, kv_head, key, value);
+        } else if (panelled()) {
+            put(panel(row, position, kv_head), position % LANES, key, value);
+        } else {
+            std::copy(key, key + program.dim, plain(row, position, kv_head, 0));
+            std::copy(value, value + program.dim, plain(row, position, kv_head, 1));
+        }
+    }
+
+    // Tokens position..end - 1 (at most 16) as a panel in `to`.
+    void gather(Stored* to, long row, long position, long end, long kv_head) const {
+        if (program.int8_pages) return widen(to, int8_panel(row, position, kv_head));
+        std::fill(to, to + panel_size(), Stored(0));
+        for (long i = 0; i < LANES && position + i < end; i++)
+            put(to, i, plain(row, position + i, kv_head, 0), plain(row, position + i, kv_head, 1));
+    }
+
+  private:
+    bool panelled() const { return program.page_size % LANES == 0; }
+
+    long page(long row, long position) const {
+        return step.page_table[step.slots[row] * step.page_stride + position / program.page_size];
+    }
+
+    long panel_number(long row, long position, long kv_head) const {
+        long offset = position % program.page_size / LANES;
+        long panel = page(row, position) * (program.page_size / LANES) + offset;
+        return panel * program.kv_heads + kv_head;
+    }
+
+    Stored* plain(long row, long position, long kv_head, int values) const {
+        long part = (page(row, position) * program.kv_heads + kv_head) * 2 + values;
+        long token = part * program.page_size + position % program.page_size;
+        return (Stored*)pool + token * program.dim;
+    }
+
+    int8_t* int8_panel(long row, long position, long kv_head) const {
+        long bytes = panel_size() + 2 * LANES * sizeof(float);
+        return (int8_t*)pool + panel_number(row, position, kv_head) * bytes;
+    }
+
+    // Token i of a panel of whatever is kept of a number.
+    template <class T>
+    void put(T* to, long i, const T* key, const T* value) const {
+        for (long d = 0; d < program.dim; d += E::PACK)
+            memcpy(to + (d / E::PACK * LANES + i) * E::PACK, key + d, E::PACK * sizeof(T));
+        T* values = to + LANES * program.dim + i / E::PACK * program.dim * E::PACK + i % E::PACK;
+        for (long d = 0; d < program.dim; d++) values[d * E::PACK] = value[d];
+    }
+
+    void write_int8(long row, long position, long kv_head, const Stored* key,
+                    const Stored* value) const {
+        int8_t keys[MOST_HEAD_DIM], values[MOST_HEAD_DIM];
+        int8_t* to = int8_panel(row, position, kv_head);
+        float* scales = (float*)(to + panel_size()) + position % LANES;
+        scales[0] = to_int8(keys, key);
+        scales[LANES] = to_int8(values, value);
+        put(to, position % LANES, keys, values);
+    }
+
+    // Returns the scale: the greatest becomes 127 or -127.
+    float to_int8(int8_t* to, const Stored* from) const {
+        Floats most = {};
+        for (long d = 0; d < program.dim; d += LANES) {
+            Floats v = E::widen(from + d);
+            most = max(most, max(v, -v));
+        }
+        float scale = greatest(most) / 127, inverse = scale > 0 ? 1 / scale : 0;
+        for (long d = 0; d < program.dim; d += LANES)
+            store(to + d, to_bytes(round_to_even(E::widen(from + d) * inverse)));
+        return scale;
+    }
+
+    void widen(Stored* to, const int8_t* from) const {
+        const float* scales = (const float*)(from + panel_size());
+        constexpr int PACK = E::PACK;
+        Floats key_scales[PACK];
+        for (int i = 0; i < PACK * LANES; i++) key_scales[i / LANES][i % LANES] = scales[i / PACK];
+        long keys = LANES * program.dim;
+        for (long n = 0; n < keys; n += PACK * LANES)
+            for (int p = 0; p < PACK; p++)
+                E::narrow(to + n + p * LANES, from_bytes(from + n + p * LANES) * key_scales[p]);
+        for (long i = 0; i < LANES; i += PACK) {
+            Floats value_scales;
+            for (int k = 0; k < LANES; k++) value_scales[k] = scales[LANES + i + k % PACK];
+            long row = keys + i * program.dim;
+            for (long n = row; n < row + program.dim * PACK; n += LANES)
+                E::narrow(to + n, from_bytes(from + n) * value_scales);
+        }
+    }
+};
