@@ -5,11 +5,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quadriga.messages.logprobs import SampledLogprobs
+from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.logprobs import observe, tell_sampled
 from worker_proc.rules import apply_rules
-from worker_proc.sampler import sample
 
 
 class Chosen(NamedTuple):
@@ -19,7 +19,7 @@ class Chosen(NamedTuple):
     logprobs: SampledLogprobs | None = None
 
 
-def choose(logits: Tensor, inputs: StepInputs, table: SlotTable) -> Chosen:
+def choose(engine: Engine, logits: Tensor, inputs: StepInputs, table: SlotTable) -> Chosen:
     """logits: [samples, vocab_size] of the step's sampling rows. The order of what happens to them
     is in sampler.py."""
     slots, positions = inputs.sampled_slots, inputs.sample_positions
@@ -29,7 +29,7 @@ def choose(logits: Tensor, inputs: StepInputs, table: SlotTable) -> Chosen:
     if changing:
         logits = apply_rules(logits, changing, positions, table.tokens)
     there = table.to_device(slots), table.to_device(positions)
-    token_ids = sample(logits, table.sampling.rows(slots, *there))
+    token_ids = engine.sample(logits, table.sampling.rows(slots, *there))
     if observed is None:
         return Chosen(token_ids)
     return Chosen(token_ids, tell_sampled(observed, token_ids, inputs.sampled_rows))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from worker_proc.inputs import StepInputs
+from worker_proc.sampler import SamplingRows, sample
 
 
 class Engine(ABC):
@@ -30,3 +31,7 @@ class Engine(ABC):
         hidden = self.forward(inputs)
         last = inputs.last_tokens
         return hidden, self.likeliest(hidden if last is None else hidden.index_select(0, last))
+
+    def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
+        """As sampler.py's `sample`: logits [rows, vocab_size] to tokens [rows] int64."""
+        return sample(logits, rows)

@@ -47,7 +47,8 @@ class Runner:
         else:
             hidden = self.engine.forward(inputs)
             if len(slots):
-                chosen = choose(self._logits(inputs, hidden), inputs, self.table)
+                logits = self._logits(inputs, hidden)
+                chosen = choose(self.engine, logits, inputs, self.table)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
         token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
         logprobs = None

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ARGMAX_BLOCK = 512
-"""Columns whose maximum is taken first where a row is searched for its likeliest token."""
+BLOCK = 512
+"""Columns that are looked at as one where a row is searched, before their places are."""
 LIKELY_TOKENS = 256
 """top_p looks at so many of the likeliest tokens first, and sorts a whole row only if it must."""
 
@@ -47,15 +47,20 @@ class SamplingRows:
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """logits: [rows, vocab_size]; `rows` None: all are greedy. Returns token ids [rows] int64."""
-    likeliest = first_of_greatest(logits)
-    if rows is None:
-        return likeliest
-    scores = logits.float() / torch.where(rows.greedy, 1.0, rows.temperature).unsqueeze(1)
+    if rows is None or bool(rows.greedy.all()):
+        return first_of_greatest(logits)
+    vocab_size = logits.shape[1]
+    scores = torch.empty(len(logits), _whole_blocks(vocab_size), device=logits.device)
+    scores[:, vocab_size:] = float("-inf")
+    temperature = torch.where(rows.greedy, 1.0, rows.temperature).unsqueeze(1)
+    torch.div(logits, temperature, out=scores[:, :vocab_size])
     least = _least_kept(scores, rows)
     if least is not None:
         scores.masked_fill_(scores < least.unsqueeze(1), float("-inf"))
-    drawn = _invert(scores, uniform(rows.seed, rows.position))
-    return torch.where(rows.greedy, likeliest, drawn)
+    drawn = _invert(scores, uniform(rows.seed, rows.position)).clamp_(max=vocab_size - 1)
+    return (
+        torch.where(rows.greedy, first_of_greatest(logits), drawn) if rows.greedy.any() else drawn
+    )
 
 
 def first_of_greatest(logits: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ def first_of_greatest(logits: Tensor) -> Tensor:
     maximum first, then its place in there. The last block overlaps the one before it.
     """
     vocab_size = logits.shape[1]
-    size = min(ARGMAX_BLOCK, vocab_size)
+    size = min(BLOCK, vocab_size)
     blocks = logits[:, : vocab_size // size * size].unflatten(1, (-1, size))
     maxima = torch.cat((blocks.amax(-1), logits[:, -size:].amax(-1, keepdim=True)), 1)
     starts = (maxima.argmax(-1, keepdim=True) * size).clamp(max=vocab_size - size)
@@ -72,18 +77,28 @@ def first_of_greatest(logits: Tensor) -> Tensor:
     return starts.squeeze(1) + block.argmax(-1)
 
 
+def _whole_blocks(columns: int) -> int:
+    return -(-columns // BLOCK) * BLOCK
+
+
 def _invert(scores: Tensor, draws: Tensor) -> Tensor:
     """The first token whose cumulated weight exceeds draws[row] of the whole. [rows]
 
-    A product that is rounded up to the whole would fall off the end; so would a NaN of a broken
-    model, for which any token is as good as another.
+    scores: [rows, a multiple of BLOCK]; they are overwritten. Cumulating a whole row is slow on a
+    CPU: so find the block in which the draw falls first, then its place in there. A product that is
+    rounded up to the whole would fall off the end; so would a NaN of a broken model, for which any
+    token is as good as another.
     """
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
-    cumulated = weights.cumsum(-1)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().unflatten(1, (-1, BLOCK))
+    cumulated = weights.sum(-1).cumsum(-1)
     whole = cumulated[:, -1:]
     targets = torch.minimum(draws.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
-    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
-    return drawn.clamp_(max=scores.shape[1] - 1)
+    block = torch.searchsorted(cumulated, targets, right=True).clamp_(max=weights.shape[1] - 1)
+    before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = weights[torch.arange(len(block), device=block.device), block.squeeze(1)].cumsum(-1)
+    place = torch.searchsorted(inside, targets - before, right=True)
+    last = torch.searchsorted(inside, inside[:, -1:].contiguous())  # the last that has a weight
+    return (block * BLOCK + torch.minimum(place, last)).squeeze(1)
 
 
 def _least_kept(scores: Tensor, rows: SamplingRows) -> Tensor | None:

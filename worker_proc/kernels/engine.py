@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,18 @@ from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
 from worker_proc.kernels.panels import LANES, empty, round_up
-from worker_proc.kernels.program import Buffer, Op, OpKind, Program, Step, check_layout
+from worker_proc.kernels.program import (
+    SAMPLING_ROW,
+    Buffer,
+    Op,
+    OpKind,
+    Program,
+    Step,
+    check_layout,
+)
 from worker_proc.kernels.recorder import Recorder, Weights
 from worker_proc.models.base import Model
-from worker_proc.sampler import first_of_greatest
+from worker_proc.sampler import SamplingRows, first_of_greatest, uniform
 
 PART_FLOATS = 1 << 18
 """Scratch for rows whose context is split over threads: a megabyte."""
@@ -75,6 +84,24 @@ class NativeEngine(Engine):
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
+
+    def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
+        if rows is None:
+            return first_of_greatest(logits)
+        asked = np.empty(len(logits), dtype=SAMPLING_ROW)
+        asked["temperature"] = torch.where(rows.greedy, 0.0, rows.temperature)
+        asked["top_p"], asked["top_k"] = rows.top_p, rows.top_k
+        asked["min_p"] = 0.0 if rows.min_p is None else rows.min_p
+        asked["draw"] = uniform(rows.seed, rows.position)
+        logits, tokens = logits.float(), torch.empty(len(logits), dtype=torch.int64)
+        self._library.quadriga_sample(
+            ctypes.c_void_p(tokens.data_ptr()),
+            ctypes.c_void_p(logits.data_ptr()),
+            *map(ctypes.c_int64, (logits.stride(0), logits.shape[1], len(logits))),
+            ctypes.c_void_p(asked.ctypes.data),
+            ctypes.c_int64(self._step.threads),
+        )
+        return tokens
 
     @contextmanager
     def timed(self) -> Iterator[list[tuple[OpKind, float]]]:

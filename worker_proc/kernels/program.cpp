@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "sampling.h"
 
 namespace {
 
@@ -181,9 +182,21 @@ void quadriga_run(const Program* program, const Step* step) {
         run_step<Float32>(*program, *step);
 }
 
+// Tokens of `count` rows of logits [columns], `stride` apart.
+void quadriga_sample(int64_t* tokens, const float* logits, int64_t stride, int64_t columns,
+                     int64_t count, const SamplingRow* rows, int64_t threads) {
+#pragma omp parallel num_threads(int(threads))
+    {
+        RowSampler sampler(columns);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++) tokens[i] = sampler.sample(logits + i * stride, rows[i]);
+    }
+}
+
 // So that Python can check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {
-    const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step)};
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step),
+                             sizeof(SamplingRow)};
     return sizes[which];
 }
 }

@@ -3,6 +3,8 @@
 import ctypes
 from enum import IntEnum
 
+import numpy as np
+
 from quadriga.errors import ModelError
 
 
@@ -108,6 +110,17 @@ class Step(ctypes.Structure):
         ("part_floats", ctypes.c_int64),
         ("seconds", ctypes.c_void_p),
     ]
+
+
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("draw", np.float32),
+        ("top_k", np.int64),
+    ]
+)
 
 
 def check_layout(library: ctypes.CDLL) -> None:
