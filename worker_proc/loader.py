@@ -1,11 +1,15 @@
 """A model with its weights on its device, in its dtype."""
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
-from quadriga.errors import ModelError
+from quadriga.errors import ConfigError, ModelError
 from quadriga.model_source import ModelFiles
+from worker_proc.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
+from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.registry import build_model
 from worker_proc.weights import NamedTensors, fill_at_random, from_gguf, from_safetensors
 
@@ -13,33 +17,48 @@ MOST_NAMES_SHOWN = 5
 
 
 @torch.inference_mode()
-def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Model:
+def load_model(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, packed: bool = False
+) -> Model:
     """Read the weights straight into their places: fused, transposed and converted on the way.
 
-    Raises ModelError where the architecture is not supported, or where tensors are missing, left
-    over or of another shape.
+    packed: the quantised matrices of a GGUF become the `blocks` of their layers, whose weights are
+    never touched then. Raises ModelError where the architecture is not supported, or where tensors
+    are missing, left over or of another shape; ConfigError where there is nothing packed.
     """
+    if packed and (files.weights is None or files.tensor_index is None):
+        raise ConfigError(
+            f"quantization gguf keeps what a GGUF has packed, but {files.location} is not read from"
+            " one: leave it out, or take int8 or int4, which round any model"
+        )
     model = build_model(files.config, dtype, device)
     if files.weights is None:
         fill_at_random(model)
     else:
-        fill(model, _source(files), files.location)
+        fill(model, _source(files, packed), files.location)
+    if packed and not any(layer.blocks for layer in _layers(model)):
+        raise ConfigError(
+            f"quantization gguf keeps what a GGUF has packed, but no matrix of {files.location} is"
+            " quantised: leave it out, or take int8 or int4, which round any model"
+        )
     model.finish_loading(files.context_length)
     return model.eval()
 
 
-def _source(files: ModelFiles) -> NamedTensors:
+def _source(files: ModelFiles, packed: bool) -> NamedTensors:
     assert files.weights is not None
     if files.tensor_index is not None:
-        return from_gguf(files.weights, files.tensor_index, files.config)
+        return from_gguf(files.weights, files.tensor_index, files.config, packed)
     return from_safetensors(files.weights)
 
 
 def fill(model: Model, source: NamedTensors, location: str) -> None:
-    """Copy each tensor to its place. Every place must be filled, and no tensor left over."""
+    """Copy each tensor to its place, or keep it packed. Every place must be filled, and no tensor
+    left over."""
     places = model.checkpoint_tensors()
     filled: set[str] = set()
     unexpected = []
+    packed: list[tuple[Tensor, PackedRows]] = []
     for stored_name, tensor in source:
         name = model.canonical_name(stored_name)
         if name is None:
@@ -47,21 +66,55 @@ def fill(model: Model, source: NamedTensors, location: str) -> None:
         if name not in places:
             unexpected.append(stored_name)
             continue
-        _copy(tensor, places[name], stored_name, location)
+        if isinstance(tensor, PackedRows):
+            place = _rows_of(places[name])
+            _check_shape(tensor, place, stored_name, location)
+            packed.append((place, tensor))
+        else:
+            _check_shape(tensor, places[name], stored_name, location)
+            places[name].copy_(tensor)
         filled.add(name)
     missing = [name for name in places if name not in filled]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {_shown(names)}")
+    _keep_packed(model, packed)
 
 
-def _copy(tensor: Tensor, place: Tensor, name: str, location: str) -> None:
-    if tensor.shape != place.shape:
+def _rows_of(place: Tensor) -> Tensor:
+    """Rows of a parameter, [outputs, inputs], whichever way round the checkpoint has them."""
+    return place if place.stride(-1) == 1 else place.t()
+
+
+def _check_shape(tensor: Tensor | PackedRows, place: Tensor, name: str, location: str) -> None:
+    if tuple(tensor.shape) != tuple(place.shape):
         raise ModelError(
             f"{location}: tensor {name} is {list(tensor.shape)}, but config.json asks for"
             f" {list(place.shape)}"
         )
-    place.copy_(tensor)
+
+
+def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
+    """A layer has blocks where all of its rows are packed; beside dense rows they become dense."""
+    parts = defaultdict(list)
+    for place, rows in packed:
+        parts[_memory(place)].append((place, rows))
+    for layer in _layers(model):
+        own = sorted(parts[_memory(layer.weight)], key=lambda part: part[0].storage_offset())
+        if sum(len(place) for place, _ in own) == len(layer.weight):
+            layer.blocks = tuple(rows for _, rows in own)
+        else:
+            for place, rows in own:
+                place.copy_(rows.dense())
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for all views of a parameter."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layers(model: Model) -> list[Linear | Embedding]:
+    return [layer for layer in model.modules() if isinstance(layer, Linear | Embedding)]
 
 
 def _shown(names: list[str]) -> str:

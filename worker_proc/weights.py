@@ -1,9 +1,10 @@
 """Where tensors come from: safetensors, GGUF, or a random generator.
 
 A source yields (name, tensor) pairs, one at a time, so that never more than one tensor is held
-beside the model.
+beside the model. What stays packed is not read yet, but where its rows change places.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from worker_proc.gguf_blocks import BLOCK_KINDS, Blocks
+from worker_proc.gguf_blocks import BLOCK_KINDS, PackedRows
 from worker_proc.models.base import Model
 
 DUMMY_SEED = 0
 DUMMY_STANDARD_DEVIATION = 0.02
 
-NamedTensors = Iterator[tuple[str, Tensor]]
+UNQUANTISED_KINDS = ("F32", "F16", "BF16")
+POSITIONS = "position_embd.weight"
+
+NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
 
 
 def from_safetensors(directory: Path) -> NamedTensors:
@@ -54,36 +58,52 @@ def _shards(directory: Path) -> list[Path]:
     return files
 
 
-def from_gguf(file: Path, tensor_index: Path, config: dict[str, Any]) -> NamedTensors:
+def from_gguf(
+    file: Path, tensor_index: Path, config: dict[str, Any], packed: bool = False
+) -> NamedTensors:
     """Every tensor of a GGUF in float32, as a Hugging Face checkpoint has it.
 
-    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}. ModelError for an
-    architecture or a kind of quantisation that is not supported.
+    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}. packed: quantised
+    matrices stay packed, always as [outputs, inputs]; formats that are not in BLOCK_KINDS become
+    Q8_0, which is finer than most of them. ModelError for an architecture or a kind of quantisation
+    that is not supported.
     """
-    from gguf import GGMLQuantizationType
-
     architecture = str(config.get("model_type"))
     if architecture not in _GGUF_NAMES:
         supported = ", ".join(sorted(_GGUF_NAMES))
         raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
-    data = np.asarray(np.memmap(file, mode="r", dtype=np.uint8))
+    data = np.asarray(np.memmap(file, mode="c", dtype=np.uint8))
     for name, entry in json.loads(tensor_index.read_text()).items():
-        kind, shape = GGMLQuantizationType[entry["type"]], entry["shape"]
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
-        if kind.name in BLOCK_KINDS:
-            tensor = Blocks.parse(raw, kind.name).dense().view(shape)
+        kind, shape = entry["type"], entry["shape"]
+        tensor: Tensor | PackedRows
+        if packed and kind not in UNQUANTISED_KINDS and len(shape) == 2 and name != POSITIONS:
+            tensor = _packed(raw, kind, shape, f"{file}: {name}")
         else:
-            tensor = _dequantised(raw, kind, shape, f"{file}: {name}")
+            tensor = _dense(raw, kind, shape, f"{file}: {name}")
         yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
 
 
-def _dequantised(raw: Any, kind: Any, shape: list[int], what: str) -> Tensor:
+def _packed(raw: Any, kind: str, shape: list[int], what: str) -> PackedRows:
+    if kind in BLOCK_KINDS:
+        return PackedRows(kind, torch.from_numpy(raw).view(shape[0], -1))
+    return PackedRows.rounded(_dequantised(raw, kind, shape, what))
+
+
+def _dense(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+    if kind in BLOCK_KINDS:
+        return PackedRows(kind, torch.from_numpy(raw).unsqueeze(0)).dense().view(shape)
+    return _dequantised(raw, kind, shape, what)
+
+
+def _dequantised(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     try:
-        values = dequantize(_as_stored(raw, kind.name, shape), kind)
+        values = dequantize(_as_stored(raw, kind, shape), GGMLQuantizationType[kind])
     except NotImplementedError:
-        raise ModelError(f"{what} has the unsupported type {kind.name}") from None
+        raise ModelError(f"{what} has the unsupported type {kind}") from None
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
 
 
@@ -93,21 +113,32 @@ def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
     return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
 
 
-def _undo_conversion(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+def _undo_conversion(
+    name: str, tensor: Tensor | PackedRows, config: dict[str, Any]
+) -> Tensor | PackedRows:
     """What the converter to GGUF did to a layer's weights beside quantising them.
 
     Llama: the rotary pairs of Q and K lie side by side, here half a head apart. GPT-2: weights are
     [outputs, inputs], its checkpoints keep [inputs, outputs].
     """
-    if config["model_type"] == "gpt2":
-        return tensor.t() if name.startswith("blk.") and tensor.dim() == 2 else tensor
+    if config["model_type"] != "gpt2":
+        if isinstance(tensor, PackedRows):
+            return dataclasses.replace(tensor, data=_halves_apart(name, tensor.data, config))
+        return _halves_apart(name, tensor, config)
+    if isinstance(tensor, PackedRows) or not name.startswith("blk.") or tensor.dim() != 2:
+        return tensor
+    return tensor.t()
+
+
+def _halves_apart(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
+    """Q and K with the rows of each head in the other order; other tensors as they are."""
     heads = config["num_attention_heads"]
     if ".attn_k." in name:
         heads = config.get("num_key_value_heads") or heads
     elif ".attn_q." not in name:
-        return tensor
-    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+        return rows
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 _GGUF_NAMES = {

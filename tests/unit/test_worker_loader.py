@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from quadriga.messages.ids import pack_ids
 from quadriga.messages.worker import NewSlot
 from quadriga.model_source import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.hardware import choose_device, choose_dtype, set_threads
@@ -141,60 +141,12 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
     assert bool((one["final_norm.weight"] == 1).all())
 
 
-def write_gguf(directory: Path, file: Path) -> None:
-    """A tiny model's tensors as the converter of llama.cpp would write them: Q and K of a Llama
-    interleaved, GPT-2's projections as [outputs, inputs]; large ones in Q8_0."""
-    config = json.loads((directory / "config.json").read_text())
-    is_llama = config["model_type"] == "llama"
-    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.GPT2
-    writer = gguf.GGUFWriter(file, config["model_type"])
-    names = gguf.get_tensor_name_map(architecture, 3)
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        values = tensor.numpy()
-        if ".q_proj." in name or ".k_proj." in name:
-            count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            halves = values.reshape(count, 2, -1, values.shape[1])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
-            values = values.T
-        values = np.ascontiguousarray(values)
-        stored = names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
-        kind = gguf.GGMLQuantizationType.Q8_0
-        if values.ndim == 2 and values.shape[1] % 32 == 0:
-            writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(stored, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_files(directory: Path, file: Path) -> ModelFiles:
-    """As model_source makes them, with the directory's config and tokenizer."""
-    index = {
-        tensor.name: {
-            "type": tensor.tensor_type.name,
-            "shape": [int(size) for size in reversed(tensor.shape)],
-            "offset": int(tensor.data_offset),
-            "bytes": int(tensor.n_bytes),
-        }
-        for tensor in gguf.GGUFReader(file).tensors
-    }
-    index_file = file.with_suffix(".json")
-    index_file.write_text(json.dumps(index))
-    config = json.loads((directory / "config.json").read_text())
-    return ModelFiles(file.name, str(file), config, {}, directory, file, index_file)
-
-
 @pytest.mark.parametrize("build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False)])
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
     build: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     directory = build(tmp_path / "hf")
-    file = tmp_path / "tiny.gguf"
-    write_gguf(directory, file)
-    loaded = load_model(gguf_files(directory, file), torch.float32, CPU).state_dict()
+    loaded = load_model(gguf_of(directory), torch.float32, CPU).state_dict()
     for name, expected in load(directory).state_dict().items():
         assert (loaded[name] - expected).abs().max() < 0.004, name
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from worker_proc.gguf_blocks import PackedRows
+
 
 def parameter(*size: int) -> nn.Parameter:
     """Storage for a weight that is loaded, never trained."""
@@ -10,20 +12,23 @@ def parameter(*size: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """weight [outputs, inputs], bias [outputs]."""
+    """weight [outputs, inputs], bias [outputs]. blocks: the rows as a GGUF has them, where they are
+    kept packed; the weight is then not filled."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight: Tensor = parameter(outputs, inputs)
+        self.blocks: tuple[PackedRows, ...] = ()
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 
 class Embedding(nn.Module):
-    """weight [entries, hidden]."""
+    """weight [entries, hidden]. blocks: as a Linear's."""
 
     def __init__(self, entries: int, hidden: int) -> None:
         super().__init__()
         self.weight: Tensor = parameter(entries, hidden)
+        self.blocks: tuple[PackedRows, ...] = ()
 
 
 class LayerNorm(nn.Module):

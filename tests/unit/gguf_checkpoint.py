@@ -1,0 +1,68 @@
+"""A tiny model's checkpoint as a GGUF with all of its weights."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+from quadriga.model_source import ModelFiles
+
+MOST_BLOCKS = 3
+
+
+def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.Q8_0) -> ModelFiles:
+    """Write it beside the checkpoint. kind_of: the format of a matrix, by its name in the GGUF;
+    those whose rows 32 does not divide are float32."""
+    file = directory / "tiny.gguf"
+    _write(directory, file, kind_of)
+    index = file.with_suffix(".json")
+    index.write_text(json.dumps(_index(file)))
+    config = json.loads((directory / "config.json").read_text())
+    return ModelFiles(file.name, str(file), config, {}, directory, file, index)
+
+
+def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
+    """As the converter of llama.cpp would: Q and K of a Llama interleaved, GPT-2's projections as
+    [outputs, inputs]."""
+    config = json.loads((directory / "config.json").read_text())
+    is_llama = config["model_type"] == "llama"
+    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.GPT2
+    writer = gguf.GGUFWriter(file, config["model_type"])
+    names = gguf.get_tensor_name_map(architecture, MOST_BLOCKS)
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        values = tensor.numpy()
+        if ".q_proj." in name or ".k_proj." in name:
+            count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            halves = values.reshape(count, 2, -1, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = values.T
+        values = np.ascontiguousarray(values)
+        stored = names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
+        assert stored is not None
+        if values.ndim == 2 and values.shape[1] % 32 == 0:
+            kind = kind_of(stored)
+            writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _index(file: Path) -> dict[str, dict[str, object]]:
+    """As model_source makes it."""
+    return {
+        tensor.name: {
+            "type": tensor.tensor_type.name,
+            "shape": [int(size) for size in reversed(tensor.shape)],
+            "offset": int(tensor.data_offset),
+            "bytes": int(tensor.n_bytes),
+        }
+        for tensor in gguf.GGUFReader(file).tensors
+    }
