@@ -22,6 +22,7 @@ from worker_proc.kv_pool import SlotTable
 from worker_proc.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.runner import Runner
+from worker_proc.sampler import SamplingRows, sample
 from worker_proc.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
@@ -187,6 +188,55 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
         scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float().clamp(min=1e-8)
         groups = ((groups - least) / scale).round().clamp(0, 15) * scale + least
     return groups.flatten(1)[:, :inputs]
+
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (20, 1.0, 0.0),
+    (0, 0.9, 0.0),
+    (300, 0.8, 0.0),
+    (0, 1.0, 0.05),
+    (1, 1.0, 0),
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_kernels_draw_the_tokens_that_torch_draws(
+    tmp_path: Path, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    """But for a draw that falls within rounding of the border of two tokens."""
+    engine, count = native(tiny_llama(tmp_path), torch.float32, 16), 200
+    logits = spread * torch.randn(count, 5001, generator=torch.Generator().manual_seed(1))
+    temperature = torch.tensor([0.5, 1.0, 1.7, 0.0] * (count // 4))
+    rows = SamplingRows(
+        greedy=temperature == 0,
+        temperature=temperature,
+        top_k=torch.full((count,), top_k),
+        top_p=torch.full((count,), top_p),
+        seed=torch.arange(count),
+        position=torch.arange(count) * 7,
+        min_p=torch.full((count,), min_p) if min_p else None,
+    )
+    same = engine.sample(logits, rows) == sample(logits, rows)
+    assert same.sum() >= count - 2
+    assert same[temperature == 0].all()
+
+
+def test_the_kernels_choose_no_token_that_is_barred(tmp_path: Path) -> None:
+    engine, count = native(tiny_llama(tmp_path), torch.float32, 16), 100
+    logits = torch.full((count, 1000), float("-inf"))
+    logits[:, 700:703] = 0.5
+    rows = SamplingRows(
+        greedy=torch.zeros(count, dtype=torch.bool),
+        temperature=torch.ones(count),
+        top_k=torch.zeros(count, dtype=torch.int64),
+        top_p=torch.ones(count),
+        seed=torch.arange(count),
+        position=torch.zeros(count, dtype=torch.int64),
+    )
+    assert set(engine.sample(logits, rows).tolist()) == {700, 701, 702}
+    assert engine.sample(torch.full((1, 1000), float("nan")), rows).item() in range(1000)
 
 
 def test_panels_hold_sixteen_outputs_side_by_side() -> None:
