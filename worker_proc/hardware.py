@@ -9,6 +9,7 @@ import torch
 from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
 
+MANY_CORES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -69,7 +70,8 @@ def _fast_bfloat16(device: torch.device) -> bool:
 
 def set_threads(args: WorkerArgs) -> int:
     """Set torch's CPU threads and return their number: --worker-threads, else the physical cores
-    that this process may run on."""
+    that this process may run on. From MANY_CORES on one is left to the other processes; of fewer
+    none can be spared."""
     threads = args.worker_threads
     if threads is None:
         allowed = (
@@ -77,7 +79,8 @@ def set_threads(args: WorkerArgs) -> int:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
+        cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
+        threads = cores - 1 if cores >= MANY_CORES else cores
     torch.set_num_threads(threads)
     return threads
 
