@@ -150,6 +150,11 @@ def kinds_for(context_length: int) -> "list[Kind]":
 
 def report(config: ServerConfig) -> bool:
     """Measure and print; whether every bound holds. ConfigError for what cannot be measured."""
+    if config.worker.quantization == "gguf":
+        raise ConfigError(
+            "quantization gguf keeps matrices at several sizes, and the floor is worked out with"
+            " one for all: take int8 or int4"
+        )
     files = resolve_model(config.model, show_progress=True)
     if files.context_length < LEAST_CONTEXT:
         raise ConfigError(

@@ -12,7 +12,8 @@ from bench.measure_steps import Bench, Row
 from bench.model_work import work_of
 from bench.roofline import Line, line_of, part_table, step_table
 from bench.roofline_steps import PARTS, REST, Kind, Round, StepTime, measure
-from quadriga.config import WorkerArgs
+from quadriga.config import ServerConfig, WorkerArgs
+from quadriga.errors import ConfigError
 from quadriga.sources.gpt2_sizes import find_size, hugging_face_config
 from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.unit.worker_driver import runner_of
@@ -79,6 +80,11 @@ def test_quantised_weights_are_read_with_what_lies_beside_them(
     work = work_of(hugging_face_config(size), quantization, 2)
     assert least < work.weight_bytes < most
     assert work.kv_bytes == 2
+
+
+def test_matrices_of_several_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"several sizes.*take int8 or int4"):
+        roofline.report(ServerConfig().replace(quantization="gguf"))
 
 
 def line(ms: float, rows: int | None, share: float = 0.0) -> Line:
