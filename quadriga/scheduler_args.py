@@ -23,7 +23,7 @@ class SchedulerArgs:
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens of one step; a longer prompt is computed in chunks of that size, -1: never"
-        " (default: 512 on a CPU, 8192 on a GPU)",
+        " (default: 256 on a CPU, 8192 on a GPU)",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
@@ -144,5 +144,5 @@ class SchedulerArgs:
     def chunk_size(self, device: str) -> int | None:
         """Tokens of the largest chunk; None where prompts are never cut."""
         if self.chunked_prefill_size is None:
-            return 512 if device == "cpu" else 8192
+            return 256 if device == "cpu" else 8192
         return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size

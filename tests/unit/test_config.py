@@ -99,7 +99,7 @@ def test_decode_first_and_static_batching_are_modes() -> None:
 
 
 def test_the_step_budget_is_the_smaller_of_chunk_and_prefill_tokens() -> None:
-    assert parse().scheduler.prefill_budget("cpu") == 512
+    assert parse().scheduler.prefill_budget("cpu") == 256
     assert parse().scheduler.prefill_budget("cuda") == 8192
     assert parse("--prefill-max-tokens", "100").scheduler.prefill_budget("cpu") == 100
     whole = parse("--chunked-prefill-size", "-1").scheduler
