@@ -17,13 +17,16 @@ from quadriga.errors import ConfigError
 Ints = npt.NDArray[np.int64]
 
 FOLDER = Path(__file__).resolve().parent / "cost_models"
+READ_BOUND_TOKENS = 12
+"""Tokens that are multiplied while the weights are read."""
 DEFAULT = FOLDER / "smollm2-135m-cpu.json"
 
 
 class Features(msgspec.Struct, frozen=True, array_like=True):
     """How much of each kind of work a step holds.
 
-    steps: 1. extends: 1 where a row has more than one token. decode_keys: keys that the rows of one
+    steps: 1. extends: 1 where a row has more than one token. tokens_beyond: those beyond
+    READ_BOUND_TOKENS, which take time of their own. decode_keys: keys that the rows of one
     token see, their own one with them. extend_pairs: query tokens of the other rows x the keys that
     each of them sees.
     """
@@ -32,6 +35,7 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
     extends: int
     rows: int
     tokens: int
+    tokens_beyond: int
     samples: int
     decode_keys: int
     extend_pairs: int
@@ -44,13 +48,14 @@ def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
     """num_tokens: [rows] tokens that each row computes. computed: [rows] tokens before them.
     samples: rows that sample a token."""
     rows, tokens, context = len(num_tokens), int(num_tokens.sum()), int(computed.sum())
+    beyond = max(0, tokens - READ_BOUND_TOKENS)
     if tokens == rows:
-        return Features(1, 0, rows, tokens, samples, context + rows, 0)
+        return Features(1, 0, rows, tokens, beyond, samples, context + rows, 0)
     many = num_tokens > 1
     count, before = num_tokens[many], computed[many]
     decode_keys = context - int(before.sum()) + rows - len(count)
     pairs = int((count * before).sum() + (count * (count + 1) // 2).sum())
-    return Features(1, 1, rows, tokens, samples, decode_keys, pairs)
+    return Features(1, 1, rows, tokens, beyond, samples, decode_keys, pairs)
 
 
 class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -32,16 +32,24 @@ def ints(*values: int) -> np.ndarray:
 
 def test_a_row_of_one_token_sees_its_context_and_itself() -> None:
     assert features_of(ints(1, 1), ints(9, 4), samples=2) == Features(
-        steps=1, extends=0, rows=2, tokens=2, samples=2, decode_keys=15, extend_pairs=0
+        steps=1,
+        extends=0,
+        rows=2,
+        tokens=2,
+        tokens_beyond=0,
+        samples=2,
+        decode_keys=15,
+        extend_pairs=0,
     )
 
 
 def test_each_token_of_a_prompt_sees_those_before_it() -> None:
     found = features_of(ints(3), ints(10), samples=0)
-    assert found == Features(1, 1, 1, 3, 0, decode_keys=0, extend_pairs=11 + 12 + 13)
+    assert found == Features(1, 1, 1, 3, 0, 0, decode_keys=0, extend_pairs=11 + 12 + 13)
 
 
 def test_a_mixed_step_counts_both_kinds_of_rows_apart() -> None:
+    assert features_of(ints(20), ints(0), samples=1).tokens_beyond == 8
     found = features_of(ints(1, 2, 1), ints(5, 0, 7), samples=3)
     assert (found.decode_keys, found.extend_pairs) == (6 + 8, 1 + 2)
 
