@@ -4,7 +4,7 @@ docs/sampling.md has the table of all of them, with who else has them and how. T
 held by `quadriga/sampling_limits.py`.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -68,6 +68,13 @@ class SamplingParams(
     no_stop_trim: the same, by SGLang's name.
     ignore_eos: the model's own end-of-text ids do not stop; stop_token_ids still do.
 
+    What the text must be. One of these at most; a stop token comes only where the text may end.
+
+    json_schema: JSON of this schema, which is JSON text or a map.
+    regex: a match of this regular expression, in the dialect of Rust's regex crate.
+    ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
+    choice: one of these texts.
+
     What comes back.
 
     skip_special_tokens: special tokens leave no text.
@@ -97,6 +104,10 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     ignore_eos: bool = False
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: list[str] | None = None
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from quadriga.errors import InvalidRequest
+from quadriga.grammar import FIELDS, grammar_of
 
 if TYPE_CHECKING:
     from quadriga.sampling import SamplingParams
@@ -20,6 +21,7 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_LENGTH = 128 * 1024
 
 
 def check_params(params: "SamplingParams", vocab_size: int) -> None:
@@ -29,6 +31,7 @@ def check_params(params: "SamplingParams", vocab_size: int) -> None:
     _check_penalties(params)
     _check_stops(params, vocab_size)
     _check_vocabulary_rules(params, vocab_size)
+    _check_grammar(params)
     _check_answer(params)
 
 
@@ -108,6 +111,32 @@ def _check_vocabulary_rules(params: "SamplingParams", vocab_size: int) -> None:
         )
         _check_count("allowed_token_ids", len(allowed), vocab_size, "ids")
         _check_ids("allowed_token_ids", allowed, vocab_size)
+
+
+def _check_grammar(params: "SamplingParams") -> None:
+    given = [field for field in FIELDS if getattr(params, field) is not None]
+    if not given:
+        return
+    _check(
+        len(given) == 1, given[-1], "given", f"a text can obey one grammar, and {given[0]} is, too"
+    )
+    grammar = grammar_of(params)
+    assert grammar is not None
+    _check(
+        len(grammar.text) <= MAX_GRAMMAR_LENGTH,
+        grammar.kind,
+        f"{len(grammar.text)} characters",
+        f"at most {MAX_GRAMMAR_LENGTH} are allowed for a grammar",
+    )
+    if params.choice is not None:
+        _check(len(params.choice) > 0, "choice", "empty", "at least one text must be there")
+        _check_texts("choice", params.choice, MAX_GRAMMAR_LENGTH, MAX_GRAMMAR_LENGTH)
+    _check(
+        not params.ignore_eos,
+        "ignore_eos",
+        "true",
+        f"nothing can follow a text that {grammar.kind} ends; leave one of them out",
+    )
 
 
 def _check_answer(params: "SamplingParams") -> None:

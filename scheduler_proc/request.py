@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.ids import unpack_ids
 from quadriga.messages.logprobs import LogprobBlock
 from quadriga.messages.public import ErrorInfo
@@ -45,6 +46,7 @@ class Request:
     node: where it was found in the tree while it waited.
     index: of the choice, where several were asked for.
     rules: what the worker must know beside temperature, top_k, top_p and seed.
+    grammar: what its text must obey.
     prompt_logprobs: those of the prompt that are known so far.
     """
 
@@ -64,6 +66,7 @@ class Request:
     deadline: float | None = None
     index: int = 0
     rules: SlotRules | None = None
+    grammar: GrammarForm | None = None
 
     status: Status = Status.WAITING
     known: int = 0
@@ -109,7 +112,8 @@ class Request:
             queue_deadline=message.queue_deadline,
             deadline=message.deadline,
             index=index,
-            rules=slot_rules(params, len(tokens), stop_ids, message.bad_words),
+            rules=slot_rules(params, len(tokens), stop_ids, message.bad_words, message.grammar),
+            grammar=message.grammar,
             known=len(tokens),
             most_known=len(tokens) + params.max_new_tokens,
         )

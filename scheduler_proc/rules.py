@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quadriga.messages.floats import pack_floats
+from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.worker import SlotRules
 from quadriga.sampling import NEUTRAL, SamplingParams, given
@@ -22,11 +23,15 @@ def choice_params(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def slot_rules(
-    params: SamplingParams, num_prompt: int, stop_ids: Iterable[int], bad_words: list[bytes]
+    params: SamplingParams,
+    num_prompt: int,
+    stop_ids: Iterable[int],
+    bad_words: list[bytes],
+    grammar: GrammarForm | None = None,
 ) -> SlotRules | None:
     """None where temperature, top_k, top_p and seed say all. stop_ids: all that end the request;
     bad_words: the token ids of each."""
-    too_short = params.min_new_tokens > 0
+    bars_stops = params.min_new_tokens > 0 or grammar is not None
     rules = SlotRules(
         num_prompt=0,
         min_p=given(params.min_p, NEUTRAL.min_p),
@@ -38,9 +43,10 @@ def slot_rules(
         allowed_ids=pack_ids(params.allowed_token_ids or ()),
         bad_words=bad_words,
         min_new_tokens=params.min_new_tokens,
-        stop_ids=pack_ids(sorted(stop_ids)) if too_short else b"",
+        stop_ids=pack_ids(sorted(stop_ids)) if bars_stops else b"",
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar.key if grammar is not None else b"",
     )
     if rules == _NO_RULES:
         return None

@@ -8,7 +8,7 @@ same code runs under test and in the simulator, with a simulated worker and simu
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from quadriga.errors import QuadrigaError
+from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.messages.ids import unpack_ids
 from quadriga.messages.public import ErrorInfo, InfoValues
 from quadriga.messages.to_detok import StopDetok
@@ -21,11 +21,18 @@ from quadriga.messages.to_scheduler import (
     StopFound,
     Submit,
 )
-from quadriga.messages.worker import ResultMessage, StepResult, StopWorker, WorkerReady
+from quadriga.messages.worker import (
+    GrammarReady,
+    ResultMessage,
+    StepResult,
+    StopWorker,
+    WorkerReady,
+)
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission, check_queue
 from scheduler_proc.batch import ScheduleBatch
 from scheduler_proc.deadlines import Deadlines
+from scheduler_proc.grammars import Grammars
 from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.output import Link, RoundOutput, close_text, open_text
 from scheduler_proc.pacing import Pace
@@ -62,6 +69,7 @@ class Scheduler:
         self._planner: Planner | None = None
         self.waiting: WaitingQueue = FirstComeFirstServed()
         self._deadlines = Deadlines()
+        self._grammars = Grammars(worker)
         self._pace = Pace()
         self._next_step = 0
         self._outstanding: deque[ScheduleBatch] = deque()
@@ -129,10 +137,13 @@ class Scheduler:
     # --- what the worker gave ---------------------------------------------------------------------
 
     def _process_result(self, result: ResultMessage) -> None:
-        if isinstance(result, WorkerReady):
-            self._take_worker(result)
-        else:
-            self._process_batch_result(result)
+        match result:
+            case StepResult():
+                self._process_batch_result(result)
+            case GrammarReady():
+                self._take_grammar(result)
+            case WorkerReady():
+                self._take_worker(result)
 
     def _process_batch_result(self, result: StepResult) -> None:
         batch = self._outstanding.popleft()
@@ -142,6 +153,8 @@ class Scheduler:
         self._output.time = result.ended
         for piece in result.prompt_logprobs:
             batch.requests[piece.row].prompt_logprobs.append(piece.block)
+        for failed in result.failed:
+            self._fail(batch.requests[failed.row], RequestFailed(failed.error))
         for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
             request.in_flight -= 1
             if token >= 0 and request.status is not Status.FINISHED:
@@ -195,7 +208,15 @@ class Scheduler:
         )
         self._report.worker, self._report.planner = ready, self._planner
         for request in self._requests:
-            self._enqueue(request)
+            if not self._grammars.is_held_back(request):
+                self._enqueue(request)
+
+    def _take_grammar(self, ready: GrammarReady) -> None:
+        for request in self._grammars.answered(ready):
+            if ready.error:
+                self._fail(request, RequestFailed(ready.error))
+            else:
+                self._enqueue(request)
 
     # --- what the clients want --------------------------------------------------------------------
 
@@ -221,14 +242,21 @@ class Scheduler:
     def _accept(self, message: Submit) -> None:
         requests = self._requests.add(message)
         try:
-            check_queue(self.waiting, self._args.max_queued_requests, len(requests))
+            self._check_queue(len(requests))
         except QuadrigaError as error:
             for request in requests:
                 self._fail(request, error)
             return
         for request in requests:
             self._deadlines.watch(request)
-            self._enqueue(request)
+            if request.grammar is not None:
+                self._grammars.arrived(request)
+            if not self._grammars.is_held_back(request):
+                self._enqueue(request)
+
+    def _check_queue(self, count: int) -> None:
+        limit = self._args.max_queued_requests
+        check_queue(self.waiting, limit, count + self._grammars.num_waiting)
 
     def _enqueue(self, request: Request) -> None:
         """Into the waiting queue, unless the request can never run."""
@@ -265,6 +293,7 @@ class Scheduler:
         self.statistics.ended[reason] += 1
         self._output.closed.append(close_text(request))
         self._deadlines.forget(request)
+        self._grammars.ended(request)
         self._requests.remove(request)
         if request.in_flight == 0 and self._planner is not None:
             self._planner.release(request)

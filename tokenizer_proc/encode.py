@@ -69,6 +69,14 @@ class Encoder:
             )
         return [pack_ids(ids) for ids in ids_of_all]
 
+    def take(
+        self,
+        check: "Callable[[], array[int]]",
+        then: "Callable[[asyncio.Future[array[int]]], None]",
+    ) -> None:
+        """Call `then` at once with a future that holds ids which need no encoding."""
+        self._run(True, check, then)
+
     def _run(
         self, at_once: bool, work: Callable[[], T], then: "Callable[[asyncio.Future[T]], None]"
     ) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from quadriga.config import FrontDoorArgs, ServerConfig
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping, SlowReader
+from quadriga.grammar import grammar_of, without_grammar
+from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.ids import pack_ids
 from quadriga.messages.public import (
     MAX_FRAME_BYTES,
@@ -40,6 +42,7 @@ from quadriga.stop_regex import compile_stop_regex
 from tokenizer_proc import requests
 from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder
+from tokenizer_proc.grammars import GrammarDoor
 from tokenizer_proc.sampling_defaults import sampling_defaults
 
 PROBE_DELAYS = (0.05, 0.5)
@@ -68,6 +71,7 @@ class FrontDoor:
         self._scheduler = scheduler
         self._facts = facts
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
+        self._grammars = GrammarDoor(model)
         self._instance = uuid.uuid4().hex
         self._port: AsyncPort | None = None
         self._clients: set[bytes] = set()
@@ -114,16 +118,48 @@ class FrontDoor:
         message.params.validate(self._model.vocab_size)
         for pattern in message.params.stop_regexes:
             compile_stop_regex(pattern)
-        if message.prompt_token_ids is not None:
+        grammar = grammar_of(message.params)
+        if message.prompt_token_ids is not None and grammar is None:
             ids = requests.check_prompt_ids(message, self._model.vocab_size)
             self._submit(client, message, ids, received)
             return
+        if grammar is not None:
+            requests.check_can_end(message.params, self._model)
         self._encoding[client, message.request_id] = False
-        self._encoder.encode(
-            message.prompt,
-            message.chat,
-            lambda future: self._encoded(client, message, received, future),
-        )
+        if grammar is None:
+            self._encode(client, message, received)
+        else:
+            self._grammars.check(
+                grammar, lambda future: self._grammar_checked(client, message, received, future)
+            )
+
+    def _grammar_checked(
+        self, client: bytes, message: Generate, received: float, form: "asyncio.Future[str]"
+    ) -> None:
+        try:
+            grammar = GrammarForm.of(form.result())
+        except QuadrigaError as error:
+            self._encoding.pop((client, message.request_id), None)
+            self._refuse(client, message.request_id, error)
+            self._pass_drain_on()
+        else:
+            self._encode(client, message, received, grammar)
+
+    def _encode(
+        self,
+        client: bytes,
+        message: Generate,
+        received: float,
+        grammar: GrammarForm | None = None,
+    ) -> None:
+        def then(future: "asyncio.Future[array[int]]") -> None:
+            self._encoded(client, message, received, future, grammar)
+
+        if message.prompt_token_ids is None:
+            self._encoder.encode(message.prompt, message.chat, then)
+        else:
+            vocab_size = self._model.vocab_size
+            self._encoder.take(lambda: requests.check_prompt_ids(message, vocab_size), then)
 
     def _encoded(
         self,
@@ -131,10 +167,11 @@ class FrontDoor:
         message: Generate,
         received: float,
         ids: "asyncio.Future[array[int]]",
+        grammar: GrammarForm | None,
     ) -> None:
         aborted = self._encoding.pop((client, message.request_id), False)
         try:
-            self._submit(client, message, ids.result(), received)
+            self._submit(client, message, ids.result(), received, grammar)
             if aborted:
                 self._scheduler.send(AbortRequest(client, message.request_id))
         except QuadrigaError as error:
@@ -145,12 +182,21 @@ class FrontDoor:
             self._refuse(client, message.request_id, refusal)
         self._pass_drain_on()
 
-    def _submit(self, client: bytes, message: Generate, ids: "array[int]", received: float) -> None:
+    def _submit(
+        self,
+        client: bytes,
+        message: Generate,
+        ids: "array[int]",
+        received: float,
+        grammar: GrammarForm | None = None,
+    ) -> None:
         args, truncate = self._args, message.truncate_prompt
         if truncate is None:
             truncate = args.allow_auto_truncate
         params = message.params.filled(self._defaults)
         ids, params = requests.fit(ids, params, self._model, truncate, message.clamp_max_new_tokens)
+        if grammar is not None:
+            params = without_grammar(params)
         self._scheduler.send(
             Submit(
                 client=client,
@@ -166,6 +212,7 @@ class FrontDoor:
                 ),
                 deadline=requests.deadline(received, message.timeout, args.request_timeout),
                 bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
+                grammar=grammar,
             )
         )
 

@@ -90,6 +90,16 @@ def deadline(received: float, asked: float | None, default: float | None) -> flo
     return None if seconds is None else received + seconds
 
 
+def check_can_end(params: SamplingParams, model: ModelFiles) -> None:
+    """Raises InvalidRequest where nothing could say that a text with a grammar is whole."""
+    if not model.eos_token_ids and not params.stop_token_ids:
+        raise InvalidRequest(
+            "stop_token_ids is empty, and the model names no token that ends a text: a grammar"
+            " needs one; give one here",
+            "stop_token_ids",
+        )
+
+
 def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
     """The token ids that a request carries in place of a text. Raises InvalidRequest."""
     if message.prompt:

@@ -1,22 +1,26 @@
 """The tokens of a step whose rows are not all plainly greedy."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from quadriga.messages.logprobs import SampledLogprobs
 from worker_proc.engine import Engine
+from worker_proc.grammars import Constrained
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.logprobs import observe, tell_sampled
-from worker_proc.rules import apply_rules
+from worker_proc.rules import apply_rules, constrained
 
 
 class Chosen(NamedTuple):
-    """token_ids: [samples] int64, on the device; logprobs: of the rows that asked for them."""
+    """token_ids: [samples] int64, on the device; logprobs: of the rows that asked for them;
+    constrained: the rows that have a grammar, which is to take what was chosen."""
 
     token_ids: Tensor
     logprobs: SampledLogprobs | None = None
+    constrained: Sequence[Constrained] = ()
 
 
 def choose(engine: Engine, logits: Tensor, inputs: StepInputs, table: SlotTable) -> Chosen:
@@ -30,6 +34,5 @@ def choose(engine: Engine, logits: Tensor, inputs: StepInputs, table: SlotTable)
         logits = apply_rules(logits, changing, positions, table.tokens)
     there = table.to_device(slots), table.to_device(positions)
     token_ids = engine.sample(logits, table.sampling.rows(slots, *there))
-    if observed is None:
-        return Chosen(token_ids)
-    return Chosen(token_ids, tell_sampled(observed, token_ids, inputs.sampled_rows))
+    told = tell_sampled(observed, token_ids, inputs.sampled_rows) if observed is not None else None
+    return Chosen(token_ids, told, constrained(changing))

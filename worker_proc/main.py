@@ -4,10 +4,19 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from quadriga.messages.worker import ResultMessage, StepPlan, WorkerMessage, WorkerReady
+from quadriga.messages.worker import (
+    CompileGrammar,
+    ForgetGrammar,
+    ResultMessage,
+    StepPlan,
+    StopWorker,
+    WorkerMessage,
+    WorkerReady,
+)
 from quadriga.model_source import resolve_model
 from quadriga.process import Child, run_child
 from quadriga.sockets import Inbox, Outbox
+from worker_proc.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -30,9 +39,17 @@ def body(child: Child) -> None:
     inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.worker, WorkerMessage)
     results = Outbox(child.endpoints.results)
     runner = start(child, results)
+    grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
+    runner.table.sampling.compiled = grammars.compiled
     receive, run, send = inbox.receive, runner.run, results.send
-    while isinstance(plan := receive(), StepPlan):
-        send(run(plan))
+    while not isinstance(message := receive(), StopWorker):
+        match message:
+            case StepPlan():
+                send(run(message))
+            case CompileGrammar():
+                grammars.compile(message.grammar)
+            case ForgetGrammar():
+                grammars.forget(message.key)
 
 
 def start(child: Child, results: Outbox) -> "Runner":

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from quadriga.messages.worker import SlotRules
 from worker_proc.attention.base import Ints
+from worker_proc.grammars import BARRED, Constrained, SlotGrammar, bar_by_grammar
 
-BARRED = float("-inf")
 ANY_TOKEN = -1
 """In the beginning of a bad word: the place before its first token."""
 NO_TOKEN = -2
@@ -26,10 +26,13 @@ class Rules:
     """SlotRules of one slot, their lists on the device.
 
     bad_word_beginnings: [words, longest - 1], filled up with ANY_TOKEN from the left;
-    bad_word_ends: [words].
+    bad_word_ends: [words]. grammar: of the slot, where it has one.
     """
 
-    def __init__(self, rules: SlotRules, device: torch.device) -> None:
+    def __init__(
+        self, rules: SlotRules, device: torch.device, grammar: SlotGrammar | None = None
+    ) -> None:
+        self.grammar = grammar
         self.num_prompt = rules.num_prompt
         self.repetition_penalty = rules.repetition_penalty
         self.frequency_penalty = rules.frequency_penalty
@@ -47,7 +50,7 @@ class Rules:
         self.changes_logits = (
             self.penalises
             or rules.min_new_tokens > 0
-            or bool(rules.bias_ids or rules.allowed_ids or rules.bad_words)
+            or bool(rules.bias_ids or rules.allowed_ids or rules.bad_words or rules.grammar)
         )
 
 
@@ -71,6 +74,7 @@ def apply_rules(
     _add_bias(scores, [one for one in rows if len(one.rules.bias_ids)])
     _penalise(scores, [one for one in rows if one.rules.penalises], positions, tokens)
     _bar_all_but_allowed(scores, [one for one in rows if len(one.rules.allowed_ids)])
+    bar_by_grammar(scores, constrained(rows))
     _bar_bad_words(scores, [one for one in rows if len(one.rules.bad_word_ends)], positions, tokens)
     _bar_stops(scores, [one for one in rows if _is_too_short(one, int(positions[one.row]))])
     return scores
@@ -114,6 +118,11 @@ def _bar_all_but_allowed(scores: Tensor, rows: Sequence[RowRules]) -> None:
         barred[_repeated(range(len(rows)), ids), torch.cat(ids)] = False
         index = torch.tensor([one.row for one in rows], device=scores.device)
         scores[index] = scores[index].masked_fill_(barred, BARRED)
+
+
+def constrained(rows: Sequence[RowRules]) -> list[Constrained]:
+    """Those that have a grammar."""
+    return [Constrained(r, g) for r, _, rules in rows if (g := rules.grammar) is not None]
 
 
 def _bar_bad_words(

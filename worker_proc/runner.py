@@ -8,12 +8,13 @@ from torch import Tensor
 
 from quadriga.config import ServerConfig
 from quadriga.messages.ids import pack_ids
-from quadriga.messages.logprobs import PromptPiece
-from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
+from quadriga.messages.logprobs import PromptPiece, SampledLogprobs
+from quadriga.messages.worker import DECODE, EXTEND, FailedRow, NewSlot, StepPlan, StepResult
 from quadriga.model_source import ModelFiles
 from worker_proc.choice import Chosen, choose
 from worker_proc.engine import Engine
 from worker_proc.engines import make_engine
+from worker_proc.grammars import advance
 from worker_proc.hardware import choose_device, choose_dtype, give_back_freed_memory
 from worker_proc.inputs import StepInputs, ints_of, make_inputs
 from worker_proc.kv_pool import SlotTable, pages_of_pool
@@ -51,14 +52,18 @@ class Runner:
                 chosen = choose(self.engine, logits, inputs, self.table)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
         token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
-        logprobs = None
+        logprobs: SampledLogprobs | None = None
+        failed: list[FailedRow] = []
         if chosen is not None:
             self._note(inputs, chosen.token_ids)
-            token_ids[inputs.sampled_rows] = chosen.token_ids.cpu().numpy()
+            on_host = chosen.token_ids.cpu().numpy()
+            token_ids[inputs.sampled_rows] = on_host
             logprobs = chosen.logprobs
+            if chosen.constrained:
+                failed = advance(chosen.constrained, on_host, inputs.sampled_rows)
         prompts = self._tell_prompts(inputs, hidden) if sampling.prompts_to_tell else []
         ids = token_ids.tobytes()
-        return StepResult(plan.step, ids, began, time.time(), logprobs, prompts)
+        return StepResult(plan.step, ids, began, time.time(), logprobs, prompts, failed)
 
     def _logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Of the rows that sample."""

@@ -7,8 +7,9 @@ The order of what happens to a row's logits is that of transformers and vLLM:
 2. logit_bias is added;
 3. repetition_penalty multiplies or divides, then frequency_penalty and presence_penalty are
    subtracted: the first counts prompt and generated tokens, the others generated ones only;
-4. what may not come is barred: all but allowed_token_ids, bad_words, and stop tokens before
-   min_new_tokens (2 to 4: rules.py). A request that bars every token gets some token;
+4. what may not come is barred: all but allowed_token_ids and what the grammar lets come, bad_words,
+   and stop tokens before min_new_tokens (2 to 4: rules.py). A request that bars every token gets
+   some token, or with a grammar an error;
 5. greedy rows take the likeliest token, the first of equals. The others:
 6. divide by the temperature;
 7. keep what top_k, then top_p (of what top_k left), then min_p leave;

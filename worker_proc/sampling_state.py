@@ -1,6 +1,7 @@
 """What the worker keeps of how each slot's tokens are chosen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,8 +10,12 @@ from torch import Tensor
 from quadriga.messages.worker import NewSlot
 from quadriga.sampling import GREEDY_BELOW_TEMPERATURE
 from worker_proc.attention.base import Ints
+from worker_proc.grammars import SlotGrammar
 from worker_proc.rules import RowRules, Rules
 from worker_proc.sampler import SamplingRows
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class SamplingState:
@@ -19,6 +24,7 @@ class SamplingState:
     On the device [slots]: temperature, top_k (0 is off), top_p, min_p and seed. On the host, in
     numpy [slots]: greedy; plain: greedy, and nothing else was asked for; uses_min_p.
     prompts_to_tell: the slots whose prompts' log-probabilities were asked for.
+    compiled: the grammars that slots may have, by key.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -33,6 +39,7 @@ class SamplingState:
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
         self.prompts_to_tell: dict[int, Rules] = {}
         self._rules: dict[int, Rules] = {}
+        self.compiled: Mapping[bytes, LLMatcher] = {}
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Take in what these requests ask for."""
@@ -43,7 +50,7 @@ class SamplingState:
             self.plain[slot] = greedy and rules is None
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
-                self._admit_rules(slot, Rules(rules, self._device))
+                self._admit_rules(slot, Rules(rules, self._device, self._grammar(one)))
         slots = torch.tensor([one.slot for one in new], device=self._device)
         for table, values in (
             (self.temperature, [one.temperature for one in new]),
@@ -53,6 +60,16 @@ class SamplingState:
             (self.seed, [one.seed for one in new]),
         ):
             table[slots] = torch.tensor(values, dtype=table.dtype, device=self._device)
+
+    def _grammar(self, one: NewSlot) -> SlotGrammar | None:
+        rules = one.rules
+        if rules is None or not rules.grammar:
+            return None
+        if rules.grammar not in self.compiled:
+            raise ValueError(f"slot {one.slot}: the plan names a grammar that is not compiled")
+        generated = np.frombuffer(one.token_ids, dtype="<i4")[rules.num_prompt :]
+        stop_ids = np.frombuffer(rules.stop_ids, dtype="<i4")
+        return SlotGrammar(self.compiled[rules.grammar].deep_copy(), stop_ids, generated)
 
     def _admit_rules(self, slot: int, rules: Rules) -> None:
         self._rules[slot] = rules

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.public import InfoValues
 from quadriga.sampling import SamplingParams
 
@@ -10,7 +11,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     """A validated, tokenised request. client: the ROUTER's address of the one who asked.
 
     params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
-    queue_deadline, deadline: Unix seconds; None where there is none.
+    queue_deadline, deadline: Unix seconds; None where there is none. grammar: that of the params,
+    which do not have it any more.
     """
 
     client: bytes
@@ -24,6 +26,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     queue_deadline: float | None = None
     deadline: float | None = None
     bad_words: list[bytes] = []
+    grammar: GrammarForm | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.logprobs import PromptPiece, SampledLogprobs
 
 # --- scheduler_proc -> worker_proc ----------------------------------------------------------------
@@ -16,7 +17,8 @@ class SlotRules(msgspec.Struct, array_like=True, frozen=True):
     num_prompt: how many of its tokens are the prompt; the others were generated. The rules depend
     on the known tokens and on nothing else, so that a request goes on in another slot as before.
     bias_ids: int32, bias: float32 [ids]; allowed_ids: int32, empty: all; bad_words: token ids
-    (int32) of each; stop_ids: int32, not sampled before min_new_tokens were.
+    (int32) of each; stop_ids: int32, not sampled before min_new_tokens were, and only where the
+    grammar may end. grammar: the key of one that the worker has compiled, or empty.
     logprobs, prompt_logprobs: how many of the likeliest tokens are told; None: nothing is.
     """
 
@@ -33,6 +35,7 @@ class SlotRules(msgspec.Struct, array_like=True, frozen=True):
     stop_ids: bytes = b""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: bytes = b""
 
 
 class NewSlot(msgspec.Struct, array_like=True, frozen=True):
@@ -75,11 +78,23 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     grown: bytes = b""
 
 
+class CompileGrammar(msgspec.Struct, tag="compile", array_like=True, frozen=True):
+    """Compile a grammar beside the steps, answer with GrammarReady, and keep it."""
+
+    grammar: GrammarForm
+
+
+class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """No slot has this grammar, and none will before it is compiled again."""
+
+    key: bytes
+
+
 class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Nothing follows; leave."""
 
 
-WorkerMessage = StepPlan | StopWorker
+WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | StopWorker
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------
@@ -96,11 +111,26 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     pid: int = 0
 
 
+class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
+    """Slots may have this grammar now, unless there is an error: then it is not kept."""
+
+    key: bytes
+    error: str = ""
+
+
+class FailedRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a plan whose request cannot go on. Its token means nothing."""
+
+    row: int
+    error: str
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Tokens of a step, one per row of its plan (int32 bytes), -1 for a row that did not sample.
 
     began, ended: Unix seconds around forward and sampling.
-    logprobs, prompt_logprobs: for the slots whose rules ask for them.
+    logprobs, prompt_logprobs: for the slots whose rules ask for them. failed: rows for which the
+    grammar had no token.
     """
 
     step: int
@@ -109,6 +139,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     ended: float
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptPiece] = []
+    failed: list[FailedRow] = []
 
 
-ResultMessage = WorkerReady | StepResult
+ResultMessage = WorkerReady | GrammarReady | StepResult

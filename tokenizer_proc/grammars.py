@@ -1,0 +1,90 @@
+"""Grammars of requests, checked before anybody else sees them."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from quadriga.errors import InvalidRequest, QueueFull, RequestFailed
+from quadriga.grammar import Grammar
+from quadriga.model_source import ModelFiles
+
+CHECKED_AT_ONCE = 2
+MOST_WAITING = 64
+REMEMBERED = 128
+
+
+class GrammarDoor:
+    """Turns grammars into the form that the worker compiles, off the event loop.
+
+    Each of its threads has a process that does the work, started when the first grammar comes.
+    """
+
+    def __init__(self, model: ModelFiles) -> None:
+        eos = ",".join(str(i) for i in sorted(model.eos_token_ids))
+        path = str(model.tokenizer_dir / "tokenizer.json")
+        module = [sys.executable, "-m", "tokenizer_proc.grammar_check"]
+        self._command = [*module, path, str(model.vocab_size), eos]
+        self._threads = ThreadPoolExecutor(CHECKED_AT_ONCE, thread_name_prefix="grammar")
+        self._mine = threading.local()
+        self._forms: OrderedDict[Grammar, str] = OrderedDict()
+        self._waiting = 0
+
+    def check(self, grammar: Grammar, then: "Callable[[asyncio.Future[str]], None]") -> None:
+        """Call `then` with a future that holds the grammar's form, or InvalidRequest, or QueueFull;
+        at once where the grammar was checked lately, or too many wait."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[str] = loop.create_future()
+        if grammar in self._forms:
+            self._forms.move_to_end(grammar)
+            done.set_result(self._forms[grammar])
+            then(done)
+            return
+        if self._waiting >= MOST_WAITING:
+            why = f"{MOST_WAITING} grammars wait to be checked, the most that may; try again later"
+            done.set_exception(QueueFull(why))
+            then(done)
+            return
+        self._waiting += 1
+        future = loop.run_in_executor(self._threads, self._ask, grammar)
+        future.add_done_callback(lambda answer: self._answered(grammar, answer, then))
+
+    def _answered(
+        self,
+        grammar: Grammar,
+        answer: "asyncio.Future[str]",
+        then: "Callable[[asyncio.Future[str]], None]",
+    ) -> None:
+        self._waiting -= 1
+        if answer.exception() is None:
+            self._forms[grammar] = answer.result()
+            if len(self._forms) > REMEMBERED:
+                self._forms.popitem(last=False)
+        then(answer)
+
+    def _ask(self, grammar: Grammar) -> str:
+        try:
+            process = self._process()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps(grammar) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            form, error = json.loads(line)
+        except (OSError, ValueError):
+            raise RequestFailed("the grammar check failed; the server's log says why") from None
+        if error:
+            raise InvalidRequest(f"{grammar.kind} cannot be compiled: {error}", grammar.kind)
+        return str(form)
+
+    def _process(self) -> "subprocess.Popen[str]":
+        """This thread's; it leaves when its stdin ends."""
+        process: subprocess.Popen[str] | None = getattr(self._mine, "process", None)
+        if process is None or process.poll() is not None:
+            process = self._mine.process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        return process

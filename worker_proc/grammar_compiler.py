@@ -1,0 +1,64 @@
+"""Compiles grammars in a thread beside the steps."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from quadriga.grammar import compile_grammar, load_vocabulary
+from quadriga.messages.grammar import GrammarForm
+from quadriga.messages.worker import GrammarReady, ResultMessage
+from quadriga.model_source import ModelFiles
+from quadriga.sockets import Outbox
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+NICENESS = 10
+
+
+class GrammarCompiler:
+    """compiled: matchers at their beginning, by key; slots take copies.
+
+    The thread and the vocabulary come with the first grammar. results_address: where the thread
+    sends what it has done, by a socket of its own.
+    """
+
+    def __init__(self, files: ModelFiles, results_address: str) -> None:
+        self.compiled: dict[bytes, LLMatcher] = {}
+        self._files = files
+        self._results_address = results_address
+        self._thread = ThreadPoolExecutor(1, "grammar", self._begin)
+        self._results: Outbox | None = None
+        self._vocabulary: LLTokenizer | None = None
+
+    def compile(self, grammar: GrammarForm) -> None:
+        """Begin, and come back at once. GrammarReady says when it is done."""
+        self._thread.submit(self._compile, grammar)
+
+    def forget(self, key: bytes) -> None:
+        """A grammar that is compiled."""
+        del self.compiled[key]
+
+    def _begin(self) -> None:
+        """Linux counts priorities by the thread: steps go first."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        self._results = Outbox(self._results_address)
+
+    def _compile(self, grammar: GrammarForm) -> None:
+        assert self._results is not None
+        try:
+            self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
+            answer = GrammarReady(grammar.key)
+        except (ValueError, OSError) as error:
+            answer = GrammarReady(grammar.key, f"the grammar cannot be compiled: {error}")
+        message: ResultMessage = answer
+        self._results.send(message)
+
+    def _load_vocabulary(self) -> "LLTokenizer":
+        if self._vocabulary is None:
+            path = self._files.tokenizer_dir / "tokenizer.json"
+            self._vocabulary = load_vocabulary(
+                path.read_text(encoding="utf-8"), self._files.vocab_size, self._files.eos_token_ids
+            )
+        return self._vocabulary
