@@ -1,6 +1,7 @@
 """Compiles grammars in a thread beside the steps."""
 
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -41,8 +42,9 @@ class GrammarCompiler:
         del self.compiled[key]
 
     def _begin(self) -> None:
-        """Linux counts priorities by the thread: steps go first."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        """Steps go first, where a system has priorities of threads."""
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self._results = Outbox(self._results_address)
 
     def _compile(self, grammar: GrammarForm) -> None:
@@ -50,7 +52,7 @@ class GrammarCompiler:
         try:
             self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
             answer = GrammarReady(grammar.key)
-        except (ValueError, OSError) as error:
+        except BaseException as error:  # the library's panics are no Exceptions, and somebody waits
             answer = GrammarReady(grammar.key, f"the grammar cannot be compiled: {error}")
         message: ResultMessage = answer
         self._results.send(message)
