@@ -11,9 +11,10 @@ from http_proc.chat_stream import ChatStream
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, Gateway, Head
 from http_proc.logprobs import chat_logprobs
-from http_proc.sampling import CHAT, take_sampling
+from http_proc.sampling import CHAT, Sampling, take_sampling
 from http_proc.schema import AnswerMessage, ChatBody, ChatChoice, ChatRequest, ToolCall, usage_body
 from http_proc.streams import stream, whole
+from http_proc.structured import FORCED_FORMAT, answer_schema, forced_call_schema
 from http_proc.tool_calls import make_parser
 from http_proc.usage import UsageInStream
 from quadriga.async_client import RequestOptions
@@ -32,10 +33,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     call = convert(body, ChatRequest)
     gateway.check_model(call.model)
     _check_supported(call)
+    sampling, forced = _take_schema(sampling, call)
     facts = await gateway.facts()
     _check_template(gateway, facts)
     tool_format = str(facts["tool_format"]) if _may_call(call) else ""
     params, fill = _params(sampling.params, call, facts, tool_format)
+    if forced is not None:
+        tool_format = FORCED_FORMAT
     prompt, chat = chat_prompt(call.messages), chat_options(call)
     options: RequestOptions = {
         "priority": call.priority,
@@ -56,19 +60,32 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
+def _take_schema(sampling: Sampling, call: ChatRequest) -> tuple[Sampling, dict[str, Any] | None]:
+    """With what response_format or a forced call asks of the text, and the latter by itself."""
+    schema, forced = answer_schema(call), forced_call_schema(call)
+    if schema is not None and forced is not None:
+        raise invalid(
+            "response_format asks for text where tool_choice forces a call", "tool_choice"
+        )
+    name = "response_format" if forced is None else "tools"
+    schema = forced if schema is None else schema
+    if schema is None:
+        return sampling, None
+    if sampling.params.json_schema is not None:
+        raise invalid(f"json_schema and {name} are both given: leave one of them out", name)
+    params = msgspec.structs.replace(sampling.params, json_schema=schema)
+    return Sampling(params, {**sampling.names, "json_schema": name}), forced
+
+
 def _check_supported(call: ChatRequest) -> None:
     if call.top_logprobs and not call.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    if call.response_format is not None and call.response_format.type != "text":
+    if call.tool_choice == "auto" and any(tool.function.strict for tool in call.tools):
         raise invalid(
-            f"response_format {call.response_format.type!r} is not supported by this server:"
-            " only 'text' is",
-            "response_format",
+            "strict is supported with tool_choice 'required' or a function's name only; leave it"
+            " out",
+            "tools",
         )
-    if call.tool_choice not in ("none", "auto"):
-        raise invalid("tool_choice must be 'none' or 'auto': no call can be forced", "tool_choice")
-    if any(tool.function.strict for tool in call.tools):
-        raise invalid("strict is not supported by this server; leave it out", "tools")
     if call.modalities not in (None, ["text"]):
         raise invalid("modalities must be ['text']", "modalities")
 

@@ -31,6 +31,10 @@ EVERYWHERE = {
     "no_stop_trim": "no_stop_trim",
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "choice": "choice",
     "n": "n",
 }
 OPENAI = {

@@ -108,7 +108,7 @@ class Tool(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Only {"type": "text"} is supported yet."""
+    """type: text, json_object or json_schema; json_schema: {"name", "schema"} for the last."""
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -117,8 +117,9 @@ class ResponseFormat(msgspec.Struct):
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions.
 
-    logprobs: of each token; top_logprobs: and of so many of the likeliest. tool_choice: "none" or
-    "auto". chat_template_kwargs: further variables of the chat template.
+    logprobs: of each token; top_logprobs: and of so many of the likeliest. tool_choice: "none",
+    "auto", "required", or a function by name. chat_template_kwargs: further variables of the chat
+    template.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]

@@ -85,6 +85,44 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
     run(ScriptedRing([CALL, CALL]), test)
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice: Any) -> None:
+    ring = ScriptedRing(list('{"name": "weather", "arguments": {"city": "Rome"}}'))
+    parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
+    function = {"name": "weather", "parameters": {**parameters, "$defs": {"city": {}}}}
+    other = {"type": "function", "function": {"name": "other", "strict": True}}
+    tools: Any = [{"type": "function", "function": function}, other]
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        fields = {**ASK, "tools": tools, "tool_choice": choice}
+        message = (await client.chat.completions.create(**fields)).choices[0].message
+        assert message.content is None and message.tool_calls is not None
+        assert message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        calls = []
+        async for part in await client.chat.completions.create(**fields, stream=True):
+            calls += part.choices[0].delta.tool_calls or []
+        assert [call.function.name for call in calls] == ["weather"]
+        schema = ring.submitted[0][1].json_schema
+        assert schema["$defs"] == {"city": {}}
+        names = [one["properties"]["name"]["const"] for one in schema["anyOf"]]
+        assert names == (["weather", "other"] if choice == "required" else ["weather"])
+        assert schema["anyOf"][0]["properties"]["arguments"] == parameters
+
+    run(ring, test)
+
+
+def test_strict_tools_that_need_not_be_called_are_refused() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        with pytest.raises(openai.BadRequestError, match="strict"):
+            await client.chat.completions.create(**ASK, tools=tools)
+
+    run(ScriptedRing(["x"]), test)
+
+
 def test_without_tools_the_same_answer_is_text() -> None:
     ring = ScriptedRing([CALL])
 

@@ -1,0 +1,31 @@
+"""Grammars for OpenAI's clients."""
+
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway import MODEL
+from tests.integration.test_grammars import SCHEMA, check_schema
+
+
+def test_openais_clients_have_response_format_and_the_other_grammars(gateway: str) -> None:
+    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
+    messages: Any = [{"role": "user", "content": "Hello!"}]
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    chat: Any = {"model": MODEL, "messages": messages, "seed": 3}
+    answer = client.chat.completions.create(**chat, response_format=wanted)
+    check_schema(answer.choices[0].message.content or "")
+    parts = client.chat.completions.create(**chat, response_format=wanted, stream=True)
+    check_schema("".join(part.choices[0].delta.content or "" for part in parts))
+    any_object: Any = {"type": "json_object"}
+    answer = client.chat.completions.create(**chat, response_format=any_object, max_tokens=5)
+    assert (answer.choices[0].message.content or "").startswith("{")
+    digits = client.completions.create(
+        model=MODEL, prompt="One", seed=3, extra_body={"regex": r"\d{1,3}"}
+    )
+    assert re.fullmatch(r"\d{1,3}", digits.choices[0].text)
+    with pytest.raises(openai.BadRequestError, match="unclosed group") as refused:
+        client.completions.create(model=MODEL, prompt="One", extra_body={"regex": "a("})
+    assert refused.value.param == "regex"
