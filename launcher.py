@@ -138,7 +138,10 @@ class Launcher:
         for child in self._children.values():
             if child.phases:
                 say(f"  {child.name}: {', '.join(child.phases)}")
-        say(f"  KV pool {facts.get('tokens')} tokens · {facts.get('threads')} worker threads")
+        say(
+            f"  KV pool {facts.get('tokens')} tokens · {facts.get('backend')} backend ·"
+            f" {facts.get('threads')} worker threads"
+        )
         say(
             f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._config.model.shown_name}"
             f" {facts.get('dtype')} {facts.get('device')} · zmq {endpoint}"

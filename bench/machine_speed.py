@@ -42,7 +42,7 @@ class ProductSpeed:
     """Rates of a model's products, by plain torch around oneDNN and by the worker's own kernels."""
 
     def __init__(self, products: Iterable[Product], args: WorkerArgs, dtype: torch.dtype) -> None:
-        kinds = dict.fromkeys(("torch", args.cpu_kernels))
+        kinds = dict.fromkeys(("torch", args.attention_backend))
         self._ways = {
             product: {kernels: _Way(product, args, kernels, dtype) for kernels in kinds}
             for product in dict.fromkeys(products)
@@ -57,7 +57,7 @@ class ProductSpeed:
         }
 
     def medians(self) -> dict[Product, dict[str, float]]:
-        """Of all measurements, by the value of --cpu-kernels."""
+        """Of all measurements, by the value of --attention-backend."""
         return {
             product: {kernels: statistics.median(way.rates) for kernels, way in ways.items()}
             for product, ways in self._ways.items()
@@ -70,7 +70,7 @@ class _Way:
     def __init__(
         self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype
     ) -> None:
-        own = dataclasses.replace(args, cpu_kernels=kernels)
+        own = dataclasses.replace(args, attention_backend=kernels)
         model = _OneProduct(product).to(dtype)
         for weight in model.parameters():
             weight.normal_()

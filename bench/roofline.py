@@ -128,7 +128,7 @@ def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
         (f"{p.inputs} x {p.outputs}", *(f"{by_way[way] / 1e9:.0f}" for way in ways))
         for p, by_way in rates.items()
     ]
-    return _table(("GFLOP/s, --cpu-kernels", *ways), rows)
+    return _table(("GFLOP/s, --attention-backend", *ways), rows)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -90,11 +90,10 @@ class WorkerArgs:
     mem_fraction_static: float | None = flag(
         None, "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on cuda, 0.2 else)"
     )
-    attention_backend: str = flag("torch", "attention over pages", ("torch",))
-    cpu_kernels: str = flag(
+    attention_backend: str = flag(
         "auto",
-        "on a CPU: native ones, compiled at first use, or plain torch (auto: native where a C++"
-        " compiler is found)",
+        "native: kernels for a CPU, compiled at first use; torch: plain torch, anywhere (auto:"
+        " native on a CPU where a C++ compiler is found)",
         ("auto", "native", "torch"),
     )
     quantization: str = flag(

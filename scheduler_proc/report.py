@@ -56,6 +56,7 @@ def _worker_info(ready: WorkerReady | None) -> InfoValues:
         "ready": ready is not None,
         "dtype": ready.dtype if ready else None,
         "device": ready.device if ready else None,
+        "attention_backend": ready.backend if ready else None,
     }
 
 

@@ -359,6 +359,5 @@ def facts_of(
         "tool_format": chat.tool_format,
         "tokenize_workers": config.front_door.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
-        "attention_backend": config.worker.attention_backend,
         "pids": dict(pids),
     }

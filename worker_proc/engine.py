@@ -9,7 +9,12 @@ from worker_proc.sampler import SamplingRows, sample
 
 
 class Engine(ABC):
-    """Computes steps, one at a time. Owns the weights and the KV pages."""
+    """Computes steps, one at a time. Owns the weights and the KV pages.
+
+    name: the value of --attention-backend that asks for it.
+    """
+
+    name: str
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:

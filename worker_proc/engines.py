@@ -6,7 +6,7 @@ import torch
 
 from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
-from worker_proc.attention.registry import make_attention
+from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.engine import Engine
 from worker_proc.kernels.build import NoCompiler
 from worker_proc.models.base import Model
@@ -21,22 +21,20 @@ def make_engine(
 ) -> Engine:
     """The native kernels on a CPU, else plain torch. Raises NoCompiler where kernels are asked for
     that cannot be compiled, ConfigError where the device has none."""
-    if device.type == "cpu" and args.cpu_kernels != "torch":
+    if device.type == "cpu" and args.attention_backend != "torch":
         try:
             return _native(args, model, num_pages, dtype)
         except NoCompiler as error:
-            if args.cpu_kernels == "native" or needs_kernels(args):
+            if args.attention_backend == "native" or needs_kernels(args):
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
     if flags := needs_kernels(args):
         raise ConfigError(
             f"{flags} needs the native kernels of a CPU: leave it out, or start with --device cpu"
-            " and without --cpu-kernels torch"
+            " and without --attention-backend torch"
         )
-    attention = make_attention(
-        args.attention_backend, model.attention_shape, num_pages, args.page_size, dtype, device
-    )
-    return TorchEngine(model, attention)
+    shape = model.attention_shape
+    return TorchEngine(model, TorchAttention(shape, num_pages, args.page_size, dtype, device))
 
 
 def needs_kernels(args: WorkerArgs) -> str:

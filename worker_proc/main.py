@@ -69,12 +69,13 @@ def start(child: Child, results: Outbox) -> "Runner":
     clock.end_of("warm up")
     table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")
     device = str(table.device)
+    backend = runner.engine.name
     ready: ResultMessage = WorkerReady(
-        table.num_pages, table.page_size, table.num_slots, dtype, device, os.getpid()
+        table.num_pages, table.page_size, table.num_slots, dtype, device, os.getpid(), backend
     )
     results.send(ready)
     tokens = table.num_pages * table.page_size
-    child.ready(dtype=dtype, device=device, tokens=tokens, threads=threads)
+    child.ready(dtype=dtype, device=device, tokens=tokens, threads=threads, backend=backend)
     return runner
 
 

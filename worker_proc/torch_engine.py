@@ -22,6 +22,8 @@ class TorchEngine(Engine):
     """On a CPU that multiplies bfloat16, weights are laid out as oneDNN wants them, which is nearly
     twice as fast at few rows."""
 
+    name = "torch"
+
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self.model = model
         self._attention = attention

@@ -101,7 +101,7 @@ WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | StopWorker
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The KV pool as it came out. Pages are numbered 0 to num_pages - 1."""
+    """The KV pool as it came out, and what computes. Pages are numbered 0 to num_pages - 1."""
 
     num_pages: int
     page_size: int
@@ -109,6 +109,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     dtype: str
     device: str
     pid: int = 0
+    backend: str = ""
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

@@ -129,13 +129,14 @@ def test_a_model_of_a_short_context_has_its_longest_decodes_near_its_end() -> No
     assert {kind.tokens for kind in kinds if not kind.decodes} == {128, 512}
 
 
-@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+@pytest.mark.parametrize("attention_backend", ["auto", "torch"])
 def test_steps_of_a_real_worker_are_timed_part_by_part(
-    tmp_path: Path, cpu_kernels: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, attention_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_steps, "LAST_ID", VOCAB_SIZE)
-    bench = Bench(runner_of(tiny_llama(tmp_path), dtype="bfloat16", cpu_kernels=cpu_kernels))
-    args = WorkerArgs(cpu_kernels=cpu_kernels)
+    flags = {"dtype": "bfloat16", "attention_backend": attention_backend}
+    bench = Bench(runner_of(tiny_llama(tmp_path), **flags))
+    args = WorkerArgs(attention_backend=attention_backend)
     products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]
     found = measure(bench, kinds, ReadSpeed(size=2**16), products)

@@ -137,7 +137,7 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     build: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     files = gguf_of(build(tmp_path), mixed)
-    args = WorkerArgs(quantization="gguf", cpu_kernels="native", page_size=PAGE_SIZE)
+    args = WorkerArgs(quantization="gguf", attention_backend="native", page_size=PAGE_SIZE)
     ours = make_engine(args, load(files, True, dtype), PAGES, dtype, CPU)
     model = load(files, packed=False)
     attention = TorchAttention(model.attention_shape, PAGES, PAGE_SIZE, torch.float32, CPU)

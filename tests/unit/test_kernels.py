@@ -38,6 +38,7 @@ class Compared(Engine):
     """Computes everything twice, and fails where the two differ."""
 
     def __init__(self, native: Engine, reference: Engine, within: float) -> None:
+        self.name = "compared"
         self.native, self.reference, self.within = native, reference, within
 
     def forward(self, inputs: StepInputs) -> Tensor:

@@ -67,11 +67,11 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
     assert isinstance(engine, TorchEngine)
     assert "no C++ compiler is here" in caplog.text
     with pytest.raises(NoCompiler):
-        make_engine(WorkerArgs(cpu_kernels="native"), model, 64, torch.float32, CPU)
+        make_engine(WorkerArgs(attention_backend="native"), model, 64, torch.float32, CPU)
 
 
 def test_quantised_weights_need_the_kernels(tmp_path: Path) -> None:
     model = load(tiny_llama(tmp_path), torch.float32)
-    args = WorkerArgs(cpu_kernels="torch", quantization="int8")
+    args = WorkerArgs(attention_backend="torch", quantization="int8")
     with pytest.raises(ConfigError, match="quantization int8 needs the native kernels"):
         make_engine(args, model, 64, torch.float32, CPU)

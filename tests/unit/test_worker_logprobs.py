@@ -17,7 +17,7 @@ NO_IDS = pack_ids([])
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_a_chunked_prompt_is_told_beside_plain_rows(kernels: str, llama_dir: Path) -> None:
-    runner = runner_of(llama_dir, cpu_kernels=kernels)
+    runner = runner_of(llama_dir, attention_backend=kernels)
     told, plain = prompts_of([11, 3])
     rules = SlotRules(num_prompt=len(told), prompt_logprobs=2)
     new = [

@@ -41,6 +41,8 @@ class NativeEngine(Engine):
     are first written to. The model gives its weights away and is of no use afterwards.
     """
 
+    name = "native"
+
     def __init__(
         self,
         model: Model,
