@@ -67,15 +67,14 @@ def bar_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
     """Set to -inf what their grammars do not allow in these rows of scores [rows, vocab_size]."""
     if not rows:
         return
-    vocab_size, device = scores.shape[1], scores.device
+    vocab_size = scores.shape[1]
     masks = np.empty((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
     for mask, one in zip(masks, rows, strict=True):
         one.grammar.fill(mask)
-    places = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = (torch.from_numpy(masks).to(device).unsqueeze(-1) >> places) & 1
-    barred = bits.flatten(1)[:, :vocab_size] == 0
-    index = torch.tensor([one.row for one in rows], device=device)
-    scores[index] = scores[index].masked_fill_(barred, BARRED)
+    bits = np.unpackbits(~masks, axis=1, count=vocab_size, bitorder="little")
+    barred = torch.from_numpy(bits.view(np.bool_)).to(scores.device)
+    for place, one in enumerate(rows):
+        scores[one.row].masked_fill_(barred[place], BARRED)
 
 
 def advance(rows: Sequence[Constrained], token_ids: Ints, plan_rows: Ints) -> list[FailedRow]:
