@@ -22,6 +22,7 @@ class RawClient:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, os.urandom(16))
         self.socket.rcvhwm = receive_queue
+        self.socket.rcvbuf = 65536  # else megabytes of unread messages fit into the connection
         self.socket.sndhwm = 0
         self.socket.linger = 0
         self.socket.connect(endpoint)
