@@ -11,6 +11,8 @@ MIN_RATIO = 0.14
 """Of INIT_RATIO."""
 DECAY_STEPS = 600
 RETRACT_DECODE_STEPS = 20
+RETRY_AFTER = 1.0
+"""Seconds, for whoever came to a queue that the front door did not know to be full."""
 MOST_EXPECTED_TOKENS = 4096
 """Nobody is expected to generate more than so many further tokens, whatever was asked for."""
 
@@ -129,5 +131,6 @@ def check_queue(waiting: WaitingQueue, limit: int, count: int = 1) -> None:
     if len(waiting) + count > limit:
         raise QueueFull(
             f"{len(waiting)} requests are waiting and --max-queued-requests is {limit};"
-            " try again later"
+            f" try again in {RETRY_AFTER:g} s",
+            RETRY_AFTER,
         )

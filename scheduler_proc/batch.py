@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from quadriga.messages import worker
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.worker import NewSlot, StepPlan
 from quadriga.sampling import NEUTRAL, given
 from scheduler_proc.request import Request
@@ -54,12 +54,14 @@ class ScheduleBatch:
         return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
 
     def add_decode(self, request: Request) -> None:
-        """The next token of a request that has room for it in its pages."""
-        request.computed += 1
-        request.known += 1
+        """The next token of a request that has room for it in its pages; after a jump, as many
+        as there is room for."""
+        count = min(request.to_compute, request.capacity - request.computed)
+        request.computed += count
+        request.known += request.computed == request.known
         request.in_flight += 1
         self.requests.append(request)
-        self.num_tokens.append(1)
+        self.num_tokens.append(count)
         self.num_decodes += 1
 
     def add_prefill(self, request: Request, count: int) -> bool:
@@ -73,7 +75,7 @@ class ScheduleBatch:
         self.num_tokens.append(count)
         return samples
 
-    def to_plan(self, released: list[int]) -> StepPlan:
+    def to_plan(self, released: list[int], session: int) -> StepPlan:
         """The message for the worker."""
         return StepPlan(
             step=self.step,
@@ -83,6 +85,7 @@ class ScheduleBatch:
             new=self.new,
             released=pack_ids(released),
             grown=pack_ids(self.grown),
+            session=session,
         )
 
 

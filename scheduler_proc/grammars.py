@@ -27,6 +27,12 @@ class Grammars:
         """Requests that are held back."""
         return sum(map(len, self._waiting.values())) if self._waiting else 0
 
+    def forget_all(self) -> None:
+        """Another worker has none of them."""
+        self._users.clear()
+        self._waiting.clear()
+        self._unused.clear()
+
     def arrived(self, request: Request) -> None:
         """A request that has a grammar: the worker compiles it, if it does not have it."""
         grammar = request.grammar
@@ -45,7 +51,10 @@ class Grammars:
         return grammar is not None and request.seq in self._waiting.get(grammar.key, ())
 
     def answered(self, ready: GrammarReady) -> list[Request]:
-        """Those who have waited for it."""
+        """Those who have waited for it. Nobody has where a worker was asked that died, and then
+        the next one once more."""
+        if ready.key not in self._waiting:
+            return []
         requests = list(self._waiting.pop(ready.key).values())
         if ready.error:
             del self._users[ready.key]

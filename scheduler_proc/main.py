@@ -1,14 +1,19 @@
 """The process around the scheduler: sockets in, sockets out, one poller."""
 
 import gc
+import itertools
 import time
 
+from quadriga.faults import faulty_inbox
 from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage, Submit
 from quadriga.messages.worker import ResultMessage
 from quadriga.model_source import resolve_model
 from quadriga.process import ABORT, Child, run_child
 from quadriga.sockets import Inbox, Outbox, Poller
+from scheduler_proc.journal import open_journal
 from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.status_line import status_line
+from scheduler_proc.step_deadline import StepDeadline
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
@@ -16,37 +21,58 @@ QUIETS_GATHERED = 5
 
 
 def main() -> None:
-    run_child("scheduler_proc", serve, niceness=10)
+    run_child("scheduler_proc", serve, gives_way=True)
 
 
 def serve(child: Child) -> None:
     inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
-    results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
+    inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
+    journal, found = open_journal(child.config.scheduler, child.endpoints.run_dir)
     scheduler = Scheduler(
         args=child.config.scheduler,
         eos_ids=resolve_model(child.config.model).eos_token_ids,
         worker=Outbox(child.endpoints.worker),
         detok=Outbox(child.endpoints.detok),
         clock=time.time,
+        journal=journal,
     )
+    strikes = itertools.count()
+    results = faulty_inbox(
+        inner,
+        "scheduler",
+        child.config.launch.fault,
+        retract=lambda: scheduler.retract_one(next(strikes)),
+    )
+    scheduler.take_up(found)
+    if child.again:
+        scheduler.greet()
     child.ready()
+    child.lifeline.attend()
     # What the scheduler makes has no reference cycles (a test holds that), so reference counting
     # frees all of it; looking for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
     poller = Poller(inbox, results, child.lifeline)
+    status = status_line(not child.config.launch.no_status_line, scheduler.info)
+    launch = child.config.launch
+    deadline = StepDeadline(launch.watchdog_timeout, scheduler.pipeline, child.lifeline)
     while not scheduler.stopped:
-        poller.wait(_until(scheduler.wake_at))
+        poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
         for order, reason in child.lifeline.take_orders():
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
         messages = list(inbox.drain(MESSAGES_A_ROUND))
-        if scheduler.idle and any(isinstance(message, Submit) for message in messages):
-            messages += _gather(inbox, scheduler.patience)
+        if scheduler.pipeline.idle and any(isinstance(message, Submit) for message in messages):
+            messages += _gather(inbox, scheduler.pipeline.patience)
         scheduler.iterate(messages, results.drain())
+        status.update(time.time())
+        deadline.check(time.time())
+    status.close()
 
 
-def _until(moment: float | None) -> float | None:
-    return None if moment is None else max(0.0, moment - time.time())
+def _until(*moments: float | None) -> float | None:
+    """Seconds until the first of them; None where there is none."""
+    now = time.time()
+    return min((max(0.0, m - now) for m in moments if m is not None), default=None)
 
 
 def _gather(inbox: "Inbox[SchedulerMessage]", quiet: float) -> list[SchedulerMessage]:

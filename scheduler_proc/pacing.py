@@ -25,13 +25,16 @@ Kind = tuple[int, int]
 
 
 class Pace:
-    """Predicts when the running step will end, from the recent ones of its kind."""
+    """Predicts when the running step will end, from the recent ones of its kind.
+
+    last_ended: when the last step did; 0.0: there was none.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[Kind, deque[float]] = {}
         self._shortest: dict[Kind, float] = {}
         self._last: dict[Kind, float] = {}
-        self._last_ended = 0.0
+        self.last_ended = 0.0
 
     def learn(self, batch: ScheduleBatch, result: StepResult) -> None:
         """A step has ended."""
@@ -41,7 +44,7 @@ class Pace:
         recent.append(seconds / tokens)
         self._shortest[kind] = min(recent)
         self._last[kind] = seconds
-        self._last_ended = result.ended
+        self.last_ended = result.ended
 
     def predict(self, batch: ScheduleBatch) -> float:
         """Seconds that a step takes, rather too few; 0.0 for a kind that was never seen. Within
@@ -52,7 +55,7 @@ class Pace:
     def due(self, running: ScheduleBatch) -> float:
         """When the step after the running one must be planned."""
         seconds = self.predict(running)
-        began = max(running.planned_at, self._last_ended)
+        began = max(running.planned_at, self.last_ended)
         return began + seconds - LEAD_SECONDS - LEAD_SHARE * seconds
 
     @property

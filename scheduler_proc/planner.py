@@ -1,6 +1,5 @@
 """What the next step runs: which requests decode, whose prompts are computed, who must give way."""
 
-import random
 from collections.abc import Callable
 
 from quadriga.errors import QuadrigaError
@@ -11,6 +10,7 @@ from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.padding import Padding
 from scheduler_proc.policy import WaitingQueue
 from scheduler_proc.request import Request, Status, progress, worth
+from scheduler_proc.suspects import Trial, is_suspect
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
@@ -30,7 +30,7 @@ class Planner:
     def __init__(
         self,
         args: SchedulerArgs,
-        device: str,
+        prefill_tokens: int,
         admission: Admission,
         waiting: WaitingQueue,
         deadlines: Deadlines,
@@ -38,8 +38,9 @@ class Planner:
     ) -> None:
         self._args = args
         self._mode = args.mode
-        self._budget = args.prefill_budget(device)
-        self._cuts = args.chunk_size(device) is not None
+        self._budget = args.prefill_budget(prefill_tokens)
+        self._slack = args.prefill_slack(prefill_tokens)
+        self._cuts = args.chunk_size(prefill_tokens) is not None
         self._width = args.max_batch_size
         self._static = args.batching == "static"
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
@@ -52,13 +53,13 @@ class Planner:
         self._running = RunningBatch()
         self._deadlines = deadlines
         self._fail = fail
-        self._random = random.Random(0)
         self._chunked: Request | None = None
         self._gave_way = False
         self._prefilled_last = False
         self._in_flight = False
         self._filling = True
         self._padding = Padding(admission)
+        self.trial = Trial()
         self.retractions = 0
 
     # --- composing --------------------------------------------------------------------------------
@@ -80,8 +81,9 @@ class Planner:
         self._gave_way = False
         if not self._running and self._chunked is None:
             self._padding.end()
-        if self._args.debug_retract_probability:
-            self._retract_at_random()
+        suspect = self.trial.current
+        if suspect is not None:
+            return self._compose_trial(suspect, now)
         batch = ScheduleBatch()
         if self._mode == "mixed":
             self._add_decodes(batch)
@@ -96,10 +98,29 @@ class Planner:
                 self._add_decodes(batch)
         return batch
 
+    def _compose_trial(self, suspect: Request, now: float) -> ScheduleBatch:
+        """A step of one request and nobody else, so that it is known whose step ends the worker."""
+        batch = ScheduleBatch()
+        if suspect.slot >= 0:
+            if self._chunked is suspect:
+                self._add_prefill(batch, suspect, self._budget)
+            else:
+                self._add_decodes(batch)
+            return batch
+        self._padding.end()
+        for other in [*self._running, *filter(None, [self._chunked])]:
+            self._retract(other)
+        if not self._in_flight and self.admission.fits(suspect, 0):
+            self._deadlines.admitted(suspect)
+            self.admission.seat(suspect, now)
+            batch.new.append(new_slot(suspect))
+            self._add_prefill(batch, suspect, self._budget)
+        return batch
+
     @property
     def has_work(self) -> bool:
         """Somebody could use a step."""
-        somebody = len(self._running) or len(self.waiting) or len(self._padding)
+        somebody = len(self._running) + len(self.waiting) + len(self._padding) + len(self.trial)
         return somebody > 0 or self._chunked is not None
 
     def _decode_has_the_turn(self) -> bool:
@@ -120,6 +141,12 @@ class Planner:
         if not batch.is_empty:
             self._padding.add_rows(batch, padding)
 
+    def jump(self, request: Request, count: int) -> None:
+        """So many tokens follow the one that was sampled, and need no step each."""
+        request.jump(count)
+        if request.still_to_sample <= 0 and request in self._running:
+            self._stop_decoding(request)
+
     def _stop_decoding(self, request: Request) -> None:
         self._running.remove(request)
         if self._static:
@@ -130,9 +157,14 @@ class Planner:
         if self._chunked is not None and self._preempts:
             self._preempt_chunked(self._chunked)
         if self._chunked is not None:
-            budget -= self._add_prefill(batch, self._chunked, budget)
+            wanted = self._chunked.to_compute
+            budget -= self._add_prefill(batch, self._chunked, self._stretched(budget, wanted))
         if budget > 0 and len(self.waiting) and not self._gave_way:
             self._admit(batch, budget, now)
+
+    def _stretched(self, budget: int, wanted: int) -> int:
+        """Enough for all that is wanted, where that is little more than the budget."""
+        return wanted if budget < wanted <= budget + self._slack else budget
 
     def _add_prefill(self, batch: ScheduleBatch, request: Request, budget: int) -> int:
         """The next tokens of a prompt, at most `budget`; how many."""
@@ -159,7 +191,10 @@ class Planner:
             return
         expected = self.admission.expected_tokens()
         lookahead = self.waiting.lookahead
-        for request in self.waiting.first(places + lookahead, budget):
+        candidates = self.waiting.first(places + lookahead, budget)
+        if len(candidates) == len(self.waiting):
+            budget = self._stretched(budget, sum(request.to_compute for request in candidates))
+        for request in candidates:
             count = self._tokens_for(request, batch, budget)
             if count == 0 or not self._fits(request, expected):
                 lookahead -= 1
@@ -279,12 +314,20 @@ class Planner:
             return
         request.status = Status.WAITING
         request.computed = 0
-        request.prompt_logprobs.clear()
-        self.waiting.push(request)
+        request.forget_prompt()
+        self.push(request)
+
+    def push(self, request: Request) -> None:
+        """A request that arrived, or has to wait again."""
+        if is_suspect(request):
+            self.trial.push(request)
+        else:
+            self.waiting.push(request)
 
     def forget(self, request: Request) -> None:
         """It has ended, wherever it stood."""
         self.waiting.remove(request)
+        self.trial.remove(request)
         if request in self._running:
             self._stop_decoding(request)
         if self._chunked is request:
@@ -295,6 +338,8 @@ class Planner:
         if request not in self._padding:
             self.admission.release(request)
 
-    def _retract_at_random(self) -> None:
-        if self._random.random() < self._args.debug_retract_probability and len(self._running):
-            self._retract(self._random.choice(list(self._running)))
+    def retract_one(self, number: int) -> None:
+        """See Scheduler.retract_one. Who is tried alone stays alone."""
+        running = list(self._running)
+        if running and self.trial.current is None:
+            self._retract(running[number % len(running)])

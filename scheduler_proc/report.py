@@ -7,6 +7,7 @@ from quadriga.messages.to_detok import InfoReply
 from quadriga.messages.to_scheduler import Inspect
 from quadriga.messages.worker import WorkerReady
 from quadriga.scheduler_args import SchedulerArgs
+from scheduler_proc.grammars import Grammars
 from scheduler_proc.planner import Planner
 from scheduler_proc.requests import LiveRequests
 from scheduler_proc.statistics import Statistics
@@ -15,9 +16,16 @@ from scheduler_proc.statistics import Statistics
 class Report:
     """Asks everybody who knows something. worker, planner: None until the worker is there."""
 
-    def __init__(self, args: SchedulerArgs, requests: LiveRequests, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        requests: LiveRequests,
+        grammars: Grammars,
+        statistics: Statistics,
+    ) -> None:
         self._args = args
         self._requests = requests
+        self._grammars = grammars
         self._statistics = statistics
         self.worker: WorkerReady | None = None
         self.planner: Planner | None = None
@@ -39,15 +47,23 @@ class Report:
 
     def info(self) -> InfoValues:
         """The scheduler's own part of an Info."""
-        waiting = len(self._requests) if self.planner is None else len(self.planner.waiting)
+        waiting = self._waiting()
         return {
             "running": len(self._requests) - waiting,
             "waiting": waiting,
+            "waiting_for_grammar": self._grammars.num_waiting,
             **_worker_info(self.worker),
-            **_policy_info(self._args, self.worker.device if self.worker else ""),
+            **_policy_info(self._args, self.worker),
             **_pool_info(self.planner),
             **self._statistics.info(),
         }
+
+    def _waiting(self) -> int:
+        """All who have no slot: also those whose grammar is being compiled."""
+        if self.planner is None:
+            return len(self._requests)
+        queued = len(self.planner.waiting) + len(self.planner.trial)
+        return queued + self._grammars.num_waiting
 
 
 def _worker_info(ready: WorkerReady | None) -> InfoValues:
@@ -60,7 +76,7 @@ def _worker_info(ready: WorkerReady | None) -> InfoValues:
     }
 
 
-def _policy_info(args: SchedulerArgs, device: str) -> InfoValues:
+def _policy_info(args: SchedulerArgs, ready: WorkerReady | None) -> InfoValues:
     """How steps are composed."""
     return {
         "batch_mode": args.mode,
@@ -68,7 +84,7 @@ def _policy_info(args: SchedulerArgs, device: str) -> InfoValues:
         "schedule_policy": args.schedule_policy,
         "fair_clients": args.fair_clients,
         "prefix_cache": args.prefix_cache,
-        "chunked_prefill_size": args.chunk_size(device),
+        "chunked_prefill_size": args.chunk_size(ready.prefill_tokens) if ready else None,
     }
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.grammar import GrammarForm
-from quadriga.messages.ids import unpack_ids
 from quadriga.messages.logprobs import LogprobBlock
 from quadriga.messages.public import ErrorInfo
 from quadriga.messages.to_scheduler import Submit
@@ -15,6 +15,9 @@ from quadriga.messages.worker import SlotRules
 from quadriga.sampling import SamplingParams
 from scheduler_proc.prefix_tree import Node
 from scheduler_proc.rules import choice_params, slot_rules
+
+TOKENS_OF_A_BLOCK = 64
+"""Tokens that take as much memory as a block of log-probabilities without its numbers."""
 
 
 class Status(enum.IntEnum):
@@ -48,6 +51,8 @@ class Request:
     rules: what the worker must know beside temperature, top_k, top_p and seed.
     grammar: what its text must obey.
     prompt_logprobs: those of the prompt that are known so far.
+    told: the log-probabilities of its tokens, one block each, where its client wants them.
+    deaths: of the worker, in a row, while it computed this; safe_at: see suspects.py.
     """
 
     seq: int
@@ -85,6 +90,9 @@ class Request:
     matched_stop: int | None = None
     error: ErrorInfo | None = None
     prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
+    told: list[LogprobBlock] = field(default_factory=list)
+    deaths: int = 0
+    safe_at: int = 0
 
     @classmethod
     def from_submit(
@@ -122,6 +130,30 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
+    def lose_worker(self) -> None:
+        """The worker died, and with it what was computed and what was in flight."""
+        self.status = Status.WAITING
+        self.known = len(self.tokens)
+        self.computed = self.in_flight = self.capacity = 0
+        self.slot = -1
+        self.pages, self.path, self.node = [], [], None
+        self.forget_prompt()
+
+    def forget_prompt(self) -> None:
+        """It is computed again, and told then if it was not yet."""
+        if not self.first_token:
+            self.prompt_logprobs.clear()
+
+    def jump(self, count: int) -> None:
+        """So many tokens are known beyond the one that was sampled last. A step in flight computes
+        them, too, as far as its pages reach, and samples only where it reaches the last of them."""
+        if self.in_flight == 0:
+            self.known += count
+            return
+        known = self.known - 1 + count
+        self.computed = min(known, self.capacity)
+        self.known = known + (self.computed == known)
+
     @property
     def tells_prompt(self) -> bool:
         """Its client still waits for the log-probabilities of the prompt: all of it is computed."""
@@ -133,6 +165,14 @@ class Request:
         if self.rules is None or self.tells_prompt:
             return self.rules
         return msgspec.structs.replace(self.rules, prompt_logprobs=None)
+
+    @property
+    def size(self) -> int:
+        """Of what is remembered once it has ended, in tokens: log-probabilities take the place of
+        many."""
+        blocks = [*self.told, *self.prompt_logprobs]
+        numbers = sum(len(block.values) + 2 * len(block.top_ids) for block in blocks) // 4
+        return len(self.tokens) + numbers + TOKENS_OF_A_BLOCK * len(blocks)
 
     @property
     def to_compute(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from quadriga.messages.to_scheduler import Submit
+from scheduler_proc.journal_frames import Found, restored
 from scheduler_proc.request import Request
 
 
@@ -29,6 +30,16 @@ class LiveRequests:
             self._by_seq[request.seq] = request
             choices.append(request)
         return list(choices)
+
+    def restore(self, found: Found) -> Request:
+        """A request of another scheduler, under its number; it is live unless it has ended."""
+        request = restored(found, self._eos_ids)
+        self._next_seq = max(self._next_seq, request.seq + 1)
+        if not request.finished:
+            self._by_seq[request.seq] = request
+            mine = self._by_client.setdefault(request.client, {})
+            mine.setdefault(request.request_id, []).append(request)
+        return request
 
     def numbered(self, seqs: list[int]) -> list[Request]:
         """Those of these numbers that have not ended."""

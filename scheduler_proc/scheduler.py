@@ -5,21 +5,28 @@ process_batch_result. It knows no socket and no clock of its own: both are passe
 same code runs under test and in the simulator, with a simulated worker and simulated time.
 """
 
-from collections import deque
+import math
+from array import array
 from collections.abc import Callable, Iterable
 
 from quadriga.errors import QuadrigaError, RequestFailed
-from quadriga.messages.ids import unpack_ids
+from quadriga.messages import to_detok
+from quadriga.messages import worker as to_worker
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.public import ErrorInfo, InfoValues
-from quadriga.messages.to_detok import StopDetok
+from quadriga.messages.to_detok import AllTold, StopDetok
 from quadriga.messages.to_scheduler import (
+    SERVER_STOPPING,
     AbortAll,
     AbortRequest,
+    DetokReady,
     Drain,
     Inspect,
+    Leave,
     SchedulerMessage,
     StopFound,
     Submit,
+    TextsEnded,
 )
 from quadriga.messages.worker import (
     GrammarReady,
@@ -33,9 +40,11 @@ from scheduler_proc.admission import Admission, check_queue
 from scheduler_proc.batch import ScheduleBatch
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.grammars import Grammars
+from scheduler_proc.journal import NO_JOURNAL, Journal, NoJournal
+from scheduler_proc.journal_frames import Found
 from scheduler_proc.kv_cache import KVCache
-from scheduler_proc.output import Link, RoundOutput, close_text, open_text
-from scheduler_proc.pacing import Pace
+from scheduler_proc.output import Link, open_text
+from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
@@ -43,14 +52,15 @@ from scheduler_proc.report import Report
 from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
 from scheduler_proc.statistics import Statistics
-
-MAX_PLANS_OUTSTANDING = 2
+from scheduler_proc.suspects import blame, worker_died
+from scheduler_proc.texts import Texts, replay_text
 
 
 class Scheduler:
     """Owns the waiting queue, the running batch and the KV pages.
 
     wake_at: the clock's time at which `iterate` wants to be called even if no message comes.
+    pipeline: the steps under way.
     """
 
     def __init__(
@@ -60,9 +70,12 @@ class Scheduler:
         worker: Link,
         detok: Link,
         clock: Callable[[], float],
+        journal: Journal | NoJournal = NO_JOURNAL,
     ) -> None:
         self._args = args
+        self._journal = journal
         self._worker = worker
+        self.texts = Texts(detok, clock)
         self._detok = detok
         self._clock = clock
         self._requests = LiveRequests(eos_ids)
@@ -70,15 +83,31 @@ class Scheduler:
         self.waiting: WaitingQueue = FirstComeFirstServed()
         self._deadlines = Deadlines()
         self._grammars = Grammars(worker)
-        self._pace = Pace()
-        self._next_step = 0
-        self._outstanding: deque[ScheduleBatch] = deque()
-        self._output = RoundOutput()
+        self.pipeline = Pipeline(worker, args.plan_at_once)
         self._draining = False
+        self._said_all_told = False
         self.stopped = False
         self.wake_at: float | None = None
         self.statistics = Statistics()
-        self._report = Report(args, self._requests, self.statistics)
+        self._report = Report(args, self._requests, self._grammars, self.statistics)
+
+    def greet(self) -> None:
+        """Another scheduler was here before: worker and detokenizer have to forget what it said."""
+        self._worker.send(to_worker.NewScheduler())
+        self._detok.send(to_detok.NewScheduler())
+
+    def take_up(self, found: Iterable[Found]) -> None:
+        """Go on with what another scheduler has left in the journal."""
+        for one in found:
+            request = self._requests.restore(one)
+            self._journal.keep(one.message, [request])
+            if not request.finished:
+                self._deadlines.watch(request)
+                continue
+            self.texts.recall(request, one.settled)
+            if one.settled:
+                self._journal.settled([request.seq])
+        self._journal.compact()
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -100,79 +129,84 @@ class Scheduler:
                 break
             self._run_batch(batch, now)
         self._flush_output()
-        if self._draining and not self._requests and not self._outstanding:
-            self._stop()
+        self._journal.commit()
+        if self._draining and not self._said_all_told and self._is_empty:
+            self._said_all_told = True
+            self._detok.send(AllTold())
 
     def _may_plan(self, now: float) -> bool:
-        """Whether now is the time for another plan; if it is later, `wake_at` says when.
-
-        At most two are outstanding: the step that runs, and one that the worker begins without
-        waiting for anybody. The second is planned as late as the running step's end allows.
-        """
+        """Whether now is the time for another plan; if it is later, `wake_at` says when."""
         if self._planner is None or not self._planner.has_work:
             return False
-        if not self._outstanding:
-            return True
-        if len(self._outstanding) >= MAX_PLANS_OUTSTANDING:
-            return False
-        if self._args.plan_at_once:
-            return True
-        due = self._pace.due(self._outstanding[0])
+        due = self.pipeline.due
         if now >= due:
             return True
-        self.wake_at = due if self.wake_at is None else min(due, self.wake_at)
+        if due < math.inf:
+            self.wake_at = due if self.wake_at is None else min(due, self.wake_at)
         return False
 
     def _get_next_batch_to_run(self, now: float) -> ScheduleBatch:
         assert self._planner is not None
-        return self._planner.next_batch(now, in_flight=bool(self._outstanding))
+        return self._planner.next_batch(now, in_flight=not self.pipeline.idle)
 
     def _run_batch(self, batch: ScheduleBatch, now: float) -> None:
         assert self._planner is not None
-        batch.step, self._next_step = self._next_step, self._next_step + 1
-        batch.planned_at = now
-        self._worker.send(batch.to_plan(self._planner.admission.take_released()))
-        self._outstanding.append(batch)
+        self.pipeline.run(batch, self._planner.admission.take_released(), now)
 
     # --- what the worker gave ---------------------------------------------------------------------
 
     def _process_result(self, result: ResultMessage) -> None:
-        match result:
-            case StepResult():
-                self._process_batch_result(result)
-            case GrammarReady():
-                self._take_grammar(result)
-            case WorkerReady():
-                self._take_worker(result)
+        if isinstance(result, WorkerReady):
+            self._take_worker(result)
+        elif self.pipeline.is_of_the_dead(result):
+            return
+        elif isinstance(result, StepResult):
+            self._process_batch_result(result)
+        else:
+            self._take_grammar(result)
 
     def _process_batch_result(self, result: StepResult) -> None:
-        batch = self._outstanding.popleft()
-        assert batch.step == result.step, f"step {result.step} came, {batch.step} was next"
+        batch = self.pipeline.answered(result)
         self.statistics.count_step(batch, result)
-        self._pace.learn(batch, result)
-        self._output.time = result.ended
+        self.texts.output.time = result.ended
         for piece in result.prompt_logprobs:
             batch.requests[piece.row].prompt_logprobs.append(piece.block)
         for failed in result.failed:
             self._fail(batch.requests[failed.row], RequestFailed(failed.error))
-        for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
+        forced = {one.row: unpack_ids(one.token_ids) for one in result.forced}
+        sampled = unpack_ids(result.token_ids)
+        for row, (request, token) in enumerate(zip(batch.requests, sampled, strict=True)):
             request.in_flight -= 1
-            if token >= 0 and request.status is not Status.FINISHED:
+            if token >= 0:
                 self._take_token(request, token, result.ended)
+            if row in forced:
+                self._take_forced(request, forced[row], result.ended)
             if request.in_flight == 0 and request.status >= Status.RETRACTED:
                 self._steps_are_over(request)
         if result.logprobs is not None:
-            self._output.take_logprobs(result.logprobs, batch.requests)
+            for told in self.texts.output.take_logprobs(result.logprobs, batch.requests):
+                self._journal.told(told.seq, told.told[-1])
+        output = self.texts.output
+        self._journal.produced(output.seqs, output.tokens, result.ended)
         # One output message a step: its tokens all carry this step's time.
         self._flush_output()
 
+    def _take_forced(self, request: Request, tokens: "array[int]", time: float) -> None:
+        assert self._planner is not None
+        self._planner.jump(request, len(tokens))
+        for token in tokens:
+            self._take_token(request, token, time)
+
     def _take_token(self, request: Request, token: int, time: float) -> None:
+        if request.finished:
+            return
         if not request.first_token:
             self._take_first_token(request, time)
         request.tokens.append(token)
         self.statistics.generation_tokens += 1
-        self._output.seqs.append(request.seq)
-        self._output.tokens.append(token)
+        output = self.texts.output
+        output.seqs.append(request.seq)
+        output.tokens.append(token)
         if token in request.stop_ids:
             self._finish(request, "stop", matched_stop=token)
         elif len(request.tokens) == request.most_known:
@@ -184,7 +218,9 @@ class Scheduler:
             request.status = Status.DECODING
         self.statistics.prompt_tokens += request.num_prompt
         self.statistics.cached_tokens += request.cached_tokens
-        self._output.opened.append(open_text(request))
+        self.texts.output.opened.append(open_text(request))
+        if request.prompt_logprobs:
+            self._journal.told_prompt(request.seq, request.prompt_logprobs)
 
     def _steps_are_over(self, request: Request) -> None:
         """A request that ended or was retracted has no step in flight any more."""
@@ -195,21 +231,35 @@ class Scheduler:
             self._planner.release(request)
 
     def _take_worker(self, ready: WorkerReady) -> None:
+        """A worker is there, the first one or another: everything is sent to it anew."""
+        to_blame = worker_died(self.pipeline.begin(ready.session, self._clock()))
+        self._grammars.forget_all()
+        self._make_planner(ready)
+        for request in self._requests:
+            request.lose_worker()
+            if request.grammar is not None:
+                self._grammars.arrived(request)
+        if to_blame is not None:
+            self._fail(to_blame, blame(to_blame))
+        for request in self._requests:
+            if not self._grammars.is_held_back(request):
+                self._enqueue(request)
+
+    def _make_planner(self, ready: WorkerReady) -> None:
         kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
         admission = Admission(self._args, kv)
         self.waiting = make_queue(self._args, kv.locate, ready.page_size)
         self._planner = Planner(
             self._args,
-            ready.device,
+            ready.prefill_tokens,
             admission,
             self.waiting,
             self._deadlines,
             self._fail,
         )
+        if self._report.planner is not None:
+            self._planner.retractions = self._report.planner.retractions
         self._report.worker, self._report.planner = ready, self._planner
-        for request in self._requests:
-            if not self._grammars.is_held_back(request):
-                self._enqueue(request)
 
     def _take_grammar(self, ready: GrammarReady) -> None:
         for request in self._grammars.answered(ready):
@@ -226,21 +276,43 @@ class Scheduler:
                 self._accept(message)
             case AbortRequest():
                 for request in self._requests.of(message.client, message.request_id):
+                    self.statistics.aborts[message.by] += 1
                     self._finish(request, "abort")
             case StopFound():
                 for stopped in self._requests.numbered(message.seqs):
                     self._finish(stopped, "stop")
+            case DetokReady():
+                self.texts.take_detok(message, self._requests, self._num_waiting)
+                self._said_all_told = False
+            case TextsEnded():
+                self.texts.settle(message.seqs)
+                self._journal.settled(message.seqs)
             case Inspect():
                 self._detok.send(self._report.answer(message))
             case Drain():
                 self._draining = True
+                self._said_all_told = False
+            case Leave():
+                self._stop()
             case AbortAll():
                 error = ErrorInfo("server_stopping", message.reason)
                 for request in self._requests:
+                    self.statistics.aborts[SERVER_STOPPING] += 1
                     self._finish(request, "abort", error=error)
 
     def _accept(self, message: Submit) -> None:
+        if message.resent:
+            whose = (message.client, message.request_id)
+            known = [replay_text(request, asked=True) for request in self._requests.of(*whose)]
+            known += self.texts.ended(*whose)
+            self.texts.replay(known, self._num_waiting)
+            if known:
+                return
         requests = self._requests.add(message)
+        self._journal.accepted(message, requests)
+        if message.resent:
+            new = [replay_text(request, asked=True) for request in requests]
+            self.texts.replay(new, self._num_waiting)
         try:
             self._check_queue(len(requests))
         except QuadrigaError as error:
@@ -266,13 +338,16 @@ class Scheduler:
         except QuadrigaError as error:
             self._fail(request, error)
             return
-        self.waiting.push(request)
+        if self._planner is not None:
+            self._planner.push(request)
+        else:
+            self.waiting.push(request)
 
     # --- the one way out --------------------------------------------------------------------------
 
     def _fail(self, request: Request, error: QuadrigaError) -> None:
-        info = ErrorInfo(error.code, str(error), getattr(error, "field", ""))
-        self._finish(request, "error", error=info)
+        self.statistics.errors[error.code] += not request.finished
+        self._finish(request, "error", error=ErrorInfo.of(error))
 
     def _finish(
         self,
@@ -290,8 +365,9 @@ class Scheduler:
             self._planner.forget(request)
         request.status = Status.FINISHED
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
-        self.statistics.ended[reason] += 1
-        self._output.closed.append(close_text(request))
+        self.statistics.count_end(request, reason, self._clock())
+        self.texts.close(request)
+        self._journal.ended(request)
         self._deadlines.forget(request)
         self._grammars.ended(request)
         self._requests.remove(request)
@@ -299,26 +375,30 @@ class Scheduler:
             self._planner.release(request)
 
     def _flush_output(self) -> None:
-        if not self._output.is_empty:
-            self._detok.send(self._output.to_message(self._clock))
-            self._output = RoundOutput()
+        self.texts.flush(self._num_waiting)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.waiting) + self._grammars.num_waiting
+
+    @property
+    def _is_empty(self) -> bool:
+        """Nobody waits for anything: every end was handed on."""
+        return not self._requests and self.pipeline.idle and self.texts.settled
 
     def _stop(self) -> None:
         self._worker.send(StopWorker())
         self._detok.send(StopDetok())
+        self._journal.close()
         self.stopped = True
 
+    def retract_one(self, number: int) -> None:
+        """One of those that run gives way, though nobody needs its pages: a fault on purpose.
+        number: which of them, counted around."""
+        if self._planner is not None:
+            self._planner.retract_one(number)
+
     # --- what it says of itself -------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """The worker has nothing to do."""
-        return not self._outstanding
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which it pays to wait for company before an idle worker gets a step."""
-        return self._pace.patience
 
     def info(self) -> InfoValues:
         """Gauges and counters, as docs/protocol.md lists them."""
@@ -329,5 +409,5 @@ class Scheduler:
         if self._planner is not None:
             admission = self._planner.admission
             admission.kv.check(admission.seated.values())
-            if not self._requests and not self._outstanding:
+            if not self._requests and self.pipeline.idle:
                 assert admission.kv.num_held == 0, "pages are held by nobody"

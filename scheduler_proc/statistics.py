@@ -1,15 +1,22 @@
 """Counters of the scheduler, for Info and for the bench."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from sortedcontainers import SortedList
 
+from quadriga.histogram import SECONDS, Histogram
 from quadriga.messages.public import InfoValues
+from quadriga.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.messages.worker import StepResult
 from scheduler_proc.batch import ForwardMode, ScheduleBatch
+from scheduler_proc.request import Request
 
 RECENT_STEPS = 4096
+ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STAGES = ("tokenize", "queue", "prefill", "decode")
 
 
 class Recent:
@@ -38,7 +45,9 @@ class Statistics:
     """Totals since start.
 
     Gaps: worker idle time between two steps, the second already planned. late_plans: steps whose
-    plan was not there when the one before ended, though somebody was running.
+    plan was not there when the one before ended, though somebody was running. aborts: by whose
+    doing; errors: by code. step_tokens: tokens of a step; stages: seconds that requests spent in
+    each, of those that passed it.
     """
 
     steps: int = 0
@@ -51,6 +60,12 @@ class Statistics:
     ended: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )
+    aborts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ABORTED_BY, 0))
+    errors: Counter[str] = field(default_factory=Counter)
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
+    stages: dict[str, Histogram] = field(
+        default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
+    )
     _gaps: Recent = field(default_factory=lambda: Recent(RECENT_STEPS))
     _last_ended: float = 0.0
 
@@ -58,11 +73,20 @@ class Statistics:
         self.steps += 1
         self.prefill_steps += batch.mode is not ForwardMode.DECODE
         self.busy_seconds += result.ended - result.began
+        self.step_tokens.observe(sum(batch.num_tokens))
         if batch.planned_at < self._last_ended:
             self._gaps.add(result.began - self._last_ended)
         elif batch.num_decodes:
             self.late_plans += 1
         self._last_ended = result.ended
+
+    def count_end(self, request: Request, reason: str, now: float) -> None:
+        """A request ends now, wherever it stood."""
+        self.ended[reason] += 1
+        passed = (request.received, request.tokenized, request.admitted, request.first_token)
+        times = [time for time in passed if time] + [now]
+        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
+            self.stages[stage].observe(ended - began)
 
     def info(self) -> InfoValues:
         """As docs/protocol.md lists them."""
@@ -77,4 +101,8 @@ class Statistics:
             "generation_tokens_total": self.generation_tokens,
             "cached_tokens_total": self.cached_tokens,
             "ended": dict(self.ended),
+            "aborts": dict(self.aborts),
+            "errors": dict(self.errors),
+            "step_tokens": self.step_tokens.as_map(),
+            "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
         }
