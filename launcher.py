@@ -1,4 +1,4 @@
-"""Start the four processes and the web gateway, watch over them, stop them.
+"""Start the four processes and the web gateway, start again what dies, stop them.
 
 No torch here, and no work of its own.
 
@@ -9,21 +9,17 @@ down, and the end of it says at once that the other side is gone.
 """
 
 import argparse
-import os
-import selectors
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from quadriga import config as configuration
+from quadriga import terminal
 from quadriga.child_process import EXIT_GRACE, ChildProcess
+from quadriga.children import Children, Death, Order, say
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
@@ -65,69 +61,42 @@ class Launcher:
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
         self._model_seconds = time.monotonic() - BEGAN
         self._config = config
-        self._model = model
-        self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
-        self._children: dict[str, ChildProcess] = {}
-        self._selector = selectors.DefaultSelector()
-        self._signals, self._signal_wakeup = socket.socketpair()
-        self._signals.setblocking(False)
-        self._signal_wakeup.setblocking(False)
-        self._selector.register(self._signals, selectors.EVENT_READ)
+        location = {"model": model.location, "served_model_name": config.model.shown_name}
+        quiet = config.launch.no_status_line or not terminal.is_ours()
+        self._flags = config.replace(**location, no_status_line=quiet).to_argv()
+        final = ["scheduler_proc"] if config.scheduler.no_journal else []
+        self._children = Children(self._flags, [str(HERE)], config.launch, final)
 
     def run(self) -> int:
-        """Start, serve until a signal or a death, stop. Returns the exit code."""
-        signal.set_wakeup_fd(self._signal_wakeup.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+        """Start, serve until a signal or a death for good, stop. Returns the exit code."""
         try:
             for name in PROCESSES if self._config.http.no_http else (*PROCESSES, GATEWAY):
-                self._children[name] = self._start(name)
+                self._children.start(name)
             return self._wait_until_ready() or self._serve()
         finally:
-            self._leave_nothing_behind()
+            self._children.leave_nothing_behind()
 
     # --- start ------------------------------------------------------------------------------------
-
-    def _start(self, name: str) -> ChildProcess:
-        ours, theirs = socket.socketpair()
-        location = {
-            "model": self._model.location,
-            "served_model_name": self._config.model.shown_name,
-        }
-        command = [sys.executable, "-m", name, "--run-dir", str(self._run_dir)]
-        command += ["--lifeline-fd", str(theirs.fileno())]
-        command += self._config.replace(**location).to_argv()
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        child = ChildProcess(name, process, ours)
-        self._selector.register(ours, selectors.EVENT_READ, child)
-        return child
 
     def _wait_until_ready(self) -> int:
         """EXIT_OK once every process has said that it can serve."""
         deadline = time.monotonic() + self._config.launch.start_timeout
-        while not all(child.ready for child in self._children.values()):
-            dead, stopped = self._next_event(deadline - time.monotonic())
-            if dead:
-                say(f"error: {dead.name} could not start: {dead.how_it_ended()}")
-                return EXIT_START_FAILED
-            if stopped:
-                say("stopped while starting")
-                return EXIT_FORCED
-            if time.monotonic() >= deadline:
-                slow = [c.name for c in self._children.values() if not c.ready]
-                say(
-                    f"error: {', '.join(slow)} not ready within"
-                    f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
-                )
-                return EXIT_START_FAILED
+        while not self._children.all_ready:
+            event = self._children.next_event(deadline)
+            match event:
+                case Death():
+                    if not self._start_again(event):
+                        say(f"error: {event.name} could not start: {event.how}")
+                        return EXIT_START_FAILED
+                case Order.STOP:
+                    say("stopped while starting")
+                    return EXIT_FORCED
+                case Order.TIMEOUT:
+                    say(
+                        f"error: {', '.join(self._children.not_ready)} not ready within"
+                        f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
+                    )
+                    return EXIT_START_FAILED
         self._announce()
         return EXIT_OK
 
@@ -135,12 +104,13 @@ class Launcher:
         facts = self._children["worker_proc"].ready or {}
         endpoint = self._config.front_door.endpoint
         say(f"  launcher: find model {self._model_seconds:.1f} s")
-        for child in self._children.values():
+        for child in self._children:
             if child.phases:
                 say(f"  {child.name}: {', '.join(child.phases)}")
         say(
             f"  KV pool {facts.get('tokens')} tokens · {facts.get('backend')} backend ·"
             f" {facts.get('threads')} worker threads"
+            + (f" on CPUs {facts['cpus']}, which the others keep off" if facts.get("cpus") else "")
         )
         say(
             f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._config.model.shown_name}"
@@ -154,34 +124,50 @@ class Launcher:
 
     def _serve(self) -> int:
         while True:
-            dead, stopped = self._next_event(None)
-            if dead:
-                return self._give_up(dead)
-            if stopped:
-                return self._drain()
+            event = self._children.next_event(None)
+            match event:
+                case Death():
+                    if not self._start_again(event):
+                        return self._give_up(event)
+                case Order.STOP:
+                    return self._drain()
+                case Order.RELOAD:
+                    say("reloading: the worker starts again; requests go on with the new weights")
+                    self._children.reload("worker_proc")
 
-    def _give_up(self, dead: ChildProcess) -> int:
-        """A process died: tell the clients of front door and gateway, name it, and leave."""
-        how = dead.how_it_ended()
-        message = f"{dead.name} died ({how}); all open requests are lost"
+    def _start_again(self, death: Death) -> bool:
+        """Whether the process that died is started again: not where it would only die again."""
+        if death.delay is None:
+            return False
+        say(f"{death.name} died ({death.how}) and is started again; requests go on")
+        self._children.start_later(death.name, death.delay)
+        return True
+
+    def _give_up(self, death: Death) -> int:
+        """A process is dead for good: tell the clients, name it, and leave."""
+        message = f"{death.name} died ({death.how}); all open requests are lost"
+        self._say_farewell(f"{message}; the server is stopping, start it again")
+        say(f"error: {message}. Start the server again; its log above may say why.")
+        return EXIT_CHILD_DIED
+
+    def _say_farewell(self, message: str) -> None:
+        """Those whom clients are connected to fail what is open, and leave."""
         deadline = time.monotonic() + FAREWELL_TIMEOUT
-        speakers = [child for child in self._speakers() if child is not dead]
+        speakers = [child for child in self._speakers() if not child.left]
         for child in speakers:
-            child.order(FAIL, f"{message}; the server is stopping, start it again")
+            child.order(FAIL, message)
         for child in speakers:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.kill()
-        say(f"error: {message}. Start the server again; its log above may say why.")
-        return EXIT_CHILD_DIED
 
     def _drain(self) -> int:
         """Finish what runs, within --shutdown-timeout; then abort it; a second signal kills."""
         timeout = self._config.launch.shutdown_timeout
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
-        for child in self._speakers():
-            child.order(DRAIN)
+        self._children.spare(GATEWAY)
+        self._order_drain()
         outcome = self._wait_for_exits(timeout)
         if outcome is None:
             say(f"{timeout:g} s are over: aborting what is left")
@@ -195,52 +181,49 @@ class Launcher:
             say("stopped")
         return outcome
 
+    def _order_drain(self) -> None:
+        for child in self._speakers():
+            child.order(DRAIN)
+
     def _wait_for_exits(self, timeout: float) -> int | None:
         """The exit code once every child has left or something went wrong; None at the timeout."""
         deadline = time.monotonic() + timeout
-        while any(child.lifeline.fileno() >= 0 for child in self._children.values()):
-            dead, stopped = self._next_event(deadline - time.monotonic())
-            if stopped:
-                say("second signal: stopped at once")
-                return EXIT_FORCED
-            if dead and dead.process.wait(EXIT_GRACE) != 0:
-                return self._give_up(dead)
-            if time.monotonic() >= deadline:
-                return None
+        while not self._children.all_left:
+            event = self._children.next_event(deadline)
+            match event:
+                case Death() if event.in_order or event.name == GATEWAY:
+                    continue  # the streams of a gateway that died are broken, and none may come
+                case Death() if self._all_is_told:
+                    self._put_down_the_ring()
+                case Death():
+                    if not self._start_again(event):
+                        return self._give_up(event)
+                case Order.STARTED:
+                    self._order_drain()
+                case Order.STOP:
+                    say("second signal: stopped at once")
+                    return EXIT_FORCED
+                case Order.TIMEOUT:
+                    return None
         return EXIT_OK
+
+    @property
+    def _all_is_told(self) -> bool:
+        """The front door leaves when its clients have everything, and the scheduler when the front
+        door does."""
+        both = (self._children[name] for name in ("tokenizer_proc", "scheduler_proc"))
+        return any(one.left and one.process.wait(EXIT_GRACE) == EXIT_OK for one in both)
+
+    def _put_down_the_ring(self) -> None:
+        """Nobody needs it any more, and whoever died cannot tell the others to leave. The gateway
+        may still be writing."""
+        for child in self._children:
+            if child.name != GATEWAY and not child.left:
+                child.process.kill()
 
     def _speakers(self) -> list[ChildProcess]:
         """The processes that clients are connected to."""
-        return [self._children[n] for n in ("tokenizer_proc", GATEWAY) if n in self._children]
-
-    # --- events -----------------------------------------------------------------------------------
-
-    def _next_event(self, timeout: float | None) -> tuple[ChildProcess | None, bool]:
-        """Wait for a child's end or a stop signal; (None, False) for a report or the timeout."""
-        for key, _ in self._selector.select(None if timeout is None else max(0.0, timeout)):
-            if key.data is None:
-                self._signals.recv(4096)
-                return None, True
-            child: ChildProcess = key.data
-            if not child.read_reports():
-                self._selector.unregister(child.lifeline)
-                child.lifeline.close()
-                return child, False
-        return None, False
-
-    def _leave_nothing_behind(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for child in self._children.values():
-            if child.process.poll() is None:
-                child.process.kill()
-        for child in self._children.values():
-            child.process.wait()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
-
-
-def say(text: str) -> None:
-    """A line for the person who runs the server."""
-    print(text, file=sys.stderr, flush=True)
+        return [child for child in self._children if child.name in ("tokenizer_proc", GATEWAY)]
 
 
 def fail(error: QuadrigaError, code: int) -> NoReturn:
@@ -248,9 +231,12 @@ def fail(error: QuadrigaError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
+def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     parser = argparse.ArgumentParser(
-        "launcher.py", description="Serve a language model in four processes.", allow_abbrev=False
+        program,
+        usage="%(prog)s [FLAGS]",
+        description="Serve a language model in four processes.",
+        allow_abbrev=False,
     )
     configuration.add_flags(parser)
     namespace = parser.parse_args(arguments)

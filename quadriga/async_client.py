@@ -1,23 +1,26 @@
 """AsyncClient: one connection to a server, any number of requests at once."""
 
 import asyncio
-import time
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
-from quadriga import errors
+import msgspec
+
+from quadriga.completion import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
+from quadriga.completion import RequestOptions as RequestOptions
 from quadriga.config import DEFAULT_ENDPOINT
-from quadriga.connection import Connection
-from quadriga.errors import DeadlineExceeded, InvalidRequest, QuadrigaError, ServerFailed
+from quadriga.connection import Connection, Events
+from quadriga.errors import DeadlineExceeded, InvalidRequest, ServerFailed, ServerStopping
 from quadriga.handle import Handle, Sink
-from quadriga.messages.ids import unpack_ids
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.public import (
     PROTOCOL_VERSION,
     Abort,
     ChatOptions,
-    Chunks,
     ClientMessage,
     Detokenize,
     ErrorInfo,
@@ -25,59 +28,49 @@ from quadriga.messages.public import (
     Generate,
     GetInfo,
     Info,
-    Refused,
     ServerGone,
     ServerMessage,
     Text,
     Tokenize,
     Tokens,
 )
-from quadriga.sampling import SamplingParams
+from quadriga.pending import Pending
+from quadriga.sampling import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-NO_CHAT_OPTIONS = ChatOptions()
-
-
-class RequestOptions(TypedDict, total=False):
-    """What a request may say beside prompt and params, as keywords of submit, generate and stream.
-
-    timeout: seconds until it must have ended, at most one week. Client and server both watch it;
-        whoever notices first ends the request, and DeadlineExceeded is raised.
-    queue_timeout: seconds until the server must have admitted it, in the same range; then
-        DeadlineExceeded. None, for both: as the server was started.
-    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
-    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as the
-        server was started.
-    chat: for the chat template: tools, template_args.
-    clamp_max_new_tokens: where the context leaves less than max_new_tokens, generate that much
-        instead of raising PromptTooLong.
-    """
-
-    timeout: float | None
-    queue_timeout: float | None
-    priority: int
-    truncate_prompt: bool | None
-    chat: ChatOptions
-    clamp_max_new_tokens: bool
-
-
 class AsyncClient:
     """One connection to a server; any number of requests at once. Use it on one event loop.
 
+    A connection that breaks is made again, and what was under way goes on where it stood.
+
     endpoint: the server's public socket. connect_timeout: seconds until ServerUnreachable.
+    reconnect_timeout: seconds that a server which was there may take to be back, until then.
+    curve_dir: the directory with this client's keys, where the server asks for them.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, connect_timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        connect_timeout: float = 5.0,
+        reconnect_timeout: float = 30.0,
+        curve_dir: str | Path | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._connect_timeout = connect_timeout
         self._identity = uuid.uuid4()
         self._counter = 0
-        self._handles: dict[str, Handle] = {}
-        self._answers: dict[str, asyncio.Future[Any]] = {}
-        self._connection = Connection(endpoint, self._identity, self._on_message, self._fail_all)
+        self._pending = Pending(lambda message: self._connection.send(message))
+        events = Events(
+            message=self._on_message,
+            interrupted=self._pending.interrupt,
+            back=self._pending.resend,
+            lost=self._pending.fail_all,
+        )
+        keys = Path(curve_dir) if curve_dir else None
+        self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
 
     async def __aenter__(self) -> "AsyncClient":
         await self.connect()
@@ -96,9 +89,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Abort what is under way and disconnect."""
-        if self._handles and self._connection.is_open:
+        if self._pending.has_requests and self._connection.is_open:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._fail_all(ErrorInfo("aborted", "the client was closed"))
+        self._pending.fail_all(ErrorInfo("aborted", "the client was closed"))
         await self._connection.close(linger=1)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -128,26 +121,24 @@ class AsyncClient:
         self._connection.raise_if_lost()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
-        params = params or SamplingParams()
-        handle = Handle(request_id, timeout, self._drop, sink, params.n)
         wire = wire_prompt(prompt)
-        self._connection.send(
-            Generate(
-                PROTOCOL_VERSION,
-                request_id,
-                wire.prompt,
-                params,
-                stream,
-                truncate_prompt,
-                wire.token_ids,
-                priority,
-                queue_timeout,
-                timeout,
-                chat,
-                clamp_max_new_tokens,
-            )
+        message = Generate(
+            PROTOCOL_VERSION,
+            request_id,
+            wire.prompt,
+            _seeded(params or SamplingParams()),
+            stream,
+            truncate_prompt,
+            wire.token_ids,
+            priority,
+            queue_timeout,
+            timeout,
+            chat,
+            clamp_max_new_tokens,
         )
-        self._handles[request_id] = handle
+        handle = Handle(message, timeout, self._drop, sink)  # it stamps when it was submitted
+        self._connection.send(message)
+        self._pending.add(handle)
         return handle
 
     @overload
@@ -257,63 +248,29 @@ class AsyncClient:
         await self.connect()
         name = f"ask-{self._counter}"
         self._counter += 1
-        answer = self._answers[name] = asyncio.get_running_loop().create_future()
         try:
-            self._connection.send(question(name))
-            return await asyncio.wait_for(answer, timeout)
+            return await self._pending.ask(name, question(name), timeout)
         except asyncio.TimeoutError:
             raise DeadlineExceeded(f"no answer from {self.endpoint} within {timeout} s") from None
-        finally:
-            self._answers.pop(name, None)
 
     # --- what comes back --------------------------------------------------------------------------
 
     def _drop(self, handle: Handle) -> None:
         """A caller lost interest: the server is told, and nothing of it is kept."""
-        if self._handles.pop(handle.request_id, None) is not None and self._connection.is_open:
+        if self._pending.drop(handle) and self._connection.is_open:
             self._connection.send(Abort(PROTOCOL_VERSION, handle.request_id))
 
     def _on_message(self, message: ServerMessage) -> None:
-        now = time.time()
-        match message:
-            case Chunks():
-                for chunk in message.chunks:
-                    handle = self._handles.get(chunk.request_id)
-                    if handle is not None:
-                        handle.take_chunk(chunk, now)
-                        self._forget_if_done(handle)
-            case Refused():
-                self._refused(message)
-            case ServerGone():
-                if message.error.code == ServerFailed.code:
-                    self._connection.lost = message.error
-                self._fail_all(message.error)
-            case Info() | Tokens() | Text():
-                answer = self._answers.get(message.request_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-
-    def _refused(self, message: Refused) -> None:
-        handle = self._handles.get(message.request_id)
-        if handle is not None:
-            handle.fail(message.error)
-            self._forget_if_done(handle)
-        answer = self._answers.get(message.request_id)
-        if answer is not None and not answer.done():
-            answer.set_exception(_exception(message.error))
-
-    def _forget_if_done(self, handle: Handle) -> None:
-        if handle.done:
-            self._handles.pop(handle.request_id, None)
-
-    def _fail_all(self, error: ErrorInfo) -> None:
-        handles, self._handles = list(self._handles.values()), {}
-        for handle in handles:
-            handle.fail(error)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(_exception(error))
+        if not isinstance(message, ServerGone):
+            self._pending.take(message)
+            return
+        if message.error.code in (ServerFailed.code, ServerStopping.code):
+            self._connection.give_up(message.error)
+        self._pending.fail_all(message.error)
 
 
-def _exception(error: ErrorInfo) -> QuadrigaError:
-    return errors.from_code(error.code, error.message, error.field)
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, so that a request that has to be sent again gives the same."""
+    if params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED))

@@ -1,19 +1,33 @@
 """A process of the server as the launcher sees it: the other end of quadriga/process.py."""
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from quadriga.process import DUMP_SIGNAL
 
 EXIT_GRACE = 5.0
 """Seconds between the end of a child's lifeline and the end of the child."""
+DUMP_SECONDS = 0.3
+"""For a process that hangs to write down where."""
 
 
 @dataclass
 class ChildProcess:
-    """A process of the server, seen from above."""
+    """A process of the server, seen from above.
+
+    asked_at: since when it owes the watchdog an answer. stuck: whom it has reported to be stuck,
+    and why. replaced: why it was put down. reloads: it was ended to be started again. is_another:
+    it has the place of one that died.
+    """
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -21,6 +35,12 @@ class ChildProcess:
     ready: dict[str, Any] | None = None
     fatal: str = ""
     phases: list[str] = field(default_factory=list)
+    started_at: float = field(default_factory=time.monotonic)
+    asked_at: float | None = None
+    stuck: tuple[str, str] | None = None
+    replaced: str = ""
+    reloads: bool = False
+    is_another: bool = False
     _partial: bytes = b""
 
     def read_reports(self) -> bool:
@@ -40,6 +60,10 @@ class ChildProcess:
             self.ready = report
         elif kind == "fatal":
             self.fatal = report["message"]
+        elif kind == "beat":
+            self.asked_at = None
+        elif kind == "stuck":
+            self.stuck = (report["process"], report["why"])
         elif kind == "phase":
             self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
 
@@ -50,6 +74,26 @@ class ChildProcess:
         except OSError:
             return
 
+    def put_down(self, why: str) -> None:
+        """End it, after it has written to the log where each of its threads stands, if it can. One
+        that was stopped by a signal has to go on for that."""
+        self.replaced = why
+        os.kill(self.process.pid, DUMP_SIGNAL)
+        os.kill(self.process.pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DUMP_SECONDS)
+        self.process.kill()
+
+    @property
+    def left(self) -> bool:
+        """Its lifeline has ended."""
+        return self.lifeline.fileno() < 0
+
+    @property
+    def refused_to_start(self) -> bool:
+        """It ended by its own decision before it was ready: it would do so again."""
+        return self.ready is None and not self.replaced and self.process.wait(EXIT_GRACE) >= 0
+
     def how_it_ended(self) -> str:
         """In words: its own last report, a signal, or an exit code."""
         try:
@@ -57,8 +101,27 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
+        if self.replaced:
+            return self.replaced
         if self.fatal:
             return self.fatal
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+
+def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[str]) -> ChildProcess:
+    """Start `python -m name` in a session of its own, so that no terminal's signals reach it."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", name, "--run-dir", str(run_dir)]
+    command += ["--lifeline-fd", str(theirs.fileno()), *flags]
+    path = os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        command,
+        pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    theirs.close()
+    return ChildProcess(name, process, ours)

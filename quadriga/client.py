@@ -10,6 +10,7 @@ of prompts gives a list of completions in the same order. AsyncClient is the sam
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from quadriga.async_client import NO_CHAT_OPTIONS, AsyncClient, RequestOptions
@@ -39,13 +40,19 @@ T = TypeVar("T")
 class Client:
     """AsyncClient for programs without an event loop; its methods may be called from any thread."""
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, connect_timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        connect_timeout: float = 5.0,
+        reconnect_timeout: float = 30.0,
+        curve_dir: str | Path | None = None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="quadriga-client", daemon=True
         )
         self._thread.start()
-        self._async = AsyncClient(endpoint, connect_timeout)
+        self._async = AsyncClient(endpoint, connect_timeout, reconnect_timeout, curve_dir)
 
     def __enter__(self) -> "Client":
         self._run(self._async.connect())

@@ -1,18 +1,44 @@
-"""What a client gives and gets: prompts, completions, chunks, timings."""
+"""What a client gives and gets: prompts, options, completions, chunks, timings."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
 from quadriga.errors import InvalidRequest
 from quadriga.logprobs import TokenLogprob
-from quadriga.messages.ids import pack_ids
-from quadriga.messages.public import ChatMessage, Usage
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.public import ChatMessage, ChatOptions, Usage
 
 Chat = list[dict[str, str]]
 Prompt = str | list[int] | Chat
 """A text, its token ids, or a chat of {role, content} maps."""
+
+
+NO_CHAT_OPTIONS = ChatOptions()
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside prompt and params, as keywords of submit, generate and stream.
+
+    timeout: seconds until it must have ended, at most one week. Client and server both watch it;
+        whoever notices first ends the request, and DeadlineExceeded is raised.
+    queue_timeout: seconds until the server must have admitted it, in the same range; then
+        DeadlineExceeded. None, for both: as the server was started.
+    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
+    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as the
+        server was started.
+    chat: for the chat template: tools, template_args.
+    clamp_max_new_tokens: where the context leaves less than max_new_tokens, generate that much
+        instead of raising PromptTooLong.
+    """
+
+    timeout: float | None
+    queue_timeout: float | None
+    priority: int
+    truncate_prompt: bool | None
+    chat: ChatOptions
+    clamp_max_new_tokens: bool
 
 
 @dataclass(slots=True)

@@ -6,16 +6,19 @@ the same flags, so that each can be started by itself and `ps` shows how it was 
 
 import argparse
 import dataclasses
+import ipaddress
 import re
-import types
-import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from quadriga.config_file import read_config
 from quadriga.errors import ConfigError
-from quadriga.flags import flag, flag_name, positive
+from quadriga.fault_args import parse_faults
+from quadriga.flags import flag, flag_name, positive, value_type
 from quadriga.http_args import HttpArgs
 from quadriga.scheduler_args import SchedulerArgs
+from quadriga.worker_args import WorkerArgs
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 BUILTIN_MODEL = "smollm2-135m"
@@ -23,7 +26,7 @@ BUILTIN_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Which model, as every process must know it."""
+    """The model, as every process must know it."""
 
     model: str = flag(
         BUILTIN_MODEL, "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name"
@@ -44,9 +47,15 @@ class ModelArgs:
 
 @dataclass(frozen=True, slots=True)
 class FrontDoorArgs:
-    """tokenizer_proc."""
+    """The front door, texts to ids (tokenizer_proc)."""
 
     endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket")
+    curve_dir: str = flag(
+        "", "the server's keys, made by quadriga keygen: only clients with a key there may connect"
+    )
+    insecure: bool = flag(
+        False, "serve other machines without keys: whoever reaches the socket may use it"
+    )
     tokenize_workers: int = flag(2, "threads that encode text")
     allow_auto_truncate: bool = flag(False, "keep the last tokens of a prompt that is too long")
     sampling_defaults: str = flag(
@@ -54,6 +63,9 @@ class FrontDoorArgs:
         "where temperature, top_k, top_p, min_p and repetition_penalty come from if a request has"
         " none: the model's generation_config.json, or openai: 1, off, 1, 0, 1",
         ("model", "openai"),
+    )
+    max_requests_per_client: int | None = flag(
+        None, "open requests of one client; over it a request is refused at once (default: any)"
     )
     queue_timeout: float | None = flag(
         None, "seconds that a request may wait to be admitted (default: no limit)"
@@ -64,6 +76,7 @@ class FrontDoorArgs:
 
     def validate(self) -> None:
         positive("tokenize_workers", self.tokenize_workers)
+        positive("max_requests_per_client", self.max_requests_per_client)
         positive("queue_timeout", self.queue_timeout)
         positive("request_timeout", self.request_timeout)
         # Not ipc: a second server would take the path over in silence.
@@ -73,67 +86,25 @@ class FrontDoorArgs:
                 f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
                 f" to 65535, for example {DEFAULT_ENDPOINT}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerArgs:
-    """worker_proc."""
-
-    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: str = flag(
-        "auto",
-        "auto: bfloat16 where the hardware multiplies it fast, else float32",
-        ("auto", "float32", "bfloat16", "float16"),
-    )
-    page_size: int = flag(16, "tokens in one KV page")
-    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens")
-    mem_fraction_static: float | None = flag(
-        None, "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on cuda, 0.2 else)"
-    )
-    attention_backend: str = flag(
-        "auto",
-        "native: kernels for a CPU, compiled at first use; torch: plain torch, anywhere (auto:"
-        " native on a CPU where a C++ compiler is found)",
-        ("auto", "native", "torch"),
-    )
-    quantization: str = flag(
-        "none",
-        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
-        " (gguf: with the very numbers of a quantised GGUF)",
-        ("none", "int8", "int4", "gguf"),
-    )
-    kv_cache_dtype: str = flag(
-        "auto", "keys and values: as --dtype, or in 8 bits, for twice the tokens", ("auto", "int8")
-    )
-    worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
-
-    def validate(self) -> None:
-        positive("page_size", self.page_size)
-        positive("max_total_tokens", self.max_total_tokens)
-        positive("worker_threads", self.worker_threads)
-        fraction = self.mem_fraction_static
-        if fraction is not None and not 0 < fraction < 1:
-            raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
-        if self.kv_cache_dtype == "int8" and self.page_size % 16:
+        if not (self.curve_dir or self.insecure or _is_loopback(self.endpoint)):
             raise ConfigError(
-                f"kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
-                f" {self.page_size})"
+                f"endpoint is {self.endpoint}, which other machines may reach, and there are no"
+                " keys: make some with quadriga keygen DIR and add --curve-dir DIR, or add"
+                " --insecure if everybody there may use it"
             )
-        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
-            raise ConfigError(
-                f"max_total_tokens is {self.max_total_tokens}: it must be at least one page"
-                f" of {self.page_size} tokens"
-            )
-        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
-            raise ConfigError(
-                f"max_total_tokens is {self.max_total_tokens}: page_size {self.page_size} does not"
-                f" divide it; {self.max_total_tokens // self.page_size * self.page_size} would fit"
-            )
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)
 class DetokArgs:
-    """detok_proc."""
+    """Ids to texts (detok_proc)."""
 
     stream_interval: int = flag(1, "text is sent every N tokens; the first piece at once")
 
@@ -143,17 +114,35 @@ class DetokArgs:
 
 @dataclass(frozen=True, slots=True)
 class LaunchArgs:
-    """launcher.py."""
+    """Start, stop, and what is shown (launcher.py)."""
 
     start_timeout: float = flag(600.0, "seconds until every process must be ready")
     shutdown_timeout: float = flag(30.0, "seconds that running requests may go on after a signal")
+    max_restarts: int = flag(
+        10,
+        "how often one process that died is started again within five minutes; 0: any death ends"
+        " the server",
+    )
+    watchdog_timeout: float = flag(
+        120.0,
+        "seconds after which a process that does not answer, or a step that does not end, counts as"
+        " dead; 0: never",
+    )
+    fault: str = flag(
+        "", "for tests: what goes wrong on purpose, for example kill:worker:after=100"
+    )
     log_level: str = flag("info", "how much to log", ("debug", "info", "warning", "error"))
+    no_status_line: bool = flag(False, "no live line of what the server does, on a terminal")
 
     def validate(self) -> None:
         if not self.start_timeout > 0:
             raise ConfigError("start_timeout must be positive")
         if not self.shutdown_timeout >= 0:
             raise ConfigError("shutdown_timeout must be 0 or more")
+        parse_faults(self.fault)
+        for name in ("max_restarts", "watchdog_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +152,7 @@ class ServerConfig:
     model: ModelArgs = ModelArgs()
     front_door: FrontDoorArgs = FrontDoorArgs()
     scheduler: SchedulerArgs = SchedulerArgs()  # noqa: RUF009 - frozen, like the others
-    worker: WorkerArgs = WorkerArgs()
+    worker: WorkerArgs = WorkerArgs()  # noqa: RUF009 - frozen, like the others
     detok: DetokArgs = DetokArgs()
     http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
@@ -202,9 +191,16 @@ class ServerConfig:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of ServerConfig; absent ones stay out of the namespace."""
+    """Add every flag of ServerConfig, and --config; absent ones stay out of the namespace."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE.yaml",
+        help="a map of the server's flags, as keys without the dashes; the command line wins",
+    )
     for group in ServerConfig().groups():
-        section = parser.add_argument_group(group.__doc__ or "")
+        section = parser.add_argument_group((group.__doc__ or "").rstrip("."))
         for field in dataclasses.fields(group):
             _add_flag(section, field)
 
@@ -217,7 +213,7 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> None:
     if field.type is bool:
         keywords["action"] = "store_true"
     else:
-        keywords["type"] = _value_type(field.type)
+        keywords["type"] = value_type(field.type)
         if field.metadata["choices"]:
             keywords["choices"] = field.metadata["choices"]
         else:
@@ -225,15 +221,12 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> None:
     section.add_argument(flag_name(field.name), **keywords)
 
 
-def _value_type(annotation: Any) -> Any:
-    if isinstance(annotation, types.UnionType):
-        return next(t for t in typing.get_args(annotation) if t is not types.NoneType)
-    return annotation
-
-
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
-    """The validated config of the flags in a parsed command line; others are left alone."""
-    known = {f.name for group in ServerConfig().groups() for f in dataclasses.fields(group)}
-    config = ServerConfig().replace(**{k: v for k, v in vars(namespace).items() if k in known})
+    """The validated config of the flags in a parsed command line; others are left alone. What it
+    does not say, the file of its --config does."""
+    known = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    of_file = read_config(namespace.config, known) if "config" in namespace else {}
+    given = {name: value for name, value in vars(namespace).items() if name in known}
+    config = ServerConfig().replace(**of_file | given)
     config.validate()
     return config

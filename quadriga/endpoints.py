@@ -28,7 +28,11 @@ class Endpoints:
 
     @property
     def worker(self) -> str:
-        return self._ipc("worker-0")
+        return self.rank(0)
+
+    def rank(self, rank: int) -> str:
+        """Of another rank of a worker that is several processes: it hears what rank 0 hears."""
+        return self._ipc(f"worker-{rank}")
 
     @property
     def results(self) -> str:

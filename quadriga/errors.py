@@ -1,6 +1,6 @@
 """One exception for each thing that a user can do something about.
 
-On the wire an error is `ErrorInfo(code, message, field)`; `from_code` turns it back into the class.
+On the wire an error is an `ErrorInfo`; `from_code` turns it back into the class.
 """
 
 
@@ -27,9 +27,16 @@ class PromptTooLong(InvalidRequest):
 
 
 class QueueFull(QuadrigaError):
-    """The waiting queue is at --max-queued-requests; try again later."""
+    """The server takes no further request now: try again later.
+
+    retry_after: seconds after which that may pay, where the server knows.
+    """
 
     code = "queue_full"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestAborted(QuadrigaError):
@@ -96,9 +103,13 @@ def _all_subclasses(cls: type[QuadrigaError]) -> list[type[QuadrigaError]]:
     return [cls] + [s for direct in cls.__subclasses__() for s in _all_subclasses(direct)]
 
 
-def from_code(code: str, message: str, field: str = "") -> QuadrigaError:
+def from_code(
+    code: str, message: str, field: str = "", retry_after: float | None = None
+) -> QuadrigaError:
     """The exception for an error that came over the wire."""
     for cls in _all_subclasses(QuadrigaError):
         if cls.code == code:
-            return cls(message, field) if issubclass(cls, InvalidRequest) else cls(message)
+            if issubclass(cls, InvalidRequest):
+                return cls(message, field)
+            return cls(message, retry_after) if issubclass(cls, QueueFull) else cls(message)
     return QuadrigaError(f"{code}: {message}")

@@ -1,6 +1,8 @@
 """What a dataclass field needs to be a command line flag, and what its value must keep."""
 
 import dataclasses
+import types
+import typing
 from typing import Any
 
 from quadriga.errors import ConfigError
@@ -13,6 +15,13 @@ def flag(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def value_type(annotation: Any) -> Any:
+    """What a flag's text becomes: of a field that may be None, the other type."""
+    if isinstance(annotation, types.UnionType):
+        return next(t for t in typing.get_args(annotation) if t is not types.NoneType)
+    return annotation
 
 
 def positive(name: str, value: float | None) -> None:

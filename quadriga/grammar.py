@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from quadriga.errors import InvalidRequest
+from quadriga.structural_tag import read_structural_tag, to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from quadriga.sampling import SamplingParams
 
-FIELDS = ("json_schema", "regex", "ebnf", "choice")
+FIELDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 """Of SamplingParams; one of them at most."""
 LINE_BREAKS_AND_SPACES = r" |\n[ \t]{0,20}"
 """What may stand between the tokens of JSON. Anything at all, and a weak model never ends."""
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": LINE_BREAKS_AND_SPACES,
+    "whitespace_flexible": True,
+    "coerce_one_of": True,
+}
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -58,18 +64,17 @@ def without_grammar(params: "SamplingParams") -> "SamplingParams":
     return msgspec.structs.replace(params, **dict.fromkeys(FIELDS))
 
 
-def to_library_form(grammar: Grammar) -> str:
+def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
     """What LLMatcher takes. ValueError for a grammar that cannot be read; others are found out by
     `compile_grammar` only."""
     from llguidance import LLMatcher, grammar_from
 
     if grammar.kind == "json_schema":
-        options: Any = {
-            "whitespace_pattern": LINE_BREAKS_AND_SPACES,
-            "whitespace_flexible": True,
-            "coerce_one_of": True,
-        }
+        options: Any = JSON_OPTIONS
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+    if grammar.kind == "structural_tag":
+        tag = read_structural_tag(grammar.text)
+        return LLMatcher.grammar_from_lark(to_lark(tag, vocabulary, JSON_OPTIONS))
     return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
 
 

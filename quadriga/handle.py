@@ -4,11 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from quadriga import errors
-from quadriga.choice import Choice
+from quadriga.choice import Choice, ToldOtherwise
 from quadriga.completion import Completion, StreamChunk
 from quadriga.errors import DeadlineExceeded, QuadrigaError, RequestFailed
-from quadriga.messages.public import Chunk, ErrorInfo
+from quadriga.messages.public import Chunk, ErrorInfo, Generate
 
 Sink = Callable[[StreamChunk | QuadrigaError], None]
 """Takes each chunk of a request at the moment at which it comes, or the error that ends it."""
@@ -17,26 +16,27 @@ Sink = Callable[[StreamChunk | QuadrigaError], None]
 class Handle:
     """A request under way: an async iterator of its StreamChunks, unless it has a sink.
 
-    on_abort: called when the caller lost interest. choices: how many it has, each with an end.
+    message: as it was sent. on_abort: called when the caller lost interest.
     """
 
     def __init__(
         self,
-        request_id: str,
+        message: Generate,
         timeout: float | None,
         on_abort: "Callable[[Handle], None]",
         sink: Sink | None = None,
-        choices: int = 1,
     ) -> None:
-        self.request_id = request_id
+        self.message = message
+        self.request_id = message.request_id
         self._on_abort = on_abort
+        self._interrupted = False
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
         self._submitted = time.time()
         self._choices: dict[int, Choice] = {}
-        self._choices_open = choices
+        self._ended: set[int] = set()
         self.done = False
 
     def __aiter__(self) -> "Handle":
@@ -82,25 +82,52 @@ class Handle:
             self.done = True
             self._on_abort(self)
 
+    def interrupt(self) -> None:
+        """What is under way may be lost: nothing of it is taken before the server tells it again,
+        from its beginning."""
+        self._interrupted = True
+
+    def take_again(self, chunk: Chunk, received_at: float) -> None:
+        """A chunk that has all of its choice up to now came."""
+        if self._interrupted:
+            self._interrupted = False
+            for choice in self._choices.values():
+                choice.tell_again()
+        self._choice(chunk.index).tell_again()
+        self.take_chunk(chunk, received_at)
+
     def take_chunk(self, chunk: Chunk, received_at: float) -> None:
-        """A chunk came."""
-        if self.done:
+        """A chunk came. Raises GapFound where the one before it is missing."""
+        if self.done or self._interrupted or chunk.index in self._ended:
             return
-        choice = self._choices.get(chunk.index)
-        if choice is None:
-            choice = Choice(self.request_id, chunk.index, self._submitted)
-            self._choices[chunk.index] = choice
-        item = choice.take(chunk, received_at)
+        try:
+            item = self._choice(chunk.index).take(chunk, received_at)
+        except ToldOtherwise:
+            self.abort()
+            self._put(
+                RequestFailed(
+                    f"request {self.request_id} was lost with a part of the server, and what it"
+                    " gave when it ran again is not what it had given before; send it again"
+                )
+            )
+            return
         if chunk.end is not None:
-            self._choices_open -= 1
-            self.done = self._choices_open == 0
+            self._ended.add(chunk.index)
+            self.done = len(self._ended) == self.message.params.n
             if chunk.end.error is not None:
                 self.abort()
                 self.fail(chunk.end.error)
                 return
-        self._put(item)
+        if item is not None:
+            self._put(item)
+
+    def _choice(self, index: int) -> Choice:
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = Choice(self.request_id, index, self._submitted)
+        return choice
 
     def fail(self, error: ErrorInfo) -> None:
         """The request ends with an error."""
         self.done = True
-        self._put(errors.from_code(error.code, error.message, error.field))
+        self._put(error.exception())

@@ -12,7 +12,7 @@ API_KEY_VARIABLE = "QUADRIGA_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class HttpArgs:
-    """http_proc."""
+    """The web gateway (http_proc)."""
 
     no_http: bool = flag(False, "start no web gateway")
     host: str = flag("127.0.0.1", "address of the web gateway; 0.0.0.0 for all networks")
@@ -26,11 +26,14 @@ class HttpArgs:
         "", "web pages that may call the gateway, with commas between them, or * (default: none)"
     )
     max_body_bytes: int = flag(16 * 1024 * 1024, "a larger HTTP request is refused")
+    max_http_connections: int = flag(4096, "connections over this are refused")
+    log_requests: bool = flag(False, "log a line for each request at its end")
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS")
     ssl_keyfile: str = flag("", "its private key, where it is not in --ssl-certfile")
 
     def validate(self) -> None:
         positive("max_body_bytes", self.max_body_bytes)
+        positive("max_http_connections", self.max_http_connections)
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be from 1 to 65535")
         if self.ssl_keyfile and not self.ssl_certfile:

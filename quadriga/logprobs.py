@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quadriga.messages.floats import unpack_floats
-from quadriga.messages.ids import unpack_ids
+from quadriga.messages.arrays import unpack_floats, unpack_ids
 from quadriga.messages.logprobs import Logprobs, PromptLogprobs
 
 

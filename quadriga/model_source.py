@@ -11,7 +11,7 @@ from typing import Any
 from quadriga.config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.sources import gpt2_sizes
-from quadriga.sources.builtin import builtin_weights
+from quadriga.sources.builtin import builtin_weights, own_sampling
 from quadriga.sources.directory import find_problem, read_json
 from quadriga.sources.gguf_header import header_files
 from quadriga.sources.hub import cached_snapshot, snapshot
@@ -106,7 +106,8 @@ def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
         name=name,
         location=str(path),
         config=read_json(header / "config.json"),
-        generation_config=read_json(header / "generation_config.json"),
+        generation_config=read_json(header / "generation_config.json")
+        | ({} if dummy else own_sampling(path)),
         tokenizer_dir=header,
         weights=None if dummy else path,
         tensor_index=None if dummy else header / "tensors.json",

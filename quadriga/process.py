@@ -25,9 +25,11 @@ from typing import Any
 
 from quadriga import config as configuration
 from quadriga.config import ServerConfig
+from quadriga.cores import keep_to, shares
 from quadriga.endpoints import Endpoints
 from quadriga.errors import QuadrigaError
 from quadriga.sockets import close_all
+from quadriga.terminal import line_start
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -40,7 +42,13 @@ EXIT_LAUNCHER_DIED = 6
 DRAIN = "drain"
 ABORT = "abort"
 FAIL = "fail"
-"""Orders of the launcher: finish and leave; end every request and leave; tell the clients why."""
+BEAT = "beat"
+"""Orders of the launcher: finish and leave; end every request and leave; tell the clients why;
+say that you are there."""
+NICENESS = 10
+"""Of a process that gives way."""
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a child write the stacks of its threads to the log."""
 
 
 class Lifeline:
@@ -51,6 +59,8 @@ class Lifeline:
         self._run_dir = run_dir
         self._orders: deque[tuple[str, str]] = deque()
         self._wake_receive, self._wake_send = socket.socketpair()
+        self._attended = False
+        self._sending = threading.Lock()
         if connection is not None:
             threading.Thread(target=self._read, name="lifeline", daemon=True).start()
 
@@ -58,12 +68,21 @@ class Lifeline:
         """Readable when an order waits; for a poller."""
         return self._wake_receive.fileno()
 
+    def attend(self) -> None:
+        """From now on `take_orders` is called whenever there is something: the launcher is answered
+        there, so that it sees that this process goes on, not only that it exists."""
+        self._attended = True
+
     def take_orders(self) -> list[tuple[str, str]]:
         """The (order, argument) pairs that have come."""
         orders = []
         while self._orders:
             self._wake_receive.recv(1)
-            orders.append(self._orders.popleft())
+            order, argument = self._orders.popleft()
+            if order == BEAT:
+                self.report("beat")
+            else:
+                orders.append((order, argument))
         return orders
 
     def report(self, kind: str, **values: Any) -> None:
@@ -72,7 +91,8 @@ class Lifeline:
             logging.info("%s %s", kind, json.dumps(values))
             return
         try:
-            self._connection.sendall(json.dumps({"report": kind, **values}).encode() + b"\n")
+            with self._sending:
+                self._connection.sendall(json.dumps({"report": kind, **values}).encode() + b"\n")
         except OSError:
             self._leave()
 
@@ -82,6 +102,9 @@ class Lifeline:
             try:
                 for line in lines:
                     order, _, argument = line.rstrip("\n").partition(" ")
+                    if order == BEAT and not self._attended:
+                        self.report("beat")
+                        continue
                     self._orders.append((order, argument))
                     self._wake_send.send(b"!")
             except OSError:
@@ -95,11 +118,12 @@ class Lifeline:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What a process body gets to work with."""
+    """What a process body gets to work with. again: another one of its name was there before."""
 
     config: ServerConfig
     endpoints: Endpoints
     lifeline: Lifeline
+    again: bool = False
 
     def ready(self, **facts: Any) -> None:
         """This process can serve; `facts` go into the launcher's start lines."""
@@ -110,9 +134,13 @@ class Child:
         self.lifeline.report("phase", what=what, seconds=round(seconds, 3))
 
 
-def run_child(name: str, body: Callable[[Child], None], niceness: int = 0) -> None:
-    """The main of every `python -m <name>`: parse flags, run `body`, report what went wrong."""
+def run_child(name: str, body: Callable[[Child], None], gives_way: bool = False) -> None:
+    """The main of every `python -m <name>`: parse flags, run `body`, report what went wrong.
+
+    gives_way: to the worker, wherever both want a core.
+    """
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     arguments = _parse(name)
     lifeline = Lifeline(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
     try:
@@ -121,9 +149,10 @@ def run_child(name: str, body: Callable[[Child], None], niceness: int = 0) -> No
         if arguments.lifeline_fd is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        if niceness:
-            os.nice(niceness)
-        body(Child(config, Endpoints(Path(arguments.run_dir)), lifeline))
+        if gives_way:
+            os.nice(NICENESS)
+            keep_to(shares(config.worker).others)
+        body(Child(config, Endpoints(Path(arguments.run_dir)), lifeline, arguments.again))
     except KeyboardInterrupt:
         pass
     except QuadrigaError as error:
@@ -145,6 +174,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {name}")
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
     parser.add_argument("--lifeline-fd", type=int, help="inherited socket to the launcher")
+    parser.add_argument("--again", action="store_true", help="in place of one that died")
     configuration.add_flags(parser)
     return parser.parse_args()
 
@@ -156,7 +186,7 @@ def _inherited(file_descriptor: int | None) -> socket.socket | None:
 def _set_up_logging(name: str, level: str) -> None:
     logging.basicConfig(
         level=level.upper(),
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        format=f"{line_start()}%(asctime)s {name} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )

@@ -39,12 +39,12 @@ class SamplingParams(
     How a token is chosen. None: as the server was started (--sampling-defaults), which is the
     model's own generation_config.json or else the value in parentheses.
 
-    temperature: 0 (below 1e-5) is greedy; finite, >= 0 (1).
+    temperature: 0 (below 1e-5) is greedy; at most 1e6 (1).
     top_k: sample from the k likeliest tokens; -1 or 0 is off (-1).
     top_p: sample from the smallest set of tokens whose probability reaches top_p, in (0, 1] (1).
     min_p: drop tokens less than min_p times as likely as the likeliest, in [0, 1] (0).
     repetition_penalty: divides the positive and multiplies the negative logits of every token
-        that is in the prompt or was generated, in (0, 2] (1).
+        that is in the prompt or was generated, in [0.001, 2] (1).
     frequency_penalty: taken from a token's logit for each time it was generated, in [-2, 2].
     presence_penalty: taken once from the logit of every token that was generated, in [-2, 2].
     logit_bias: added to the logits of these ids, each in [-100, 100].
@@ -74,6 +74,8 @@ class SamplingParams(
     regex: a match of this regular expression, in the dialect of Rust's regex crate.
     ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
     choice: one of these texts.
+    structural_tag: free text in which structures follow triggers, {"structures": [{"begin",
+        "schema", "end"}], "triggers": […]}: JSON text or a map.
 
     What comes back.
 
@@ -108,6 +110,7 @@ class SamplingParams(
     regex: str | None = None
     ebnf: str | None = None
     choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None

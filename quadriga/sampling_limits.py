@@ -1,6 +1,5 @@
 """The ranges of SamplingParams: one request must not hurt the others, so every number has one."""
 
-import math
 from typing import TYPE_CHECKING
 
 from quadriga.errors import InvalidRequest
@@ -19,6 +18,9 @@ MAX_BAD_WORD_LENGTH = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = 1e6
+LEAST_REPETITION_PENALTY = 0.001
+"""Beyond these two, the numbers that they make are none in float32."""
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_LENGTH = 128 * 1024
@@ -55,10 +57,10 @@ def _check_filters(params: "SamplingParams") -> None:
         params.min_p,
     )
     _check(
-        temperature is None or (math.isfinite(temperature) and temperature >= 0),
+        temperature is None or 0 <= temperature <= MAX_TEMPERATURE,
         "temperature",
         temperature,
-        "must be a finite number >= 0; 0 is greedy",
+        f"must be from 0 to {MAX_TEMPERATURE:.0f}; 0 is greedy",
     )
     _check(
         top_k is None or -1 <= top_k <= MAX_TOP_K,
@@ -78,10 +80,10 @@ def _check_penalties(params: "SamplingParams") -> None:
         _check(-2 <= value <= 2, field, value, "must be in [-2, 2]; 0 is off")
     factor = params.repetition_penalty
     _check(
-        factor is None or 0 < factor <= 2,
+        factor is None or LEAST_REPETITION_PENALTY <= factor <= 2,
         "repetition_penalty",
         factor,
-        "must be in (0, 2]; 1 is off",
+        f"must be from {LEAST_REPETITION_PENALTY} to 2; 1 is off",
     )
 
 

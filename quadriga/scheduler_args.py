@@ -13,7 +13,7 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerArgs:
-    """scheduler_proc."""
+    """What runs when (scheduler_proc)."""
 
     max_batch_size: int = flag(64, "requests in one decode step")
     prefill_max_batch_size: int | None = flag(
@@ -23,7 +23,7 @@ class SchedulerArgs:
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens of one step; a longer prompt is computed in chunks of that size, -1: never"
-        " (default: 256 on a CPU, 8192 on a GPU)",
+        " (default: on a CPU as many as keep it busy, measured at the start; 8192 on a GPU)",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
@@ -55,9 +55,13 @@ class SchedulerArgs:
     plan_at_once: bool = flag(
         False, "plan a step as soon as there is room, not as late as the worker allows"
     )
-    debug_retract_probability: float = flag(
-        0.0, "for tests: retract a running request at random, so often a step, in [0, 1]"
+    journal: str = flag(
+        "",
+        "directory of the journal, from which another scheduler goes on with the requests; one that"
+        " outlives the server is synced (default: the run directory, which does not)",
     )
+    no_journal: bool = flag(False, "requests do not survive the end of the scheduler")
+    resume: bool = flag(False, "go on with the requests that an earlier run left in --journal")
 
     def validate(self) -> None:
         for name in (
@@ -81,11 +85,6 @@ class SchedulerArgs:
                 f"schedule_conservativeness is {self.schedule_conservativeness}:"
                 " it must be above 0 and at most 10"
             )
-        if not 0 <= self.debug_retract_probability <= 1:
-            raise ConfigError(
-                f"debug_retract_probability is {self.debug_retract_probability}:"
-                " it must be from 0 to 1"
-            )
         self._check_together()
 
     def _check_together(self) -> None:
@@ -100,6 +99,10 @@ class SchedulerArgs:
                 "--batching static prefills a batch and then decodes it: it contradicts"
                 f" --batch-mode {'decode-first' if self.decode_first else mode}"
             )
+        if self.resume and not self.journal:
+            raise ConfigError("--resume goes on with a journal: say which with --journal DIR")
+        if self.no_journal and self.journal:
+            raise ConfigError("--no-journal contradicts --journal: leave one out")
         if not self.prefix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
             raise ConfigError(
                 f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
@@ -136,13 +139,26 @@ class SchedulerArgs:
     def prefix_cache(self) -> bool:
         return not (self.disable_radix_cache or self.no_prefix_cache)
 
-    def prefill_budget(self, device: str) -> int:
-        """Prompt tokens that one step may hold."""
-        chunk = self.chunk_size(device)
+    @property
+    def measures_chunks(self) -> bool:
+        """The worker finds out how many tokens of prompts a step had best hold."""
+        return self.chunked_prefill_size is None
+
+    def prefill_budget(self, measured: int) -> int:
+        """Prompt tokens that one step may hold. measured: those that keep the worker busy."""
+        chunk = self.chunk_size(measured)
         return self.prefill_max_tokens if chunk is None else min(chunk, self.prefill_max_tokens)
 
-    def chunk_size(self, device: str) -> int | None:
+    def prefill_slack(self, measured: int) -> int:
+        """Prompt tokens that a step may hold beyond that, where no other step of prompts need
+        follow then: half a step, for a small one would not keep the worker busy."""
+        if not self.measures_chunks:
+            return 0
+        budget = self.prefill_budget(measured)
+        return min(budget // 2, self.prefill_max_tokens - budget)
+
+    def chunk_size(self, measured: int) -> int | None:
         """Tokens of the largest chunk; None where prompts are never cut."""
         if self.chunked_prefill_size is None:
-            return 256 if device == "cpu" else 8192
+            return measured
         return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size

@@ -5,7 +5,9 @@ socket gets its linger at creation, so that closing never hangs on unsent data.
 """
 
 import asyncio
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -74,9 +76,18 @@ def bind_frames(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-def bind_front_door(address: str) -> "zmq.Socket[bytes]":
+Prepare = Callable[["zmq.Socket[bytes]"], None]
+"""What is to be done with a socket before it is bound or connected."""
+
+
+def _leave_it(socket: "zmq.Socket[bytes]") -> None:
+    """Nothing is to be done."""
+
+
+def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[bytes]":
     """The public ROUTER: an unreachable or a full client is an error, not a silent drop."""
     socket = _socket(zmq.ROUTER)
+    prepare(socket)
     socket.router_mandatory = True
     socket.router_handover = True
     socket.sndhwm = CLIENT_QUEUE_MESSAGES
@@ -89,15 +100,19 @@ def bind_front_door(address: str) -> "zmq.Socket[bytes]":
     return socket
 
 
-def connect_front_door(address: str, routing_id: bytes) -> "zmq.Socket[bytes]":
+def connect_front_door(
+    address: str, routing_id: bytes, prepare: Prepare = _leave_it
+) -> "zmq.Socket[bytes]":
     """A client's DEALER, with an address of its own that survives a reconnect."""
     socket = _socket(zmq.DEALER)
+    prepare(socket)
     socket.setsockopt(zmq.ROUTING_ID, routing_id)
     socket.sndhwm = 0
     socket.rcvhwm = CLIENT_QUEUE_MESSAGES
     socket.reconnect_ivl = RECONNECT_MS
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
+    socket.handshake_ivl = HEARTBEAT_MS  # ZeroMQ's own 30 s are a long time to wait for a dead one
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -144,13 +159,19 @@ class AsyncPort:
 
     ZeroMQ's file descriptor is edge-triggered and shared by both directions, so whoever sends
     must look for received messages again afterwards; `_pump` is scheduled for that.
+
+    first: called before messages are received.
     """
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None]
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_frames: Callable[[list[bytes]], None],
+        first: Callable[[], None] = lambda: None,
     ) -> None:
         self.socket = socket
         self._on_frames = on_frames
+        self._first = first
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._file_descriptor = int(socket.getsockopt(zmq.FD))
@@ -182,41 +203,67 @@ class AsyncPort:
             self._scheduled = True
             self._loop.call_soon(self._pump)
 
-    def _pump(self, most: int = 64) -> None:
+    def _pump(self) -> None:
         self._scheduled = False
+        self._first()
+        self.receive()
+
+    def receive(self, most: int = 64) -> None:
+        """Take in what has come; the rest of it a little later."""
         for _ in range(most):
             if self.socket.closed:
                 return
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._next()
             except zmq.Again:
                 return
-            self._on_frames(frames)
+            if frames:
+                self._on_frames(frames)
         self._schedule()
+
+    def _next(self) -> list[bytes]:
+        """The frames of a message; none where it is to be dropped. Raises zmq.Again."""
+        return self.socket.recv_multipart(zmq.NOBLOCK)
 
 
 class Unreachable(Exception):
     """The peer of a ROUTER's send is not connected."""
 
 
+_REFUSALS = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not know this client's key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side uses keys and the other does not, or others",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side broke the handshake off: does one side"
+    " use keys and the other not, or another server's?",
+}
+
+
 class ConnectionWatch:
-    """Calls back when a connection of a socket (one of a ROUTER's) comes up or is lost."""
+    """Calls back when a connection of a socket (one of a ROUTER's) comes up, is lost, or is
+    refused, with the reason."""
 
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
         on_disconnect: Callable[[], None],
         on_connect: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._watched = socket
         callbacks: dict[int, Callable[[], None]] = {
             zmq.EVENT_DISCONNECTED: on_disconnect,
             zmq.EVENT_CONNECTED: on_connect,
         }
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        for event, reason in _REFUSALS.items():
+            callbacks[event] = functools.partial(on_refusal, reason)
+        monitor = socket.get_monitor_socket(functools.reduce(operator.or_, callbacks))
         self._port = AsyncPort(
             monitor, lambda frames: callbacks[parse_monitor_message(frames)["event"]]()
         )
+
+    def look(self) -> None:
+        """Call back at once for what has happened, before anything that came after it."""
+        self._port.receive()
 
     def close(self) -> None:
         """Call before the watched socket is closed."""

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from quadriga import errors
+from quadriga.errors import QuadrigaError
 from quadriga.messages.logprobs import Logprobs, PromptLogprobs
 from quadriga.sampling import SamplingParams
 
@@ -54,6 +56,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     chat: for the chat template, where the prompt is a chat.
     clamp_max_new_tokens: where the context leaves less than max_new_tokens, that much is generated
         instead of an error.
+    resent: it was sent before, over a connection that was lost. Where the request is known it goes
+        on; a Replay comes before anything else of it, an empty one where it begins anew.
     """
 
     version: int
@@ -68,6 +72,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     timeout: float | None = None
     chat: ChatOptions = ChatOptions()
     clamp_max_new_tokens: bool = False
+    resent: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -123,11 +128,25 @@ ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | Flus
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
-    """code: as in quadriga/errors.py; field: the request's field that is to blame, or ""."""
+    """code: as in quadriga/errors.py; field: the request's field that is to blame, or "".
+
+    retry_after: seconds after which it may pay to try again, where the server was too busy.
+    """
 
     code: str
     message: str
     field: str = ""
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: QuadrigaError) -> "ErrorInfo":
+        """How an exception travels."""
+        field, retry_after = getattr(error, "field", ""), getattr(error, "retry_after", None)
+        return cls(error.code, str(error), field, retry_after)
+
+    def exception(self) -> QuadrigaError:
+        """The exception that travelled."""
+        return errors.from_code(self.code, self.message, self.field, self.retry_after)
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True):
@@ -200,6 +219,20 @@ class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
     chunks: list[PlainChunk]
 
 
+class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
+    """Requests from their first token on, as a client reads it: each chunk has offset 0 and all
+    text and ids of its choice up to now, in place of what came before. What follows goes on there.
+    """
+
+    chunks: list[Chunk]
+
+
+class SentReplay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
+    """The same as it is sent: a PlainChunk where it says all."""
+
+    chunks: list[PlainChunk]
+
+
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A message that never entered; the terminal message of its request, if it had an id."""
 
@@ -225,7 +258,8 @@ class ServerGone(msgspec.Struct, tag="server_gone", array_like=True, frozen=True
     error: ErrorInfo
 
 
-InfoValues = dict[str, str | int | float | bool | dict[str, int] | None]
+InfoValues = dict[str, Any]
+"""Numbers, texts, and maps of them."""
 
 
 class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
@@ -249,4 +283,4 @@ class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):
     text: str
 
 
-ServerMessage = Chunks | Refused | Pong | Probe | ServerGone | Info | Tokens | Text
+ServerMessage = Chunks | Replay | Refused | Pong | Probe | ServerGone | Info | Tokens | Text

@@ -1,7 +1,7 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
-What detok_proc sends on is two frames: the client's address, and the public message as it will be
-sent, already encoded. An empty address with an empty message says that nothing follows.
+What detok_proc sends on is three frames: the client's address, the public message as it will be
+sent, already encoded, and a Delivered. All three are empty where nothing follows.
 """
 
 import msgspec
@@ -62,12 +62,28 @@ class CloseText(msgspec.Struct, array_like=True, frozen=True):
     index: int = 0
 
 
+class ReplayText(msgspec.Struct, array_like=True, frozen=True):
+    """All of a request up to now, for a detokenizer that has not seen it, or a client that has
+    missed some of it. token_ids: what was generated; logprobs: of these tokens, in order, where
+    they are told; closing: None where it goes on; asked: the client waits for an answer.
+    """
+
+    opening: OpenText
+    token_ids: bytes
+    logprobs: list[LogprobBlock]
+    closing: CloseText | None
+    asked: bool
+
+
 class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
-    """What one step gave: `opened` first, then token_ids[i] for seqs[i], then `closed`.
+    """What one step gave: `replayed` and `opened` first, then token_ids[i] for seqs[i], then
+    `closed`.
 
     seqs: int64s would do; they are plain ints because a server may live long.
     time: the end of the step in Unix seconds, the time of each of its tokens.
     logprobs: of those tokens whose clients asked for them; its rows are places in `seqs`.
+    waiting: requests in the waiting queue. session: that of the DetokReady; what belongs to another
+    one is stale.
     """
 
     time: float
@@ -76,6 +92,9 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     token_ids: bytes
     closed: list[CloseText]
     logprobs: SampledLogprobs | None = None
+    waiting: int = 0
+    session: int = 0
+    replayed: list[ReplayText] = []
 
 
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
@@ -85,8 +104,27 @@ class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     info: Info
 
 
+class NewScheduler(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+    """Forget every text, and answer with a DetokReady of a new session."""
+
+
+class AllTold(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
+    """Every request has ended, and the front door is to know that it has heard of all."""
+
+
 class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
-    """Nothing follows; pass the end on to the tokenizer and leave."""
+    """Nothing follows: leave."""
 
 
-DetokMessage = StepOutput | InfoReply | StopDetok
+class Delivered(msgspec.Struct, array_like=True, frozen=True):
+    """What the front door must know of a message that it hands out unread.
+
+    ended: ids of the client's requests that it ends, each as often as choices of it end. waiting:
+    requests in the waiting queue, where the message tells.
+    """
+
+    ended: list[str] = []
+    waiting: int | None = None
+
+
+DetokMessage = StepOutput | InfoReply | NewScheduler | AllTold | StopDetok

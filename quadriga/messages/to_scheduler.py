@@ -12,7 +12,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
 
     params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
     queue_deadline, deadline: Unix seconds; None where there is none. grammar: that of the params,
-    which do not have it any more.
+    which do not have it any more. resent: as in Generate.
     """
 
     client: bytes
@@ -27,17 +27,36 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     deadline: float | None = None
     bad_words: list[bytes] = []
     grammar: GrammarForm | None = None
+    resent: bool = False
+
+
+CLIENT, CLIENT_LOST, SERVER_STOPPING = "client", "client_lost", "server_stopping"
+"""By whose doing a request is aborted."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End one request of a client, or with an empty id all of them."""
+    """End one request of a client, or with an empty id all of them. by: CLIENT, which asked for
+    it, or CLIENT_LOST, where it is gone or was cut off."""
 
     client: bytes
     request_id: str
+    by: str = CLIENT
 
 
 class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
     """The detokenizer met a stop string in these requests."""
+
+    seqs: list[int]
+
+
+class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
+    """A detokenizer that knows no text. session: drawn by it; what is for another one is stale."""
+
+    session: int
+
+
+class TextsEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """The detokenizer has handed on the ends of these requests."""
 
     seqs: list[int]
 
@@ -55,7 +74,11 @@ class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
-    """Nothing new will come: finish what is there, then stop and pass Stop on."""
+    """Nothing new will come: finish what is there, then say AllTold."""
+
+
+class Leave(msgspec.Struct, tag="leave", array_like=True, frozen=True):
+    """The clients have everything, and the front door leaves: so does everybody."""
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
@@ -64,4 +87,6 @@ class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
     reason: str
 
 
-SchedulerMessage = Submit | AbortRequest | StopFound | Inspect | Drain | AbortAll
+SchedulerMessage = (
+    Submit | AbortRequest | StopFound | DetokReady | TextsEnded | Inspect | Drain | Leave | AbortAll
+)

@@ -19,6 +19,7 @@ class SlotRules(msgspec.Struct, array_like=True, frozen=True):
     bias_ids: int32, bias: float32 [ids]; allowed_ids: int32, empty: all; bad_words: token ids
     (int32) of each; stop_ids: int32, not sampled before min_new_tokens were, and only where the
     grammar may end. grammar: the key of one that the worker has compiled, or empty.
+    jumps: forced tokens are taken without a step each.
     logprobs, prompt_logprobs: how many of the likeliest tokens are told; None: nothing is.
     """
 
@@ -36,6 +37,7 @@ class SlotRules(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: bytes = b""
+    jumps: bool = False
 
 
 class NewSlot(msgspec.Struct, array_like=True, frozen=True):
@@ -63,10 +65,14 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     The worker first forgets `released`, then takes in `new`, appends to page tables what `grown`
     says (int32 bytes: slot, page, slot, page, ...), then computes for row i the next num_tokens[i]
     tokens of slots[i]. A row whose computed tokens reach all that is known of its slot samples one
-    token, which the worker keeps as that slot's next input.
+    token, which the worker keeps as that slot's next input. Where its grammar forced tokens to
+    follow, of which the plan may not know, the slot's next row computes them, too, as far as its
+    pages hold.
 
     Pages may be shared: a row reads what an earlier plan, or an earlier row of this same plan,
     computed. So every row's keys and values of a layer are written before any row attends.
+
+    session: that of the WorkerReady; another worker's plans are not run.
     """
 
     step: int
@@ -76,6 +82,7 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     new: list[NewSlot]
     released: bytes
     grown: bytes = b""
+    session: int = 0
 
 
 class CompileGrammar(msgspec.Struct, tag="compile", array_like=True, frozen=True):
@@ -90,18 +97,26 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     key: bytes
 
 
+class NewScheduler(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+    """Forget every slot and every grammar, and answer with a WorkerReady of a new session."""
+
+
 class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Nothing follows; leave."""
 
 
-WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | StopWorker
+WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | NewScheduler | StopWorker
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The KV pool as it came out, and what computes. Pages are numbered 0 to num_pages - 1."""
+    """The KV pool as it came out, and what computes. Pages are numbered 0 to num_pages - 1.
+
+    prefill_tokens: of prompts in one step, from where on more of them bring no higher rate.
+    session: drawn by the worker when nothing is in its slots; what belongs to another one is stale.
+    """
 
     num_pages: int
     page_size: int
@@ -110,6 +125,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     device: str
     pid: int = 0
     backend: str = ""
+    prefill_tokens: int = 256
+    session: int = 0
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
@@ -117,6 +134,7 @@ class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
 
     key: bytes
     error: str = ""
+    session: int = 0
 
 
 class FailedRow(msgspec.Struct, array_like=True, frozen=True):
@@ -126,12 +144,20 @@ class FailedRow(msgspec.Struct, array_like=True, frozen=True):
     error: str
 
 
+class ForcedRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a plan whose grammar lets nothing but these tokens (int32 bytes) follow the one that
+    was sampled. They are known of its slot from now on."""
+
+    row: int
+    token_ids: bytes
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Tokens of a step, one per row of its plan (int32 bytes), -1 for a row that did not sample.
 
     began, ended: Unix seconds around forward and sampling.
     logprobs, prompt_logprobs: for the slots whose rules ask for them. failed: rows for which the
-    grammar had no token.
+    grammar had no token; forced: rows for which it leaves more than one token no choice.
     """
 
     step: int
@@ -141,6 +167,8 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptPiece] = []
     failed: list[FailedRow] = []
+    session: int = 0
+    forced: list[ForcedRow] = []
 
 
 ResultMessage = WorkerReady | GrammarReady | StepResult

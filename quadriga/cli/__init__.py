@@ -1,0 +1,1 @@
+"""What `quadriga` does at a terminal: serve, chat, ask, bench."""

@@ -1,0 +1,38 @@
+"""`quadriga ask "..."`: one question, one answer."""
+
+import argparse
+import sys
+
+from quadriga.cli.flags import add_sampling, add_server, sampling
+from quadriga.client import Client
+from quadriga.errors import QuadrigaError
+
+NAME = "ask"
+HELP = "ask a running server, and print the answer as it comes"
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Of this command."""
+    parser.add_argument("prompt", nargs="+", help="the question; several words become one text")
+    parser.add_argument("--plain", action="store_true", help="continue the text; no chat template")
+    add_server(parser)
+    add_sampling(parser, temperature=0.0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answer; the exit code."""
+    text = " ".join(arguments.prompt)
+    prompt = text if arguments.plain else [{"role": "user", "content": text}]
+    try:
+        with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+            for chunk in client.stream(prompt, sampling(arguments)):
+                print(chunk.text, end="", flush=True)
+        print()
+    except QuadrigaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print()
+        return EXIT_INTERRUPTED
+    return EXIT_OK

@@ -1,0 +1,119 @@
+"""`quadriga chat`: a conversation at the terminal."""
+
+import argparse
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from quadriga.cli.flags import add_sampling, add_server, sampling
+from quadriga.client import Client
+from quadriga.errors import PromptTooLong, QuadrigaError, ServerFailed, ServerUnreachable
+from quadriga.sampling import SamplingParams
+
+NAME = "chat"
+HELP = "chat with a running server, in many turns"
+PROMPT = "> "
+COMMANDS = "/clear begins anew · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
+EXIT_OK, EXIT_FAILED = 0, 1
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Of this command."""
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    add_server(parser)
+    add_sampling(parser, temperature=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Chat until the person leaves; the exit code."""
+    # Lines can be edited, and earlier ones come back with the arrow keys, where readline is there.
+    with suppress(ImportError):
+        import readline  # noqa: F401
+    try:
+        with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+            info = client.info()
+            params = _filling(sampling(arguments), info)
+            _note(f"{info['model']} at {arguments.endpoint} · {COMMANDS}")
+            Chat(client, params, arguments.system).talk()
+    except QuadrigaError as error:
+        _note(f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _filling(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:
+    """Where nobody says otherwise an answer may be as long as the context leaves."""
+    if params.max_new_tokens is not None:
+        return params
+    return msgspec.structs.replace(params, max_new_tokens=info["context_length"])
+
+
+class Chat:
+    """The turns so far. The server keeps none: each question sends all of them, and the prefix
+    cache knows them."""
+
+    def __init__(self, client: Client, params: SamplingParams, system: str | None) -> None:
+        self._client = client
+        self._params = params
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+
+    def talk(self) -> None:
+        """Read and answer until the end of the input or /exit. Raises what ends the server."""
+        while True:
+            try:
+                line = input(PROMPT if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                _note(f"\n{COMMANDS}")
+                continue
+            if line == "/exit":
+                return
+            if line == "/clear":
+                self._turns.clear()
+                _note("the chat begins anew")
+            elif line.startswith("/"):
+                _note(f"no such command: {line}. {COMMANDS}")
+            elif line:
+                self._answer(line)
+
+    def _answer(self, question: str) -> None:
+        """Print the answer as it comes. What was stopped stays in the chat as far as it came; a
+        question without any answer does not."""
+        asked = [*self._turns, {"role": "user", "content": question}]
+        pieces: list[str] = []
+        try:
+            self._stream(asked, pieces)
+        except KeyboardInterrupt:
+            print(flush=True)
+            _note("stopped")
+            if not pieces:
+                return
+        except (ServerUnreachable, ServerFailed):
+            print(flush=True)
+            raise
+        except PromptTooLong as error:
+            _note(f"{error}. Or begin anew with /clear")
+            return
+        except QuadrigaError as error:
+            print(flush=True)
+            _note(f"{type(error).__name__}: {error}")
+            return
+        self._turns = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, asked: list[dict[str, str]], pieces: list[str]) -> None:
+        chunks = self._client.stream(
+            self._beginning + asked, self._params, clamp_max_new_tokens=True
+        )
+        for chunk in chunks:
+            pieces.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+        print(flush=True)
+
+
+def _note(text: str) -> None:
+    """What is no part of the chat."""
+    print(text, file=sys.stderr, flush=True)
