@@ -8,21 +8,28 @@ from typing import TYPE_CHECKING, NamedTuple
 from detok_proc.incremental import DecoderFactory
 from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
-from detok_proc.told import Entry, Told, entries_by_row, tell_prompt
-from quadriga.messages.ids import pack_ids, unpack_ids
+from detok_proc.told import Entry, Told, entries_by_row, entries_of, tell_prompt
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
-from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
+from quadriga.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class Deliveries(NamedTuple):
-    """by_client: chunks by the client's address. stop_found: requests that the scheduler should
-    end, each of them told once."""
+ByClient = dict[bytes, list[PlainChunk]]
+"""Chunks by the client's address."""
 
-    by_client: dict[bytes, list[PlainChunk]]
+
+class Deliveries(NamedTuple):
+    """again: chunks that tell their requests from the first token on, to go first. stop_found:
+    requests that the scheduler should end, each of them told once. ended: those whose end is among
+    the chunks."""
+
+    by_client: ByClient
     stop_found: list[int]
+    again: ByClient
+    ended: list[int]
 
 
 class Detokenizer:
@@ -49,17 +56,41 @@ class Detokenizer:
 
     def process(self, output: StepOutput) -> Deliveries:
         """Take in one step: what it opened, its tokens, then what it closed."""
+        deliveries = Deliveries({}, [], {}, [])
+        for replay in output.replayed:
+            self._replay(replay, output.time, deliveries)
         for opening in output.opened:
             self._streams[opening.seq] = TextStream(opening, self._decoders)
-        deliveries = Deliveries({}, [])
         touched = self._take_tokens(output, deliveries.stop_found)
         for closing in output.closed:
             touched.pop(closing.seq, None)
-            self._close(closing, deliveries)
+            self._close(closing, deliveries.by_client, deliveries.ended)
         for stream in touched.values():
             if stream.is_due(self._interval):
                 deliveries.by_client.setdefault(stream.client, []).append(stream.take())
         return deliveries
+
+    def forget_all(self) -> None:
+        """Another scheduler knows nothing of these texts."""
+        self._streams.clear()
+
+    def _replay(self, replay: ReplayText, moment: float, deliveries: Deliveries) -> None:
+        """Take in a request as if it had just given all its tokens."""
+        seq, closing = replay.opening.seq, replay.closing
+        stream = self._streams[seq] = TextStream(replay.opening, self._decoders)
+        ids, entries = unpack_ids(replay.token_ids), entries_of(replay.logprobs)
+        stop = closing.matched_stop if closing is not None else None
+        for place, token_id in enumerate(ids, start=1):
+            if not stream.is_over:
+                is_stop = place == len(ids) and token_id == stop
+                stream.push(token_id, moment, is_stop, next(entries, None))
+        if closing is not None:
+            self._close(closing, deliveries.again, deliveries.ended)
+        elif stream.is_over:
+            deliveries.stop_found.append(seq)
+        if closing is None and (stream.streams or replay.asked):
+            chunk = stream.take() if stream.streams else stream.nothing()
+            deliveries.again.setdefault(stream.client, []).append(chunk)
 
     def _take_tokens(self, output: StepOutput, stop_found: list[int]) -> "dict[int, TextStream]":
         """Push every token; the requests that got one, by their number."""
@@ -79,7 +110,7 @@ class Detokenizer:
                 stop_found.append(seq)
         return touched
 
-    def _close(self, closing: CloseText, deliveries: Deliveries) -> None:
+    def _close(self, closing: CloseText, by_client: ByClient, ended: list[int]) -> None:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, None, None, 0, self._clock())
@@ -90,7 +121,8 @@ class Detokenizer:
                 closing, stream.matched_stop, stream.error, stream.tokens, self._clock()
             )
             chunk = stream.take(end)
-        deliveries.by_client.setdefault(closing.client, []).append(chunk)
+        by_client.setdefault(closing.client, []).append(chunk)
+        ended.append(closing.seq)
 
 
 class TextStream:
@@ -153,6 +185,12 @@ class TextStream:
         """The first token at once, then every `interval` of them."""
         unsent = len(self._ids)
         return self.streams and (unsent >= interval or unsent == self.tokens)
+
+    def nothing(self) -> PlainChunk:
+        """A chunk that says no more than that the request is known."""
+        if self._index == 0:
+            return PlainChunk(self.request_id, 0, "", b"", [])
+        return Chunk(self.request_id, 0, "", b"", [], None, self._index)
 
     def take(self, end: End | None = None) -> PlainChunk:
         """Everything that is known and was not sent."""

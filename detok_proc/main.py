@@ -3,26 +3,38 @@
 import logging
 import os
 import time
-from itertools import chain
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages.public import Info, SentChunks
-from quadriga.messages.to_detok import DetokMessage, InfoReply, StepOutput, StopDetok
-from quadriga.messages.to_scheduler import StopFound
+from quadriga.faults import FaultyInbox, faulty_inbox
+from quadriga.messages.public import Info, PlainChunk, SentChunks, SentReplay
+from quadriga.messages.to_detok import (
+    AllTold,
+    Delivered,
+    DetokMessage,
+    InfoReply,
+    NewScheduler,
+    StepOutput,
+    StopDetok,
+)
+from quadriga.messages.to_scheduler import DetokReady, StopFound, TextsEnded
 from quadriga.model_source import resolve_model
-from quadriga.process import Child, run_child
-from quadriga.sockets import Inbox, Outbox, encode
+from quadriga.process import Child, Lifeline, run_child
+from quadriga.sockets import Inbox, Outbox, Poller, encode
 from quadriga.text import load_tokenizer
 
 
 def main() -> None:
     """`python -m detok_proc`. It yields the processor to the worker, on which all wait."""
-    run_child("detok_proc", body, niceness=10)
+    run_child("detok_proc", body, gives_way=True)
 
 
 def body(child: Child) -> None:
     """Bind first, so that nothing which is sent during the start is lost."""
-    inbox: Inbox[DetokMessage] = Inbox(child.endpoints.detok, DetokMessage)
+    inbox = faulty_inbox(
+        Inbox[DetokMessage](child.endpoints.detok, DetokMessage),
+        "detok",
+        child.config.launch.fault,
+    )
     began = time.perf_counter()
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
@@ -30,23 +42,44 @@ def body(child: Child) -> None:
     delivery = Outbox(child.endpoints.delivery)
     scheduler = Outbox(child.endpoints.scheduler)
     child.ready()
-    serve(inbox, detokenizer, delivery, scheduler)
+    serve(child.lifeline, inbox, detokenizer, delivery, scheduler)
 
 
 def serve(
-    inbox: "Inbox[DetokMessage]", detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
+    lifeline: Lifeline,
+    inbox: "Inbox[DetokMessage] | FaultyInbox[DetokMessage]",
+    detokenizer: Detokenizer,
+    delivery: Outbox,
+    scheduler: Outbox,
 ) -> None:
-    """Until StopDetok, which is passed on to the tokenizer as two empty frames."""
+    """Until StopDetok. AllTold is passed on to the tokenizer as three empty frames."""
+    lifeline.attend()
+    poller = Poller(inbox, lifeline)
+    session = _begin(detokenizer, scheduler)
     while True:
-        for message in chain([inbox.receive()], inbox.drain()):
+        poller.wait()
+        lifeline.take_orders()
+        for message in inbox.drain():
             if isinstance(message, StopDetok):
-                delivery.send_frames(b"", b"")
                 logging.debug("leaving with %d open requests", detokenizer.open_requests)
                 return
-            if isinstance(message, InfoReply):
-                delivery.send_frames(message.client, encode(_with_own_pid(message.info)))
-            else:
+            if isinstance(message, AllTold):
+                delivery.send_frames(b"", b"", b"")
+            elif isinstance(message, NewScheduler):
+                session = _begin(detokenizer, scheduler)
+            elif isinstance(message, InfoReply):
+                info = encode(_with_own_pid(message.info))
+                delivery.send_frames(message.client, info, encode(Delivered()))
+            elif message.session == session:
                 deliver(message, detokenizer, delivery, scheduler)
+
+
+def _begin(detokenizer: Detokenizer, scheduler: Outbox) -> int:
+    """Know nothing, and let the scheduler tell all that runs. The session from then on."""
+    detokenizer.forget_all()
+    session = time.time_ns()
+    scheduler.send(DetokReady(session))
+    return session
 
 
 def _with_own_pid(info: Info) -> Info:
@@ -60,8 +93,17 @@ def deliver(
     output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
     """One message to each client that this step gave something, and one to the scheduler."""
-    by_client, stop_found = detokenizer.process(output)
-    for client, chunks in by_client.items():
-        delivery.send_frames(client, encode(SentChunks(chunks)))
-    if stop_found:
-        scheduler.send(StopFound(stop_found))
+    deliveries = detokenizer.process(output)
+    for client, chunks in deliveries.again.items():
+        delivery.send_frames(client, encode(SentReplay(chunks)), _told(chunks, output))
+    for client, chunks in deliveries.by_client.items():
+        delivery.send_frames(client, encode(SentChunks(chunks)), _told(chunks, output))
+    if deliveries.ended:
+        scheduler.send(TextsEnded(deliveries.ended))
+    if deliveries.stop_found:
+        scheduler.send(StopFound(deliveries.stop_found))
+
+
+def _told(chunks: list[PlainChunk], output: StepOutput) -> bytes:
+    ended = [chunk.request_id for chunk in chunks if chunk.end is not None]
+    return encode(Delivered(ended, output.waiting))

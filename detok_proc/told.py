@@ -3,8 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 
-from quadriga.messages.floats import pack_floats, unpack_floats
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from quadriga.messages.logprobs import LogprobBlock, Logprobs, PromptLogprobs, SampledLogprobs
 from quadriga.messages.to_detok import ToldPrompt
 
@@ -73,10 +72,15 @@ def tell_prompt(prompt: ToldPrompt, bytes_of: BytesOf) -> PromptLogprobs:
     return PromptLogprobs(prompt.token_ids, told.take())
 
 
-def _chained(first: Entry, blocks: Iterable[LogprobBlock]) -> Iterator[Entry]:
-    yield first
+def entries_of(blocks: Iterable[LogprobBlock]) -> Iterator[Entry]:
+    """Of all tokens, one after the other."""
     for block in blocks:
         yield from _entries(block)
+
+
+def _chained(first: Entry, blocks: Iterable[LogprobBlock]) -> Iterator[Entry]:
+    yield first
+    yield from entries_of(blocks)
 
 
 def _entries(block: LogprobBlock) -> Iterator[Entry]:

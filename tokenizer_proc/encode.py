@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.errors import InvalidRequest
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.chat import ChatTemplate
 
@@ -68,14 +68,6 @@ class Encoder:
                 "bad_words",
             )
         return [pack_ids(ids) for ids in ids_of_all]
-
-    def take(
-        self,
-        check: "Callable[[], array[int]]",
-        then: "Callable[[asyncio.Future[array[int]]], None]",
-    ) -> None:
-        """Call `then` at once with a future that holds ids which need no encoding."""
-        self._run(True, check, then)
 
     def _run(
         self, at_once: bool, work: Callable[[], T], then: "Callable[[asyncio.Future[T]], None]"

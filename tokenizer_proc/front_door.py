@@ -1,7 +1,7 @@
 """The public socket: takes requests in, hands results out, and keeps no state of a request.
 
-What it does keep: which clients are there (to tell them when the server ends, and to notice when
-they go), and the requests that are being encoded at this moment.
+What it does keep: who is there (clients.py), how many requests each of them has open (load.py), and
+the requests that are being encoded at this moment.
 """
 
 import asyncio
@@ -10,12 +10,15 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from quadriga.config import FrontDoorArgs, ServerConfig
-from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping, SlowReader
+import msgspec
+
+from quadriga.config import FrontDoorArgs
+from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.grammar import grammar_of, without_grammar
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.grammar import GrammarForm
-from quadriga.messages.ids import pack_ids
 from quadriga.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -28,42 +31,67 @@ from quadriga.messages.public import (
     InfoValues,
     Ping,
     Pong,
-    Probe,
     Refused,
-    ServerGone,
-    Text,
     Tokenize,
-    Tokens,
 )
-from quadriga.messages.to_scheduler import AbortRequest, Drain, Inspect, Submit
+from quadriga.messages.to_detok import Delivered
+from quadriga.messages.to_scheduler import (
+    CLIENT,
+    CLIENT_LOST,
+    AbortRequest,
+    Drain,
+    Inspect,
+    Leave,
+    Submit,
+)
 from quadriga.model_source import ModelFiles
-from quadriga.sockets import AsyncPort, Outbox, Unreachable, encode
+from quadriga.sockets import AsyncPort, Outbox, encode
 from quadriga.stop_regex import compile_stop_regex
 from tokenizer_proc import requests
-from tokenizer_proc.chat import ChatTemplate
+from tokenizer_proc.clients import Clients
+from tokenizer_proc.conversions import convert
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.grammars import GrammarDoor
+from tokenizer_proc.load import Load
 from tokenizer_proc.sampling_defaults import sampling_defaults
 
-PROBE_DELAYS = (0.05, 0.5)
-"""Seconds after a lost connection at which the clients are probed: the first is nearly always
-enough, the second covers a connection that libzmq had not yet taken down."""
-CUT_OFF_RETRY = 1.0
-"""Seconds between attempts to tell a client that it was cut off."""
+RETURN_SECONDS = 2.0
+"""In which clients of a front door that died ask the next one for what they have open. They try to
+connect many times a second."""
 
-_PROBE = encode(Probe())
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that is being worked on. size: of its message, in bytes. received: Unix seconds.
+    aborted: meanwhile."""
+
+    client: bytes
+    message: Generate
+    size: int
+    received: float
+    grammar: GrammarForm | None = None
+    aborted: bool = False
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        return self.client, self.message.request_id
 
 
 class FrontDoor:
-    """Requests in, results out. `ended` is set when the last result has been handed over."""
+    """Requests in, results out. `ended` is set when the last result has been handed over.
+
+    max_queued: requests that may wait. again: in place of another one, whose clients come back.
+    """
 
     def __init__(
         self,
         args: FrontDoorArgs,
+        max_queued: int,
         model: ModelFiles,
         encoder: Encoder,
         scheduler: Outbox,
         facts: InfoValues,
+        again: bool = False,
     ) -> None:
         self._args = args
         self._model = model
@@ -73,291 +101,198 @@ class FrontDoor:
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
         self._grammars = GrammarDoor(model)
         self._instance = uuid.uuid4().hex
-        self._port: AsyncPort | None = None
-        self._clients: set[bytes] = set()
-        self._cut_off: set[bytes] = set()
-        self._encoding: dict[tuple[bytes, str], bool] = {}  # value: aborted meanwhile
+        self._load = Load(max_queued, args.max_requests_per_client)
+        self.clients = Clients(self._client_is_lost)
+        self._arrivals: dict[tuple[bytes, str], Arrival] = {}
+        self._refused = 0
         self._draining = False
+        self._awaits_clients = again
+        self._has_asked = False
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
-        self._port = port
+        self.clients.open(port)
+        if self._awaits_clients:
+            asyncio.get_running_loop().call_later(RETURN_SECONDS, self._clients_are_back)
 
     # --- in ---------------------------------------------------------------------------------------
 
     def on_public(self, frames: list[bytes]) -> None:
         """A message of a client: [address, message]."""
         client, payload = frames[0], frames[1:]
-        self._clients.add(client)
+        self.clients.saw(client)
         try:
             message = requests.parse(payload)
             match message:
                 case Generate():
-                    self._generate(client, message)
+                    self._generate(client, message, len(payload[0]))
                 case Abort():
                     self._abort(client, message.request_id)
                 case Ping():
-                    pong = Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES)
-                    self._deliver(client, encode(pong))
+                    self._answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
                 case GetInfo():
-                    self._scheduler.send(Inspect(client, message.request_id, self._facts))
+                    self._inspect(client, message.request_id)
                 case FlushCache():
-                    inspect = Inspect(client, message.request_id, self._facts, flush_cache=True)
-                    self._scheduler.send(inspect)
+                    self._inspect(client, message.request_id, flush_cache=True)
                 case Tokenize() | Detokenize():
-                    self._convert(client, message)
+                    vocab_size = self._model.vocab_size
+                    convert(
+                        message, self._encoder, vocab_size, lambda said: self._answer(client, said)
+                    )
         except QuadrigaError as error:
             self._refuse(client, requests.salvage_request_id(payload), error)
 
-    def _generate(self, client: bytes, message: Generate) -> None:
-        received = time.time()
-        if self._draining:
-            raise ServerStopping("the server is stopping and takes no new requests")
+    def _generate(self, client: bytes, message: Generate, size: int) -> None:
         requests.check_request_id(message.request_id)
+        arrival = Arrival(client, message, size, received=time.time())
+        if arrival.key in self._arrivals:
+            return
         requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
+        if not message.resent:
+            self._check_welcome(client, message, size)
         for pattern in message.params.stop_regexes:
             compile_stop_regex(pattern)
         grammar = grammar_of(message.params)
-        if message.prompt_token_ids is not None and grammar is None:
-            ids = requests.check_prompt_ids(message, self._model.vocab_size)
-            self._submit(client, message, ids, received)
-            return
         if grammar is not None:
             requests.check_can_end(message.params, self._model)
-        self._encoding[client, message.request_id] = False
+        self._arrivals[arrival.key] = arrival
+        self._load.let_in(client, message.request_id, message.params.n, size)
         if grammar is None:
-            self._encode(client, message, received)
+            self._encode(arrival)
         else:
-            self._grammars.check(
-                grammar, lambda future: self._grammar_checked(client, message, received, future)
+            self._grammars.check(grammar, lambda form: self._grammar_checked(arrival, form))
+
+    def _inspect(self, client: bytes, request_id: str, flush_cache: bool = False) -> None:
+        now = {"refused": self._refused, "open_requests": self._load.open_requests}
+        facts: InfoValues = {**self._facts, **now}
+        self._scheduler.send(Inspect(client, request_id, facts, flush_cache))
+
+    def _check_welcome(self, client: bytes, message: Generate, size: int) -> None:
+        """What was accepted once is not refused when it is sent again; everything else may be."""
+        if self._draining:
+            raise ServerStopping("the server is stopping and takes no new requests")
+        self._load.check(client, message.params.n, size)
+
+    def _grammar_checked(self, arrival: Arrival, form: "asyncio.Future[str]") -> None:
+        try:
+            arrival.grammar = GrammarForm.of(form.result())
+        except QuadrigaError as error:
+            self._settle(arrival, error)
+        else:
+            self._encode(arrival)
+
+    def _encode(self, arrival: Arrival) -> None:
+        message, vocab_size = arrival.message, self._model.vocab_size
+        if message.prompt_token_ids is not None:
+            self._pass_on(arrival, lambda: requests.check_prompt_ids(message, vocab_size))
+        else:
+            self._encoder.encode(
+                message.prompt, message.chat, lambda ids: self._pass_on(arrival, ids.result)
             )
 
-    def _grammar_checked(
-        self, client: bytes, message: Generate, received: float, form: "asyncio.Future[str]"
-    ) -> None:
+    def _pass_on(self, arrival: Arrival, ids: "Callable[[], array[int]]") -> None:
         try:
-            grammar = GrammarForm.of(form.result())
+            self._scheduler.send(self._submission(arrival, ids()))
         except QuadrigaError as error:
-            self._encoding.pop((client, message.request_id), None)
-            self._refuse(client, message.request_id, error)
-            self._pass_drain_on()
-        else:
-            self._encode(client, message, received, grammar)
-
-    def _encode(
-        self,
-        client: bytes,
-        message: Generate,
-        received: float,
-        grammar: GrammarForm | None = None,
-    ) -> None:
-        def then(future: "asyncio.Future[array[int]]") -> None:
-            self._encoded(client, message, received, future, grammar)
-
-        if message.prompt_token_ids is None:
-            self._encoder.encode(message.prompt, message.chat, then)
-        else:
-            vocab_size = self._model.vocab_size
-            self._encoder.take(lambda: requests.check_prompt_ids(message, vocab_size), then)
-
-    def _encoded(
-        self,
-        client: bytes,
-        message: Generate,
-        received: float,
-        ids: "asyncio.Future[array[int]]",
-        grammar: GrammarForm | None,
-    ) -> None:
-        aborted = self._encoding.pop((client, message.request_id), False)
-        try:
-            self._submit(client, message, ids.result(), received, grammar)
-            if aborted:
-                self._scheduler.send(AbortRequest(client, message.request_id))
-        except QuadrigaError as error:
-            self._refuse(client, message.request_id, error)
+            self._settle(arrival, error)
         except Exception as error:
             logging.exception("encoding failed")
-            refusal = InvalidRequest(f"prompt cannot be encoded: {error}", "prompt")
-            self._refuse(client, message.request_id, refusal)
-        self._pass_drain_on()
+            self._settle(arrival, InvalidRequest(f"prompt cannot be encoded: {error}", "prompt"))
+        else:
+            if arrival.aborted:
+                self._scheduler.send(AbortRequest(*arrival.key))
+            self._settle(arrival)
 
-    def _submit(
-        self,
-        client: bytes,
-        message: Generate,
-        ids: "array[int]",
-        received: float,
-        grammar: GrammarForm | None = None,
-    ) -> None:
-        args, truncate = self._args, message.truncate_prompt
+    def _submission(self, arrival: Arrival, ids: "array[int]") -> Submit:
+        args, message, received = self._args, arrival.message, arrival.received
+        truncate = message.truncate_prompt
         if truncate is None:
             truncate = args.allow_auto_truncate
         params = message.params.filled(self._defaults)
         ids, params = requests.fit(ids, params, self._model, truncate, message.clamp_max_new_tokens)
-        if grammar is not None:
+        if arrival.grammar is not None:
             params = without_grammar(params)
-        self._scheduler.send(
-            Submit(
-                client=client,
-                request_id=message.request_id,
-                prompt_ids=pack_ids(ids),
-                params=params,
-                stream=message.stream,
-                received=received,
-                tokenized=time.time(),
-                priority=message.priority,
-                queue_deadline=requests.deadline(
-                    received, message.queue_timeout, args.queue_timeout
-                ),
-                deadline=requests.deadline(received, message.timeout, args.request_timeout),
-                bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
-                grammar=grammar,
-            )
+        return Submit(
+            client=arrival.client,
+            request_id=message.request_id,
+            prompt_ids=pack_ids(ids),
+            params=params,
+            stream=message.stream,
+            received=received,
+            tokenized=time.time(),
+            priority=message.priority,
+            queue_deadline=requests.deadline(received, message.queue_timeout, args.queue_timeout),
+            deadline=requests.deadline(received, message.timeout, args.request_timeout),
+            bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
+            grammar=arrival.grammar,
+            resent=message.resent,
         )
 
-    def _convert(self, client: bytes, message: Tokenize | Detokenize) -> None:
-        """Text to ids or back, for who wants to know."""
-        requests.check_request_id(message.request_id)
-        if isinstance(message, Tokenize):
-            self._encoder.encode(
-                message.prompt,
-                message.chat,
-                lambda future: self._converted(
-                    client,
-                    message.request_id,
-                    lambda: Tokens(message.request_id, pack_ids(future.result())),
-                ),
-            )
-        else:
-            ids = requests.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
-            self._encoder.decode(
-                ids,
-                message.skip_special_tokens,
-                lambda future: self._converted(
-                    client,
-                    message.request_id,
-                    lambda: Text(message.request_id, future.result()),
-                ),
-            )
+    def _settle(self, arrival: Arrival, error: QuadrigaError | None = None) -> None:
+        """A request went on to the scheduler, or is refused."""
+        self._arrivals.pop(arrival.key, None)
+        self._load.worked_off(arrival.size)
+        if error is not None:
+            self._load.refused(*arrival.key)
+            self._refuse(*arrival.key, error)
+        self._pass_drain_on()
 
-    def _converted(
-        self, client: bytes, request_id: str, answer: Callable[[], Tokens | Text]
-    ) -> None:
-        try:
-            self._deliver(client, encode(answer()))
-        except QuadrigaError as error:
-            self._refuse(client, request_id, error)
-        except Exception as error:
-            logging.exception("encoding failed")
-            self._refuse(client, request_id, InvalidRequest(f"cannot be converted: {error}"))
+    def _abort(self, client: bytes, request_id: str, by: str = CLIENT) -> None:
+        for arrival in self._arrivals.values():
+            if arrival.client == client and request_id in ("", arrival.message.request_id):
+                arrival.aborted = True
+        self._scheduler.send(AbortRequest(client, request_id, by))
 
-    def _abort(self, client: bytes, request_id: str) -> None:
-        for key in self._encoding:
-            if key[0] == client and request_id in ("", key[1]):
-                self._encoding[key] = True
-        self._scheduler.send(AbortRequest(client, request_id))
-
-    def _refuse(self, client: bytes, request_id: str, error: QuadrigaError) -> None:
-        info = ErrorInfo(error.code, str(error), getattr(error, "field", ""))
-        self._deliver(client, encode(Refused(request_id, info)))
+    def _client_is_lost(self, client: bytes) -> None:
+        self._load.forget(client)
+        self._abort(client, "", CLIENT_LOST)
 
     # --- out --------------------------------------------------------------------------------------
 
     def on_delivery(self, frames: list[bytes]) -> None:
-        """A result from the detokenizer: [address, message], ready to send; two empty: the end."""
-        client, payload = frames
-        if client:
-            self._deliver(client, payload)
-        else:
-            self.ended.set()
-
-    def _deliver(self, client: bytes, payload: bytes) -> None:
-        assert self._port is not None
-        if client in self._cut_off:
+        """A result from the detokenizer: [address, message, Delivered]; all empty: all is told."""
+        client, payload, told = frames
+        if not client:
+            self._all_is_told()
             return
-        try:
-            if not self._port.send(client, payload):
-                self._cut_slow_reader_off(client)
-        except Unreachable:
-            self._client_is_gone(client)
+        delivered = _decode_delivered(told)
+        if delivered.waiting is not None:
+            self._load.report(delivered.waiting)
+        if delivered.ended:
+            self._load.ended(client, delivered.ended)
+        self.clients.deliver(client, payload)
 
-    def _client_is_gone(self, client: bytes) -> None:
-        self._clients.discard(client)
-        self._cut_off.discard(client)
-        self._abort(client, "")
+    def _answer(self, client: bytes, message: msgspec.Struct) -> None:
+        self.clients.deliver(client, encode(message))
 
-    def _cut_slow_reader_off(self, client: bytes) -> None:
-        logging.warning("a client does not read its results: cut off")
-        self._cut_off.add(client)
-        self._abort(client, "")
-        self._tell_cut_off(client)
-
-    def _tell_cut_off(self, client: bytes) -> None:
-        """Try until the client reads again: what was lost must not look like silence."""
-        assert self._port is not None
-        if client not in self._cut_off:
-            return
-        error = SlowReader("results were not read fast enough; all open requests were aborted")
-        try:
-            told = self._port.send(client, _server_gone(error))
-        except Unreachable:
-            self._client_is_gone(client)
-            return
-        if told:
-            self._cut_off.discard(client)
-        else:
-            asyncio.get_running_loop().call_later(CUT_OFF_RETRY, self._tell_cut_off, client)
-
-    # --- who is there -----------------------------------------------------------------------------
-
-    def on_disconnect(self) -> None:
-        """Some connection was lost: find out whose."""
-        for delay in PROBE_DELAYS:
-            asyncio.get_running_loop().call_later(delay, self._probe_clients)
-
-    def _probe_clients(self) -> None:
-        for client in list(self._clients - self._cut_off):
-            self._deliver(client, _PROBE)
-
-    def tell_all(self, error: QuadrigaError) -> None:
-        """The server ends: each client's open requests end with this error."""
-        for client in list(self._clients):
-            self._deliver(client, _server_gone(error))
+    def _refuse(self, client: bytes, request_id: str, error: QuadrigaError) -> None:
+        self._refused += 1
+        self._answer(client, Refused(request_id, ErrorInfo.of(error)))
 
     # --- the end ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no new requests; what was accepted goes on."""
+        """Take no new requests; what was accepted goes on, and its clients may come back for it."""
         self._draining = True
         self._pass_drain_on()
 
+    def _clients_are_back(self) -> None:
+        self._awaits_clients = False
+        self._pass_drain_on()
+
     def _pass_drain_on(self) -> None:
-        if self._draining and not self._encoding:
+        if self._draining and not self._arrivals and not self._awaits_clients:
+            self._has_asked = True
             self._scheduler.send(Drain())
 
+    def _all_is_told(self) -> None:
+        """As the answer to a Drain; one that a front door before had asked for says nothing of the
+        clients that are still to come back."""
+        if self._has_asked:
+            self.clients.tell_all(ServerStopping("the server has stopped"))
+            self._scheduler.send(Leave())
+            self.ended.set()
 
-def _server_gone(error: QuadrigaError) -> bytes:
-    return encode(ServerGone(ErrorInfo(error.code, str(error))))
 
-
-def facts_of(
-    config: ServerConfig, model: ModelFiles, chat: ChatTemplate, pids: dict[str, int]
-) -> InfoValues:
-    """What the front door contributes to Info: how the server was started."""
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "model": config.model.shown_name,
-        "context_length": model.context_length,
-        "vocab_size": model.vocab_size,
-        "max_frame_bytes": MAX_FRAME_BYTES,
-        "max_batch_size": config.scheduler.max_batch_size,
-        "prefill_max_batch_size": config.scheduler.prefill_width,
-        "max_running_requests": config.scheduler.max_running_requests,
-        "max_queued_requests": config.scheduler.max_queued_requests,
-        "chat": chat.exists,
-        "tool_format": chat.tool_format,
-        "tokenize_workers": config.front_door.tokenize_workers,
-        "stream_interval": config.detok.stream_interval,
-        "pids": dict(pids),
-    }
+_decode_delivered = msgspec.msgpack.Decoder(Delivered).decode

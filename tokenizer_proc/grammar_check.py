@@ -63,7 +63,7 @@ def _limit() -> None:
 
 def _check(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
     try:
-        form = to_library_form(grammar)
+        form = to_library_form(grammar, vocabulary)
         compile_grammar(vocabulary, form)
     except (ValueError, RecursionError, MemoryError) as error:
         return json.dumps(["", str(error).strip()[:LONGEST_ERROR] or type(error).__name__])

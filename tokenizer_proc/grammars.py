@@ -15,6 +15,8 @@ from quadriga.model_source import ModelFiles
 
 CHECKED_AT_ONCE = 2
 MOST_WAITING = 64
+RETRY_AFTER = 1.0
+"""Seconds. Most grammars take milliseconds, and none more than half a second."""
 REMEMBERED = 128
 
 
@@ -45,8 +47,11 @@ class GrammarDoor:
             then(done)
             return
         if self._waiting >= MOST_WAITING:
-            why = f"{MOST_WAITING} grammars wait to be checked, the most that may; try again later"
-            done.set_exception(QueueFull(why))
+            why = (
+                f"{MOST_WAITING} grammars wait to be checked, the most that may; try again in"
+                f" {RETRY_AFTER:g} s"
+            )
+            done.set_exception(QueueFull(why, RETRY_AFTER))
             then(done)
             return
         self._waiting += 1

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.messages.ids import unpack_ids
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 from quadriga.model_source import ModelFiles
 from quadriga.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingParams
