@@ -5,16 +5,23 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from worker_proc.inputs import StepInputs
+from worker_proc.kv_pool import SlotTable
 from worker_proc.sampler import SamplingRows, sample
+from worker_proc.transfer import send_all
 
 
 class Engine(ABC):
     """Computes steps, one at a time. Owns the weights and the KV pages.
 
-    name: the value of --attention-backend that asks for it.
+    name: the value of --attention-backend that asks for it. jumps: a few more tokens in a row make
+    a step hardly longer, so that those which a grammar forces are computed with the one before.
     """
 
     name: str
+    jumps = True
+
+    def prepare(self, table: SlotTable) -> None:  # noqa: B027 (most need nothing)
+        """What is best done before the first step, for a table that all steps will have."""
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -36,6 +43,20 @@ class Engine(ABC):
         hidden = self.forward(inputs)
         last = inputs.last_tokens
         return hidden, self.likeliest(hidden if last is None else hidden.index_select(0, last))
+
+    def forward_and_draw(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, and the tokens [samples] int64 of rows that are greedy, or drawn
+        by nothing but a temperature and a seed."""
+        hidden = self.forward(inputs)
+        last = inputs.last_tokens
+        logits = self.logits(hidden if last is None else hidden.index_select(0, last))
+        table, slots = inputs.table, inputs.sampled_slots
+        there = send_all(table.device, slots, inputs.sample_positions)
+        return hidden, self.sample(logits, table.sampling.rows(slots, *there))
+
+    def note(self, inputs: StepInputs, token_ids: Tensor) -> None:
+        """Add what was chosen [samples] to what is known of its slots."""
+        inputs.table.learn(inputs.sampled_slots, token_ids)
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """As sampler.py's `sample`: logits [rows, vocab_size] to tokens [rows] int64."""

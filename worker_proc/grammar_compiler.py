@@ -33,13 +33,17 @@ class GrammarCompiler:
         self._results: Outbox | None = None
         self._vocabulary: LLTokenizer | None = None
 
-    def compile(self, grammar: GrammarForm) -> None:
+    def compile(self, grammar: GrammarForm, session: int) -> None:
         """Begin, and come back at once. GrammarReady says when it is done."""
-        self._thread.submit(self._compile, grammar)
+        self._thread.submit(self._compile, grammar, session)
+
+    def compile_here(self, grammar: GrammarForm) -> None:
+        """At once, and without an answer."""
+        self._compile_or_say_why(grammar)
 
     def forget(self, key: bytes) -> None:
-        """A grammar that is compiled."""
-        del self.compiled[key]
+        """A grammar that is compiled, unless it was by a worker that died."""
+        self.compiled.pop(key, None)
 
     def _begin(self) -> None:
         """Steps go first, where a system has priorities of threads."""
@@ -47,15 +51,20 @@ class GrammarCompiler:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self._results = Outbox(self._results_address)
 
-    def _compile(self, grammar: GrammarForm) -> None:
+    def _compile(self, grammar: GrammarForm, session: int) -> None:
         assert self._results is not None
+        message: ResultMessage = GrammarReady(
+            grammar.key, self._compile_or_say_why(grammar), session
+        )
+        self._results.send(message)
+
+    def _compile_or_say_why(self, grammar: GrammarForm) -> str:
+        """Why it cannot be, or nothing."""
         try:
             self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
-            answer = GrammarReady(grammar.key)
         except BaseException as error:  # the library's panics are no Exceptions, and somebody waits
-            answer = GrammarReady(grammar.key, f"the grammar cannot be compiled: {error}")
-        message: ResultMessage = answer
-        self._results.send(message)
+            return f"the grammar cannot be compiled: {error}"
+        return ""
 
     def _load_vocabulary(self) -> "LLTokenizer":
         if self._vocabulary is None:

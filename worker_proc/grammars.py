@@ -1,6 +1,7 @@
 """What a slot's grammar lets come next."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,11 +21,15 @@ class SlotGrammar:
     """Where a text stands in its grammar: a function of the tokens generated so far.
 
     matcher: at the grammar's beginning, for nobody else. stop_ids: the tokens that end the
-    request; they may come only where the text may end, and the matcher never sees them.
+    request; they may come only where the text may end, and the matcher never sees them. jumps:
+    tokens that are forced need not be chosen.
     """
 
-    def __init__(self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints) -> None:
+    def __init__(
+        self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jumps: bool = False
+    ) -> None:
         self._matcher = matcher
+        self._jumps = jumps
         self._stop_ids = stop_ids
         self._stops = frozenset(stop_ids.tolist())
         self._matcher.consume_tokens(generated.tolist())
@@ -54,6 +59,16 @@ class SlotGrammar:
             "no token is left that the grammar and the request's other rules allow"
             f" ({reason or 'all are barred'}); loosen one of them"
         )
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must follow now, at most so many, as the tokenizer would write them. They
+        are taken."""
+        if not self._jumps or self._matcher.is_error():
+            return []
+        found = self._matcher.compute_ff_tokens()[:most]
+        token_ids = list(takewhile(lambda token: token not in self._stops, found))
+        self._matcher.consume_tokens(token_ids)
+        return token_ids
 
 
 class Constrained(NamedTuple):

@@ -6,18 +6,19 @@ import os
 import psutil
 import torch
 
-from quadriga.config import WorkerArgs
+from quadriga.cores import Shares, keep_to, shares
 from quadriga.errors import ConfigError
+from quadriga.worker_args import WorkerArgs
 
-MANY_CORES = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(name: str) -> torch.device:
-    """auto takes cuda, then mps, then cpu. ConfigError for a device that is not there."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """auto takes cuda, then mps, then cpu; each rank a card of its own. ConfigError for a device
+    that is not there."""
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", 0)
+            return _cuda(torch.device("cuda", rank), rank)
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -26,7 +27,7 @@ def choose_device(name: str) -> torch.device:
             f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps"
         ) from None
     if device.type == "cuda":
-        return _cuda(device)
+        return _cuda(torch.device("cuda", (device.index or 0) + rank), rank)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device is mps, but torch finds none here; start with --device cpu")
     if device.type not in ("cpu", "mps"):
@@ -34,22 +35,23 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _cuda(device: torch.device) -> torch.device:
+def _cuda(device: torch.device, rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index or 0
     if index >= count:
         build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
         raise ConfigError(
             f"device is {device}, but torch finds {count} CUDA devices here{build};"
-            " start with --device cpu"
+            " start with --device cpu" + (", or with fewer --tp" if rank else "")
         )
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto takes bfloat16 where the hardware multiplies it fast. ConfigError for float16 on cpu."""
+def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch.dtype:
+    """auto takes bfloat16 where it is multiplied fast: by the hardware, or by the native kernels,
+    which will compute. ConfigError for float16 on cpu."""
     if name == "auto":
-        return torch.bfloat16 if _fast_bfloat16(device) else torch.float32
+        return torch.bfloat16 if native or _fast_bfloat16(device) else torch.float32
     if name == "float16" and device.type == "cpu":
         raise ConfigError(
             "dtype float16 is slow and overflows on a cpu; use --dtype bfloat16 or float32"
@@ -68,21 +70,13 @@ def _fast_bfloat16(device: torch.device) -> bool:
     return False
 
 
-def set_threads(args: WorkerArgs) -> int:
-    """Set torch's CPU threads and return their number: --worker-threads, else the physical cores
-    that this process may run on. From MANY_CORES on one is left to the other processes; of fewer
-    none can be spared."""
-    threads = args.worker_threads
-    if threads is None:
-        allowed = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
-        threads = cores - 1 if cores >= MANY_CORES else cores
-    torch.set_num_threads(threads)
-    return threads
+def take_cores(args: WorkerArgs) -> Shares:
+    """The worker's share of the cores, for this process. Call it before torch computes anything:
+    its threads run where the one that started them may."""
+    mine = shares(args)
+    keep_to(mine.worker)
+    torch.set_num_threads(mine.threads)
+    return mine
 
 
 def free_memory(device: torch.device) -> int:

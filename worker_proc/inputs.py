@@ -1,6 +1,8 @@
-"""A plan as tensors: which tokens at which positions, in which rows, and who samples."""
+"""A plan as arrays: which tokens at which positions, in which rows, and who samples."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -9,26 +11,70 @@ from quadriga.messages.worker import StepPlan
 from worker_proc.attention.base import Ints, Rows
 from worker_proc.kv_pool import SlotTable
 
+Value = TypeVar("Value")
 
-@dataclass(frozen=True, slots=True)
+
+class Once(Generic[Value]):
+    """An attribute that is worked out when it is first asked for. The one in functools takes a lock
+    for it, in each step."""
+
+    def __init__(self, work_out: Callable[[Any], Value]) -> None:
+        self._work_out = work_out
+        self._name = work_out.__name__
+
+    def __get__(self, instance: Any, owner: type) -> Value:
+        value = self._work_out(instance)
+        instance.__dict__[self._name] = value
+        return value
+
+
+@dataclass
 class StepInputs:
     """One step, its rows reordered so that similar ones are neighbours (see `Rows`).
 
-    token_ids: [tokens] int32, positions: [tokens] int64, on the device.
-    plan_rows: [rows] their numbers in the plan; sampled_slots, sampled_rows: [samples] likewise,
-    sample_positions: [samples] the index in its request of the token to be sampled; on the host.
-    last_tokens: [samples] where in the step each sampling row ends, on the device; None where
-    that is every token, in order.
+    On the host: plan_rows: [rows] their numbers in the plan; slot_of_token, position_of_token:
+    [tokens]; samples: [samples] the rows that sample, sampled_slots, sampled_rows their slots and
+    numbers in the plan, sample_positions the index in its request of the token to be sampled.
+    What is on the device is sent there when it is first asked for.
     """
 
+    table: SlotTable
     rows: Rows
-    token_ids: Tensor
-    positions: Tensor
     plan_rows: Ints
+    slot_of_token: Ints
+    position_of_token: Ints
+    samples: Ints
     sampled_slots: Ints
     sampled_rows: Ints
     sample_positions: Ints
-    last_tokens: Tensor | None
+
+    @Once
+    def positions(self) -> Tensor:
+        """[tokens] int64."""
+        return self.table.to_device(self.position_of_token)
+
+    @Once
+    def token_ids(self) -> Tensor:
+        """[tokens] int32."""
+        return self.table.tokens_at(self.slot_of_token, self.position_of_token)
+
+    @Once
+    def last_tokens(self) -> Tensor | None:
+        """[samples] where in the step each sampling row ends; None where that is every token, in
+        order."""
+        if len(self.samples) == len(self.slot_of_token):
+            return None
+        return self.table.to_device(self.ends_of_samples)
+
+    @property
+    def ends_of_samples(self) -> Ints:
+        """[samples] where in the step each sampling row ends."""
+        return np.cumsum(self.rows.num_tokens)[self.samples] - 1
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every row has one token, and samples."""
+        return len(self.samples) == len(self.slot_of_token)
 
 
 def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
@@ -37,24 +83,36 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
     slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
     _check(slots, num_tokens, table)
     computed = table.computed[slots]
+    jumps = table.jumps[slots]
+    if jumps.any():
+        held = table.num_pages_of[slots] * table.page_size
+        reach = np.minimum(table.known[slots], held) - computed
+        num_tokens = np.where(jumps, reach, num_tokens)
     many = num_tokens > 1
-    order = np.lexsort((computed, num_tokens, many & (computed > 0), many))
+    decodes = not many.any()  # most steps do, and what is known of them need not be worked out
+    order = (
+        computed.argsort(kind="stable")
+        if decodes
+        else np.lexsort((computed, num_tokens, many & (computed > 0), many))
+    )
     slots, num_tokens, computed = slots[order], num_tokens[order], computed[order]
-    ends = np.cumsum(num_tokens)
-    slot_of_token = np.repeat(slots, num_tokens)
-    positions = np.repeat(computed - ends + num_tokens, num_tokens) + np.arange(ends[-1])
-    on_device = table.to_device(positions)
+    slot_of_token, position_of_token = slots, computed
+    if not decodes:
+        ends = np.cumsum(num_tokens)
+        slot_of_token = np.repeat(slots, num_tokens)
+        starts = np.repeat(computed - ends + num_tokens, num_tokens)
+        position_of_token = starts + np.arange(ends[-1])
     samples = np.flatnonzero(computed + num_tokens == table.known[slots])
-    last_tokens = None if len(samples) == len(positions) else table.to_device(ends[samples] - 1)
     return StepInputs(
+        table=table,
         rows=Rows(table.pages, slots, computed, num_tokens),
-        token_ids=table.tokens[table.to_device(slot_of_token), on_device],
-        positions=on_device,
         plan_rows=order,
+        slot_of_token=slot_of_token,
+        position_of_token=position_of_token,
+        samples=samples,
         sampled_slots=slots[samples],
         sampled_rows=order[samples],
         sample_positions=table.known[slots[samples]],
-        last_tokens=last_tokens,
     )
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.messages.worker import NewSlot
+from quadriga.worker_args import WorkerArgs
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.hardware import free_memory
 from worker_proc.sampling_state import SamplingState
+from worker_proc.transfer import send, send_all
 
 CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 """Share of the free memory for the KV pool where --mem-fraction-static does not say."""
@@ -23,9 +24,11 @@ def pages_of_pool(
     dtype: torch.dtype,
     device: torch.device,
     most_tokens: int,
+    set_aside: int = 0,
 ) -> int:
     """How many pages the pool gets: at most `most_tokens`, the tokens that all slots together may
-    have. ConfigError where there is not room for one page."""
+    have. set_aside: bytes of the free memory that steps need. ConfigError where there is not room
+    for one page."""
     page_bytes = shape.bytes_per_token(dtype) * args.page_size
     if args.max_total_tokens is not None:
         return args.max_total_tokens // args.page_size
@@ -33,11 +36,14 @@ def pages_of_pool(
     if fraction is None:
         fraction = CUDA_FRACTION if device.type == "cuda" else OTHER_FRACTION
     free = free_memory(device)
-    pages = min(int(free * fraction) // page_bytes, -(-most_tokens // args.page_size))
+    share = int((free - set_aside) * fraction)
+    pages = min(share // page_bytes, -(-most_tokens // args.page_size))
     if pages < 1:
+        for_steps = f" less {set_aside / 2**20:.0f} MiB for a step" if set_aside else ""
         raise ConfigError(
-            f"mem_fraction_static is {fraction}: of {free / 2**20:.0f} MiB free memory that does"
-            f" not hold one page of {page_bytes / 2**20:.1f} MiB; raise it, or lower --page-size"
+            f"mem_fraction_static is {fraction}: of {free / 2**20:.0f} MiB free memory{for_steps}"
+            f" that does not hold one page of {page_bytes / 2**20:.1f} MiB; raise it, or lower"
+            " --page-size" + (" or --chunked-prefill-size" if set_aside else "")
         )
     return pages
 
@@ -49,7 +55,7 @@ class SlotTable:
     adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
     int64, filled up with the spare page.
     On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row),
-    held.
+    held; jumps: its grammar has forced tokens, so that a row computes all that is known.
     """
 
     def __init__(
@@ -67,18 +73,26 @@ class SlotTable:
         self.device = device
         max_pages = -(-context_length // page_size)
         self.tokens = torch.zeros(num_slots, context_length + 1, dtype=torch.int32, device=device)
+        self._tokens_here = self.tokens.numpy() if device.type == "cpu" else None
         self.pages = torch.full((num_slots, max_pages), num_pages, device=device)
         self.sampling = SamplingState(num_slots, device)
         self.known = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.held = np.zeros(num_slots, dtype=np.bool_)
+        self.jumps = np.zeros(num_slots, dtype=np.bool_)
 
     def release(self, slots: Ints) -> None:
         """Forget these slots. ValueError where one is not held."""
+        if len(slots) == 0:
+            return
         self.require_held(slots, "releases")
         self.held[slots] = False
         self.sampling.release(slots)
+
+    def release_all(self) -> None:
+        """Forget every slot."""
+        self.release(np.flatnonzero(self.held))
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Take in requests. ValueError where the plan does not fit what is kept here."""
@@ -89,6 +103,7 @@ class SlotTable:
         for one, ids, own_pages in zip(new, token_ids, pages, strict=True):
             self._check(one, len(ids), own_pages)
             self.held[one.slot] = True
+            self.jumps[one.slot] = False
             self.known[one.slot] = len(ids)
             self.computed[one.slot] = one.computed
             self.num_pages_of[one.slot] = len(own_pages)
@@ -113,8 +128,34 @@ class SlotTable:
         if columns.max() >= max_pages:
             full = np.unique(slots[columns >= max_pages]).tolist()
             raise ValueError(f"the plan grows slots {full} beyond {max_pages} pages, the context")
-        self.pages[self.to_device(slots), self.to_device(columns)] = self.to_device(pages)
+        slots_there, columns_there, pages_there = send_all(self.device, slots, columns, pages)
+        self.pages[slots_there, columns_there] = pages_there
         self.num_pages_of += np.bincount(slots, minlength=self.num_slots)
+
+    def tokens_at(self, slots: Ints, positions: Ints) -> Tensor:
+        """[n] int32, on the device."""
+        if self._tokens_here is not None:  # numpy takes a fraction of torch's time for a few
+            return torch.from_numpy(self._tokens_here[slots, positions])
+        slots_there, positions_there = send_all(self.device, slots, positions)
+        return self.tokens[slots_there, positions_there]
+
+    def learn(self, slots: Ints, token_ids: Tensor) -> None:
+        """The next token of each of these slots: [n] integers, on the device."""
+        positions = self.known[slots]
+        if self._tokens_here is not None:
+            self._tokens_here[slots, positions] = token_ids.numpy()
+        else:
+            slots_there, positions_there = send_all(self.device, slots, positions)
+            self.tokens[slots_there, positions_there] = token_ids.to(self.tokens.dtype)
+        self.known[slots] += 1
+
+    def jump(self, slot: int, token_ids: list[int]) -> None:
+        """Tokens that follow what is known of a slot, whatever the model says."""
+        begin = int(self.known[slot])
+        end = begin + len(token_ids)
+        self.tokens[slot, begin:end] = torch.tensor(token_ids, dtype=torch.int32)
+        self.known[slot] = end
+        self.jumps[slot] = True
 
     def require_held(self, slots: Ints, verb: str) -> None:
         """ValueError where one is not held; `verb` says what the plan does to them."""
@@ -123,7 +164,7 @@ class SlotTable:
             raise ValueError(f"the plan {verb} slots {slots.tolist()}, not all of them held")
 
     def to_device(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return send(values, self.device) if self._tokens_here is None else torch.from_numpy(values)
 
     def _check(self, one: NewSlot, known: int, pages: Ints) -> None:
         if not 0 <= one.slot < self.num_slots or self.held[one.slot]:
@@ -145,5 +186,8 @@ class SlotTable:
         """Write rows of different length to the beginnings of these rows of a table."""
         lengths = np.array([len(row) for row in rows])
         columns = np.concatenate([np.arange(length) for length in lengths])
-        where = self.to_device(np.repeat(slots, lengths)), self.to_device(columns)
-        table[where] = self.to_device(np.concatenate(rows).astype(np.int64)).to(table.dtype)
+        values = np.concatenate(rows).astype(np.int64)
+        slots_there, columns_there, there = send_all(
+            self.device, np.repeat(slots, lengths), columns, values
+        )
+        table[slots_there, columns_there] = there.to(table.dtype)

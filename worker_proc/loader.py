@@ -11,6 +11,7 @@ from worker_proc.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.registry import build_model
+from worker_proc.shares import WHOLE, Part, Shares, memory_of
 from worker_proc.weights import NamedTensors, fill_at_random, from_gguf, from_safetensors
 
 MOST_NAMES_SHOWN = 5
@@ -18,24 +19,29 @@ MOST_NAMES_SHOWN = 5
 
 @torch.inference_mode()
 def load_model(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, packed: bool = False
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = False,
+    part: Part = WHOLE,
 ) -> Model:
     """Read the weights straight into their places: fused, transposed and converted on the way.
 
-    packed: the quantised matrices of a GGUF become the `blocks` of their layers, whose weights are
-    never touched then. Raises ModelError where the architecture is not supported, or where tensors
-    are missing, left over or of another shape; ConfigError where there is nothing packed.
+    part: of the model, that is to be here. packed: the quantised matrices of a GGUF become the
+    `blocks` of their layers, whose weights are never touched then. Raises ModelError where the
+    architecture is not supported, or where tensors are missing, left over or of another shape;
+    ConfigError where there is nothing packed.
     """
     if packed and (files.weights is None or files.tensor_index is None):
         raise ConfigError(
             f"quantization gguf keeps what a GGUF has packed, but {files.location} is not read from"
             " one: leave it out, or take int8 or int4, which round any model"
         )
-    model = build_model(files.config, dtype, device)
+    model = build_model(files.config, dtype, device, part.count)
     if files.weights is None:
         fill_at_random(model)
     else:
-        fill(model, _source(files, packed), files.location)
+        fill(model, _source(files, packed, device), files.location, part)
     if packed and not any(layer.blocks for layer in _layers(model)):
         raise ConfigError(
             f"quantization gguf keeps what a GGUF has packed, but no matrix of {files.location} is"
@@ -45,17 +51,18 @@ def load_model(
     return model.eval()
 
 
-def _source(files: ModelFiles, packed: bool) -> NamedTensors:
+def _source(files: ModelFiles, packed: bool, device: torch.device) -> NamedTensors:
     assert files.weights is not None
     if files.tensor_index is not None:
         return from_gguf(files.weights, files.tensor_index, files.config, packed)
-    return from_safetensors(files.weights)
+    return from_safetensors(files.weights, device)
 
 
-def fill(model: Model, source: NamedTensors, location: str) -> None:
-    """Copy each tensor to its place, or keep it packed. Every place must be filled, and no tensor
-    left over."""
+def fill(model: Model, source: NamedTensors, location: str, part: Part = WHOLE) -> None:
+    """Copy each tensor, or this part of it, to its place, or keep it packed. Every place must be
+    filled, and no tensor left over."""
     places = model.checkpoint_tensors()
+    shares = Shares(model, part)
     filled: set[str] = set()
     unexpected = []
     packed: list[tuple[Tensor, PackedRows]] = []
@@ -71,6 +78,7 @@ def fill(model: Model, source: NamedTensors, location: str) -> None:
             _check_shape(tensor, place, stored_name, location)
             packed.append((place, tensor))
         else:
+            tensor = shares.of(tensor, places[name])
             _check_shape(tensor, places[name], stored_name, location)
             places[name].copy_(tensor)
         filled.add(name)
@@ -98,19 +106,14 @@ def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
     """A layer has blocks where all of its rows are packed; beside dense rows they become dense."""
     parts = defaultdict(list)
     for place, rows in packed:
-        parts[_memory(place)].append((place, rows))
+        parts[memory_of(place)].append((place, rows))
     for layer in _layers(model):
-        own = sorted(parts[_memory(layer.weight)], key=lambda part: part[0].storage_offset())
+        own = sorted(parts[memory_of(layer.weight)], key=lambda part: part[0].storage_offset())
         if sum(len(place) for place, _ in own) == len(layer.weight):
             layer.blocks = tuple(rows for _, rows in own)
         else:
             for place, rows in own:
                 place.copy_(rows.dense())
-
-
-def _memory(tensor: Tensor) -> int:
-    """The same for all views of a parameter."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _layers(model: Model) -> list[Linear | Embedding]:

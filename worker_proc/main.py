@@ -2,21 +2,30 @@
 
 import os
 import time
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from quadriga.cores import show_cpus
+from quadriga.faults import faulty_inbox
 from quadriga.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
-    ResultMessage,
+    NewScheduler,
     StepPlan,
     StopWorker,
     WorkerMessage,
     WorkerReady,
 )
 from quadriga.model_source import resolve_model
-from quadriga.process import Child, run_child
+from quadriga.process import EXIT_START_FAILED, Child, run_child
 from quadriga.sockets import Inbox, Outbox
+from worker_proc.followers import Followers
 from worker_proc.grammar_compiler import GrammarCompiler
+from worker_proc.heap import use_one_heap
+from worker_proc.results import Results, ResultsAtOnce, ResultsBehind
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -31,52 +40,128 @@ it takes 60 ms then, and 3 % longer on an idle machine.
 
 
 def main() -> None:
+    use_one_heap()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # read when torch is imported
     run_child("worker_proc", body)
 
 
 def body(child: Child) -> None:
     """Bind first, so that nobody waits for a socket while the model loads."""
-    inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.worker, WorkerMessage)
+    inbox = faulty_inbox(
+        Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage),
+        "worker",
+        child.config.launch.fault,
+    )
     results = Outbox(child.endpoints.results)
-    runner = start(child, results)
+    followers = _followers(child)
+    runner, ready = start(child, None if followers is None else followers.store)
+    results.send(ready)
     grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
-    receive, run, send = inbox.receive, runner.run, results.send
+    in_turn = _in_turn(child, runner, results)
+    receive, launch, send = inbox.receive, runner.launch, in_turn.send
     while not isinstance(message := receive(), StopWorker):
+        if isinstance(message, StepPlan) and message.session != ready.session:
+            continue
+        if followers is not None:
+            followers.relay(message)
         match message:
             case StepPlan():
-                send(run(message))
+                send(launch(message))
             case CompileGrammar():
-                grammars.compile(message.grammar)
+                grammars.compile(message.grammar, ready.session)
             case ForgetGrammar():
                 grammars.forget(message.key)
+            case NewScheduler():
+                runner.table.release_all()
+                ready = again = msgspec.structs.replace(ready, session=new_session())
+                send(lambda again=again: again)  # type: ignore[misc]
+    in_turn.close()
+    if followers is not None:
+        followers.relay(message)
+        followers.close()
 
 
-def start(child: Child, results: Outbox) -> "Runner":
-    """Load and warm up; tell the scheduler what the pool came out as, and the launcher that this
-    process is ready."""
+def _followers(child: Child) -> Followers | None:
+    """None where the worker is one process. ConfigError where it cannot be more."""
+    if child.config.worker.tp == 1:
+        return None
+    from worker_proc.ranks import check_ranks
+
+    check_ranks(child.config.worker, resolve_model(child.config.model))
+    return Followers(child, lambda how: _die(child, how))
+
+
+def _die(child: Child, message: str) -> None:
+    """From any thread."""
+    child.lifeline.report("fatal", message=message)
+    os._exit(EXIT_START_FAILED)
+
+
+def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> Results:
+    """On a card steps are launched ahead, and a thread waits for what comes out of them."""
+    if runner.table.device.type != "cuda":
+        return ResultsAtOnce(outbox.send)
+
+    def fail(error: Exception) -> None:
+        traceback.print_exc()
+        _die(child, f"{type(error).__name__}: {error}")
+
+    return ResultsBehind(outbox.send, fail)
+
+
+def new_session() -> int:
+    """A number that no other worker of this server has."""
+    return time.time_ns()
+
+
+def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
+    """Load and warm up; tell the launcher that this process is ready. What the pool came out as.
+
+    store: where all ranks find each other, None where there is one.
+    """
     clock = _PhaseClock(child)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # read when torch is imported
-    from worker_proc.hardware import set_threads
+    from worker_proc.hardware import take_cores
     from worker_proc.runner import make_runner
+    from worker_proc.saturation import saturating_tokens
+    from worker_proc.shares import Part
 
-    threads = set_threads(child.config.worker)
+    cores = take_cores(child.config.worker)
     clock.end_of("import torch")
-    runner = make_runner(child.config, resolve_model(child.config.model))
+    part = Part(0, child.config.worker.tp)
+    runner = make_runner(child.config, resolve_model(child.config.model), part, store)
     clock.end_of("load weights")
     runner.warm_up()
     clock.end_of("warm up")
+    prefill_tokens = (
+        saturating_tokens(runner, part.count) if child.config.scheduler.measures_chunks else 0
+    )
+    clock.end_of("find the size of a prefill")
     table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")
     device = str(table.device)
     backend = runner.engine.name
-    ready: ResultMessage = WorkerReady(
-        table.num_pages, table.page_size, table.num_slots, dtype, device, os.getpid(), backend
+    ready = WorkerReady(
+        table.num_pages,
+        table.page_size,
+        table.num_slots,
+        dtype,
+        device,
+        os.getpid(),
+        backend,
+        prefill_tokens,
+        new_session(),
     )
-    results.send(ready)
     tokens = table.num_pages * table.page_size
-    child.ready(dtype=dtype, device=device, tokens=tokens, threads=threads, backend=backend)
-    return runner
+    child.ready(
+        dtype=dtype,
+        device=device,
+        tokens=tokens,
+        threads=cores.threads,
+        cpus=show_cpus(cores.worker),
+        backend=backend,
+    )
+    return runner, ready
 
 
 class _PhaseClock:

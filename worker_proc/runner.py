@@ -1,25 +1,47 @@
 """Runs the steps that the scheduler plans."""
 
-import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from quadriga.config import ServerConfig
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.logprobs import PromptPiece, SampledLogprobs
 from quadriga.messages.worker import DECODE, EXTEND, FailedRow, NewSlot, StepPlan, StepResult
 from quadriga.model_source import ModelFiles
 from worker_proc.choice import Chosen, choose
 from worker_proc.engine import Engine
-from worker_proc.engines import make_engine
+from worker_proc.engines import kept_as, make_engine, native_kernels_compute
 from worker_proc.grammars import advance
-from worker_proc.hardware import choose_device, choose_dtype, give_back_freed_memory
+from worker_proc.hardware import (
+    choose_device,
+    choose_dtype,
+    free_memory,
+    give_back_freed_memory,
+)
 from worker_proc.inputs import StepInputs, ints_of, make_inputs
+from worker_proc.jumps import jump
 from worker_proc.kv_pool import SlotTable, pages_of_pool
+from worker_proc.largest_step import bytes_on_card, check_weights, largest_step, pages_of
 from worker_proc.loader import load_model
 from worker_proc.logprobs import tell_prompts
+from worker_proc.models.registry import build_model
+from worker_proc.ranges import mark_steps
+from worker_proc.saturation import ON_A_GPU
+from worker_proc.shares import WHOLE, Part
+from worker_proc.step_clock import Times, step_clock
+from worker_proc.transfer import Fetch, Landing
+
+if TYPE_CHECKING:
+    from worker_proc.ranks import Ranks
+
+Finish = Callable[[], StepResult]
+"""Waits for the end of a step that was launched."""
 
 
 class Runner:
@@ -29,53 +51,59 @@ class Runner:
         self.engine = engine
         self.table = table
         self.dtype = dtype
+        self._landing = Landing(table.device)
+        self._start_clock = step_clock(table.device)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. ValueError where the plan contradicts what is kept of the slots."""
-        began = time.time()
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Finish:
+        """Begin a step. What is returned waits for its end, in whatever thread; on a card the next
+        step may be launched before. ValueError as `run`."""
+        clock = self._start_clock()
         self.table.release(ints_of(plan.released))
         self.table.admit(plan.new)
-        self.table.grow(*ints_of(plan.grown).reshape(-1, 2).T)
+        if plan.grown:
+            self.table.grow(*ints_of(plan.grown).reshape(-1, 2).T)
         if not plan.slots:
-            return StepResult(plan.step, b"", began, time.time())
+            return _without_tokens(plan, clock.stop())
         inputs = make_inputs(plan, self.table)
-        sampling, slots = self.table.sampling, inputs.sampled_slots
-        chosen: Chosen | None = None
-        if len(slots) and sampling.plain[slots].all():
-            hidden, likeliest = self.engine.forward_and_choose(inputs)
-            chosen = Chosen(likeliest)
-        else:
-            hidden = self.engine.forward(inputs)
-            if len(slots):
-                logits = self._logits(inputs, hidden)
-                chosen = choose(self.engine, logits, inputs, self.table)
+        hidden, chosen = self._compute(inputs)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
-        token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
-        logprobs: SampledLogprobs | None = None
-        failed: list[FailedRow] = []
+        telling = self.table.sampling.prompts_to_tell
+        prompts = self._tell_prompts(inputs, hidden) if telling else []
+        fetch: Fetch | None = None
         if chosen is not None:
-            self._note(inputs, chosen.token_ids)
-            on_host = chosen.token_ids.cpu().numpy()
-            token_ids[inputs.sampled_rows] = on_host
-            logprobs = chosen.logprobs
-            if chosen.constrained:
-                failed = advance(chosen.constrained, on_host, inputs.sampled_rows)
-        prompts = self._tell_prompts(inputs, hidden) if sampling.prompts_to_tell else []
-        ids = token_ids.tobytes()
-        return StepResult(plan.step, ids, began, time.time(), logprobs, prompts, failed)
+            self.engine.note(inputs, chosen.token_ids)
+            fetch = self._landing.begin(chosen.token_ids)
+        finish = _finish(plan, inputs, chosen, fetch, prompts, clock.stop())
+        if chosen is not None and chosen.constrained:
+            result = finish()  # the grammar has to take the token before the next one is chosen
+            if self.engine.jumps and (forced := jump(chosen, inputs)):
+                result = msgspec.structs.replace(result, forced=forced)
+            return lambda: result
+        return finish
+
+    def _compute(self, inputs: StepInputs) -> tuple[Tensor, Chosen | None]:
+        """Hidden states [tokens, hidden], and what was chosen for the rows that sample."""
+        sampling, slots = self.table.sampling, inputs.sampled_slots
+        if len(slots) and sampling.plain[slots].all():
+            hidden, token_ids = self.engine.forward_and_choose(inputs)
+            return hidden, Chosen(token_ids)
+        if len(slots) and sampling.simple[slots].all():
+            hidden, token_ids = self.engine.forward_and_draw(inputs)
+            return hidden, Chosen(token_ids)
+        hidden = self.engine.forward(inputs)
+        if not len(slots):
+            return hidden, None
+        return hidden, choose(self.engine, self._logits(inputs, hidden), inputs, self.table)
 
     def _logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Of the rows that sample."""
         last = inputs.last_tokens
         return self.engine.logits(hidden if last is None else hidden.index_select(0, last))
-
-    def _note(self, inputs: StepInputs, token_ids: Tensor) -> None:
-        """Add what was chosen to what is known of its slots."""
-        table, slots = self.table, inputs.sampled_slots
-        slots_there, positions = table.to_device(slots), table.to_device(inputs.sample_positions)
-        table.tokens[slots_there, positions] = token_ids.to(table.tokens.dtype)
-        table.known[slots] += 1
 
     def _tell_prompts(self, inputs: StepInputs, hidden: Tensor) -> list[PromptPiece]:
         return tell_prompts(inputs.rows, inputs.plan_rows, hidden, self.engine.logits, self.table)
@@ -92,21 +120,95 @@ class Runner:
             grown = pack_ids([0, 1]) if count == table.page_size else b""
             self.run(StepPlan(-1, DECODE, slot, pack_ids([1]), [], b"", grown))
         self.run(StepPlan(-1, DECODE, b"", b"", [], slot))
+        self.engine.prepare(table)
 
 
-def make_runner(config: ServerConfig, files: ModelFiles) -> Runner:
-    """Load the model and give the memory that is left to the KV pool.
+def _without_tokens(plan: StepPlan, times: Times) -> Finish:
+    def finish() -> StepResult:
+        began, ended = times()
+        return StepResult(plan.step, b"", began, ended, session=plan.session)
 
-    Raises ConfigError for a device, dtype or size that cannot work, ModelError for the model.
+    return finish
+
+
+def _finish(
+    plan: StepPlan,
+    inputs: StepInputs,
+    chosen: Chosen | None,
+    fetch: Fetch | None,
+    prompts: list[PromptPiece],
+    times: Times,
+) -> Finish:
+    def finish() -> StepResult:
+        token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
+        failed: list[FailedRow] = []
+        logprobs: SampledLogprobs | None = None
+        if chosen is not None and fetch is not None:
+            on_host = fetch()
+            token_ids[inputs.sampled_rows] = on_host
+            logprobs = chosen.logprobs
+            if chosen.constrained:
+                failed = advance(chosen.constrained, on_host, inputs.sampled_rows)
+        began, ended = times()
+        ids = token_ids.tobytes()
+        return StepResult(plan.step, ids, began, ended, logprobs, prompts, failed, plan.session)
+
+    return finish
+
+
+def make_runner(
+    config: ServerConfig, files: ModelFiles, part: Part = WHOLE, store: Path | None = None
+) -> Runner:
+    """Load the model, or this part of it, and give the memory that is left to the KV pool.
+
+    store: by which all ranks find each other, where there are several. Raises ConfigError for a
+    device, dtype or size that cannot work, ModelError for the model.
     """
     args = config.worker
-    device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device)
-    model = load_model(files, dtype, device, packed=args.quantization == "gguf")
-    shape = model.attention_shape
+    device = choose_device(args.device, part.rank)
+    dtype = choose_dtype(args.dtype, device, native_kernels_compute(args, device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels and streams are of whatever is set here
+    ranks = None if store is None else _join(part, store, device)
+    if device.type == "cuda":
+        empty = build_model(files.config, dtype, ranks=part.count)
+        check_weights(empty, dtype, free_memory(device), device)
+    model = load_model(files, dtype, device, args.quantization == "gguf", part)
     slots, context = config.scheduler.max_running_requests, files.context_length
-    kept = torch.int8 if args.kv_cache_dtype == "int8" else dtype
-    pages = pages_of_pool(args, shape, kept, device, slots * context)
-    engine = make_engine(args, model, pages, dtype, device)
+
+    def with_pages(pages: int) -> Runner:
+        most_rows = config.scheduler.max_batch_size
+        engine = make_engine(args, model, pages, dtype, device, most_rows, ranks)
+        return Runner(engine, SlotTable(slots, context, pages, args.page_size, device), dtype)
+
+    set_aside = 0
+    if device.type == "cuda":
+        set_aside = _measure_step(config, context, with_pages)
+        torch.cuda.empty_cache()
+    shape, kept = model.attention_shape, kept_as(args, dtype)
+    pages = pages_of_pool(args, shape, kept, device, slots * context, set_aside)
+    if ranks is not None:
+        pages = ranks.least(pages)
+    runner = with_pages(pages)
+    if args.enable_nvtx:
+        mark_steps(runner)
     give_back_freed_memory()
-    return Runner(engine, SlotTable(slots, context, pages, args.page_size, device), dtype)
+    return runner
+
+
+def _measure_step(config: ServerConfig, context: int, with_pages: Callable[[int], Runner]) -> int:
+    """Bytes that a card needs for a step, found by running the largest one on a small pool. It is
+    run twice, as the first one compiles."""
+    plan = largest_step(config.scheduler, ON_A_GPU, context, config.worker.page_size)
+    runner = with_pages(pages_of(plan))
+    device = runner.table.device
+    rows = [one.slot for one in plan.new]
+    runner.run(plan)
+    runner.run(StepPlan(-1, EXTEND, b"", b"", [], pack_ids(rows)))
+    return bytes_on_card(lambda: runner.run(plan), device)
+
+
+def _join(part: Part, store: Path, device: torch.device) -> "Ranks":
+    from worker_proc.ranks import Ranks  # torch.distributed is only loaded where it is needed
+
+    return Ranks(part, store, device)

@@ -50,18 +50,33 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """logits: [rows, vocab_size]; `rows` None: all are greedy. Returns token ids [rows] int64."""
     if rows is None or bool(rows.greedy.all()):
         return first_of_greatest(logits)
-    vocab_size = logits.shape[1]
-    scores = torch.empty(len(logits), _whole_blocks(vocab_size), device=logits.device)
-    scores[:, vocab_size:] = float("-inf")
-    temperature = torch.where(rows.greedy, 1.0, rows.temperature).unsqueeze(1)
-    torch.div(logits, temperature, out=scores[:, :vocab_size])
+    scores = _scaled(logits, rows.greedy, rows.temperature)
     least = _least_kept(scores, rows)
     if least is not None:
         scores.masked_fill_(scores < least.unsqueeze(1), float("-inf"))
-    drawn = _invert(scores, uniform(rows.seed, rows.position)).clamp_(max=vocab_size - 1)
+    drawn = _invert(scores, uniform(rows.seed, rows.position)).clamp_(max=logits.shape[1] - 1)
     return (
         torch.where(rows.greedy, first_of_greatest(logits), drawn) if rows.greedy.any() else drawn
     )
+
+
+def draw(
+    logits: Tensor, greedy: Tensor, temperature: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """What `sample` gives to rows without filters, without asking the device for anything."""
+    scores = _scaled(logits, greedy, temperature)
+    drawn = _invert(scores, uniform(seed, position)).clamp_(max=logits.shape[1] - 1)
+    return torch.where(greedy, first_of_greatest(logits), drawn)
+
+
+def _scaled(logits: Tensor, greedy: Tensor, temperature: Tensor) -> Tensor:
+    """[rows, a multiple of BLOCK] float32, filled up with -inf."""
+    vocab_size = logits.shape[1]
+    scores = torch.empty(len(logits), _whole_blocks(vocab_size), device=logits.device)
+    scores[:, vocab_size:] = float("-inf")
+    temperature = torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    torch.div(logits, temperature, out=scores[:, :vocab_size])
+    return scores
 
 
 def first_of_greatest(logits: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from worker_proc.attention.base import Ints
 from worker_proc.grammars import SlotGrammar
 from worker_proc.rules import RowRules, Rules
 from worker_proc.sampler import SamplingRows
+from worker_proc.transfer import send
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -22,7 +23,8 @@ class SamplingState:
     """Sampling parameters of every slot.
 
     On the device [slots]: temperature, top_k (0 is off), top_p, min_p and seed. On the host, in
-    numpy [slots]: greedy; plain: greedy, and nothing else was asked for; uses_min_p.
+    numpy [slots]: greedy; plain: greedy, and nothing else was asked for; simple: the
+    same, or drawn by nothing but a temperature and a seed; uses_min_p.
     prompts_to_tell: the slots whose prompts' log-probabilities were asked for.
     compiled: the grammars that slots may have, by key.
     """
@@ -36,6 +38,7 @@ class SamplingState:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
         self.plain = np.zeros(num_slots, dtype=np.bool_)
+        self.simple = np.zeros(num_slots, dtype=np.bool_)
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
         self.prompts_to_tell: dict[int, Rules] = {}
         self._rules: dict[int, Rules] = {}
@@ -48,18 +51,20 @@ class SamplingState:
             greedy = one.temperature < GREEDY_BELOW_TEMPERATURE or one.top_k == 1
             self.greedy[slot] = greedy
             self.plain[slot] = greedy and rules is None
+            unfiltered = one.top_k <= 0 and one.top_p >= 1
+            self.simple[slot] = rules is None and (greedy or unfiltered)
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
                 self._admit_rules(slot, Rules(rules, self._device, self._grammar(one)))
-        slots = torch.tensor([one.slot for one in new], device=self._device)
-        for table, values in (
-            (self.temperature, [one.temperature for one in new]),
-            (self.top_k, [max(one.top_k, 0) for one in new]),
-            (self.top_p, [one.top_p for one in new]),
-            (self.min_p, [one.rules.min_p if one.rules else 0.0 for one in new]),
-            (self.seed, [one.seed for one in new]),
+        slots = send(np.array([one.slot for one in new], dtype=np.int64), self._device)
+        for table, values, dtype in (
+            (self.temperature, [one.temperature for one in new], np.float32),
+            (self.top_k, [max(one.top_k, 0) for one in new], np.int64),
+            (self.top_p, [one.top_p for one in new], np.float32),
+            (self.min_p, [one.rules.min_p if one.rules else 0.0 for one in new], np.float32),
+            (self.seed, [one.seed for one in new], np.int64),
         ):
-            table[slots] = torch.tensor(values, dtype=table.dtype, device=self._device)
+            table[slots] = send(np.array(values, dtype=dtype), self._device)
 
     def _grammar(self, one: NewSlot) -> SlotGrammar | None:
         rules = one.rules
@@ -69,7 +74,8 @@ class SamplingState:
             raise ValueError(f"slot {one.slot}: the plan names a grammar that is not compiled")
         generated = np.frombuffer(one.token_ids, dtype="<i4")[rules.num_prompt :]
         stop_ids = np.frombuffer(rules.stop_ids, dtype="<i4")
-        return SlotGrammar(self.compiled[rules.grammar].deep_copy(), stop_ids, generated)
+        matcher = self.compiled[rules.grammar].deep_copy()
+        return SlotGrammar(matcher, stop_ids, generated, rules.jumps)
 
     def _admit_rules(self, slot: int, rules: Rules) -> None:
         self._rules[slot] = rules
@@ -91,7 +97,7 @@ class SamplingState:
         if greedy.all():
             return None
         return SamplingRows(
-            greedy=torch.from_numpy(greedy).to(self._device),
+            greedy=send(greedy, self._device),
             temperature=self.temperature[slots_there],
             top_k=self.top_k[slots_there],
             top_p=self.top_p[slots_there],

@@ -1,5 +1,7 @@
 """The model in plain torch: runs on every device, and is what the kernels are tested against."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,9 +10,12 @@ from worker_proc.attention.base import AttentionBackend
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.models.base import Model
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope, Split
 from worker_proc.models.ops import Ops
 from worker_proc.sampler import first_of_greatest
+
+if TYPE_CHECKING:
+    from worker_proc.ranks import Ranks
 
 PACKED_FOR_ROWS = 32
 """oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""
@@ -24,8 +29,12 @@ class TorchEngine(Engine):
 
     name = "torch"
 
-    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: Model, attention: AttentionBackend, ranks: "Ranks | None" = None
+    ) -> None:
+        """ranks: who has the other parts of the model."""
         self.model = model
+        self._ranks = ranks
         self._attention = attention
         self._packed: Packed = {
             module: packed
@@ -34,7 +43,7 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.body(TorchOps(self._packed, inputs, self._attention))
+        return self.model.body(TorchOps(self._packed, inputs, self._attention, self._ranks))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(TorchOps(self._packed), hidden)
@@ -51,12 +60,14 @@ class TorchOps(Ops[Tensor]):
         packed: Packed,
         inputs: StepInputs | None = None,
         attention: AttentionBackend | None = None,
+        ranks: "Ranks | None" = None,
     ) -> None:
         self._packed = packed
         self._inputs = inputs
         if inputs is not None and attention is not None:
             self._heads = attention.shape
             self._attention = attention.begin_step(inputs.rows)
+        self._ranks = ranks
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Tensor:
@@ -82,7 +93,10 @@ class TorchOps(Ops[Tensor]):
         return F.silu(gate) * up
 
     def add_projection(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        return residual + self.project(linear, x)
+        added = self.project(linear, x)
+        if self._ranks is not None and linear.split is Split.INPUTS:
+            added = self._ranks.add_up(added)
+        return residual + added
 
     def attend(self, layer: int, qkv: Tensor, rope: Rope | None) -> Tensor:
         heads, kv_heads = self._heads.heads, self._heads.kv_heads

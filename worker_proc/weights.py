@@ -27,14 +27,15 @@ POSITIONS = "position_embd.weight"
 NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
 
 
-def from_safetensors(directory: Path) -> NamedTensors:
-    """Every tensor of a directory's *.safetensors. ModelError where there are none."""
+def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
+    """Every tensor of a directory's *.safetensors, read straight to the device. ModelError where
+    there are none."""
     from safetensors import SafetensorError, safe_open
 
     files = _shards(directory)
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:

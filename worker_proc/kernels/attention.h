@@ -70,8 +70,9 @@ struct AttentionWork {
 template <class E>
 struct Scratch {
     typedef typename E::Stored Stored;
-    alignas(64) Stored queries[QUERY_BLOCK * MOST_HEAD_DIM];
-    alignas(64) Stored weights[QUERY_BLOCK * KEY_BLOCK];
+    typedef typename E::Passed Passed;
+    alignas(64) Passed queries[QUERY_BLOCK * MOST_HEAD_DIM];
+    alignas(64) Passed weights[QUERY_BLOCK * KEY_BLOCK];
     alignas(64) float scores[QUERY_BLOCK * KEY_BLOCK];
     alignas(64) float sums[QUERY_BLOCK * MOST_HEAD_DIM];
     alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MOST_HEAD_DIM];
@@ -101,8 +102,8 @@ template <class E>
 void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
               const Stretch* stretch, int stretches, int depth, long step, bool add,
               const Ahead& ahead) {
-    typedef std::make_integer_sequence<int, TILE_ROWS> Rows;
-    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    typedef std::make_integer_sequence<int, TILE_ROWS<E>> Rows;
+    int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
     for (int t = 0; t < tiles; t++) {
         int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
         auto run = panels == 1 ? choose_product<E, 1>(count, Rows())
@@ -115,10 +116,12 @@ void products(int panels, int rows, float* out, long out_stride, const uint32_t*
 template <class E>
 struct Attend {
     typedef typename E::Stored Stored;
+    typedef typename E::Passed Passed;
 
-    // Keys `key` to `key + keys` of a row, in `count` panels.
+    // Keys `key` to `key + keys` of a row, in `count` panels. bytes: of panels in 8 bits.
     struct KeyBlock {
         const Stored* panels[KEY_PANELS] = {};
+        const int8_t* bytes[KEY_PANELS] = {};
         long key = 0, keys = 0;
         int count = 0;
     };
@@ -142,12 +145,11 @@ struct Attend {
         for (long r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0;
         for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
             KeyBlock block = find(item, kv_head, key), after;
-            if (!pages.direct())
-                gather(item, kv_head, block, s);
-            else if (key + KEY_BLOCK < item.key_end)
+            if (key + KEY_BLOCK < item.key_end)
                 after = find(item, kv_head, key + KEY_BLOCK);
             else if (next >= 0)
                 after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
+            if (!pages.direct()) put_together(item, kv_head, block, after, s);
             score(block, after, int(rows), s);
             weigh(item, block, key == item.key_begin, s);
             add_values(block, after, int(rows), key != item.key_begin, s);
@@ -157,8 +159,8 @@ struct Attend {
 
   private:
     void take_queries(const Item& item, long kv_head, Scratch<E>& s) const {
-        long shared = program.heads / program.kv_heads, bytes = program.dim * sizeof(Stored);
-        const Stored* from = (const Stored*)step.buffers[op.input];
+        long shared = program.heads / program.kv_heads, bytes = program.dim * sizeof(Passed);
+        const Passed* from = (const Passed*)step.buffers[op.input];
         for (long q = 0; q < item.count; q++)
             memcpy(s.queries + q * shared * program.dim,
                    from + (item.first_token + item.first + q) * step.strides[op.input] +
@@ -172,21 +174,30 @@ struct Attend {
         KeyBlock block;
         block.key = key, block.keys = std::min<long>(KEY_BLOCK, item.key_end - key);
         block.count = int((block.keys + LANES - 1) / LANES);
-        if (pages.direct())
-            for (int i = 0; i < block.count; i++)
-                block.panels[i] = pages.panel(item.row, key + i * LANES, kv_head);
+        for (int i = 0; i < block.count; i++) {
+            long at = key + i * LANES;
+            if (pages.direct())
+                block.panels[i] = pages.panel(item.row, at, kv_head);
+            else if (program.int8_pages)
+                block.bytes[i] = pages.int8_panel(item.row, at, kv_head);
+        }
         return block;
     }
 
-    void gather(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
+    // Panels of keys and values that cannot be multiplied where they lie.
+    void put_together(const Item& item, long kv_head, KeyBlock& block, const KeyBlock& after,
+                      Scratch<E>& s) const {
         for (int i = 0; i < block.count; i++) {
             Stored* to = s.gathered + i * pages.panel_size();
-            pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
+            if (block.bytes[i])
+                pages.take_wide(to, block.bytes[i], after.bytes[i]);
+            else
+                pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
             block.panels[i] = to;
         }
     }
 
-    // scores[row][key] = query x key
+    // scores[row][key] = query x key, but for the key's scale
     void score(const KeyBlock& block, const KeyBlock& after, int rows, Scratch<E>& s) const {
         int depth = int(program.dim / E::PACK);
         for (int i = 0; i < block.count; i += TILE_PANELS) {
@@ -198,8 +209,15 @@ struct Attend {
                 ahead.lines[p] = (const char*)after.panels[i + p];
             }
             products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
-                        depth, &stretch, 1, depth, LANES, false, ahead);
+                        depth * E::TERMS, &stretch, 1, depth, LANES, false, ahead);
         }
+    }
+
+    Floats key_scales(const KeyBlock& block, int i) const {
+        return load<Floats>(pages.scales(block.bytes[i]));
+    }
+    Floats value_scales(const KeyBlock& block, int i) const {
+        return load<Floats>(pages.scales(block.bytes[i]) + LANES);
     }
 
     // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
@@ -209,18 +227,21 @@ struct Attend {
         for (long r = 0; r < item.count * shared; r++) {
             long seen = step.computed[item.row] + item.first + r / shared + 1 - block.key;
             float* scores = s.scores + r * KEY_BLOCK;
+            for (int i = 0; i < count && block.bytes[i]; i++)
+                store(scores + i * LANES, load<Floats>(scores + i * LANES) * key_scales(block, i));
             for (long i = std::max(0L, std::min(seen, block.keys)); i < count * LANES; i++)
                 scores[i] = -INFINITY;
-            Floats most = all(s.most[r]);
+            Floats most = s.most[r];
             for (int i = 0; i < count; i++) most = max(most, load<Floats>(scores + i * LANES));
             float greatest_now = greatest(most);
             if (greatest_now == -INFINITY) greatest_now = 0;  // nothing seen so far
             Floats total = {};
             for (int i = 0; i < count; i++) {
                 Floats score = load<Floats>(scores + i * LANES);
-                Floats w = score == -INFINITY ? Floats{} : exp(score - greatest_now);
+                Floats w = select(score == -INFINITY, 0.0f, exp(score - greatest_now));
                 total += w;
-                E::narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
+                if (block.bytes[i]) w *= value_scales(block, i);
+                narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
             }
             float scale = std::exp(s.most[r] - greatest_now);
             s.total[r] = s.total[r] * scale + sum(total);
@@ -244,7 +265,7 @@ struct Attend {
                     stretch[i].panels[p] =
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
             products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK, stretch, block.count, depth, dim, add,
+                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add,
                         values_ahead(after, d, wide));
         }
     }
@@ -255,7 +276,7 @@ struct Attend {
         Ahead ahead;
         for (int p = 0; p < wide; p++) {
             long line = (d + p) * lines, panel = line / lines_a_panel;
-            if (panel < after.count)
+            if (panel < after.count && after.panels[panel])
                 ahead.lines[p] = (const char*)(after.panels[panel] + LANES * program.dim) +
                                  line % lines_a_panel * 64;
         }
@@ -266,11 +287,11 @@ struct Attend {
         long shared = program.heads / program.kv_heads, dim = program.head_dim;
         for (long r = 0; r < item.count * shared; r++) {
             long token = item.first_token + item.first + r / shared;
-            Stored* to = (Stored*)step.buffers[op.output] + token * step.strides[op.output] +
+            Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output] +
                          (kv_head * shared + r % shared) * dim;
             float scale = 1 / s.total[r];
             for (long d = 0; d < dim; d += LANES)
-                narrow_some<E>(to + d, load<Floats>(s.sums + r * program.dim + d) * scale, dim - d);
+                narrow_some(to + d, load<Floats>(s.sums + r * program.dim + d) * scale, dim - d);
         }
     }
 
@@ -288,17 +309,17 @@ struct Attend {
 // Head `head` of split row `row`: its parts together.
 template <class E>
 void combine(const Program& program, const Step& step, const Op& op, const SplitRow& row, long head) {
-    typedef typename E::Stored Stored;
+    typedef typename E::Passed Passed;
     long size = AttentionWork::part_floats(program), dim = program.head_dim;
     const float* parts = step.parts + row.first_part * size + head * (program.dim + 2);
     float most = -INFINITY, total = 0;
     for (long i = 0; i < row.parts; i++) most = std::max(most, parts[i * size]);
     for (long i = 0; i < row.parts; i++) total += parts[i * size + 1] * std::exp(parts[i * size] - most);
-    Stored* to = (Stored*)step.buffers[op.output] + row.token * step.strides[op.output] + head * dim;
+    Passed* to = (Passed*)step.buffers[op.output] + row.token * step.strides[op.output] + head * dim;
     for (long d = 0; d < dim; d += LANES) {
         Floats v = {};
         for (long i = 0; i < row.parts; i++)
             v += load<Floats>(parts + i * size + 2 + d) * (std::exp(parts[i * size] - most) / total);
-        narrow_some<E>(to + d, v, dim - d);
+        narrow_some(to + d, v, dim - d);
     }
 }

@@ -14,7 +14,7 @@ INLINE float embedding(const Matrix& m, long id, long d) {
     if (m.format == INT8) return QuantisedPanel<Int8>(panel, m.depth).weight(lane, d);
     if (m.format == INT4) return QuantisedPanel<Int4>(panel, m.depth).weight(lane, d);
     const typename E::Stored* unit = (const typename E::Stored*)(panel + d / E::PACK * LANES + lane);
-    return E::widen_one(unit[d % E::PACK]);
+    return widen_one(unit[d % E::PACK]);
 }
 
 template <class E>
@@ -32,17 +32,17 @@ void embed(const Program& program, const Step& step, const Op& op, long token) {
 
 template <class E>
 void quantise_token(const Step& step, const Op& op, long token) {
-    quantise<E>((char*)step.buffers[op.output] + token * step.strides[op.output],
-                (const typename E::Stored*)step.buffers[op.input] + token * step.strides[op.input],
+    quantise((char*)step.buffers[op.output] + token * step.strides[op.output],
+                (const typename E::Passed*)step.buffers[op.input] + token * step.strides[op.input],
                 op.width);
 }
 
 template <class E>
 void norm(const Step& step, const Op& op, long token) {
-    typedef typename E::Stored Stored;
+    typedef typename E::Passed Passed;
     long from = op.sampled && step.sampled ? step.sampled[token] : token;
     const float* x = (const float*)step.buffers[op.input] + from * step.strides[op.input];
-    Stored* to = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
+    Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     float mean = 0;
     Floats squares = {};
     if (op.kind == LAYER_NORM) {
@@ -52,16 +52,17 @@ void norm(const Step& step, const Op& op, long token) {
     }
     for (long d = 0; d < op.width; d += LANES) {
         long count = std::min<long>(LANES, op.width - d);
-        Floats v = load_some(x + d, count) - mean;
-        for (long i = count; i < LANES; i++) v[i] = 0;
-        squares += v * v;
+        alignas(64) float v[LANES];
+        store(v, load_some(x + d, count) - mean);
+        Floats centred = load_some(v, count);
+        squares += centred * centred;
     }
     float scale = 1 / std::sqrt(sum(squares) / op.width + float(op.epsilon));
     for (long d = 0; d < op.width; d += LANES) {
         long count = std::min<long>(LANES, op.width - d);
         Floats v = (load_some(x + d, count) - mean) * scale * load_some(op.gain + d, count);
         if (op.shift) v += load_some(op.shift + d, count);
-        narrow_some<E>(to + d, v, count);
+        narrow_some(to + d, v, count);
     }
 }
 
@@ -76,17 +77,18 @@ INLINE void rotate(float* __restrict to, const float* __restrict x, const float*
     }
 }
 
-template <class E>
-INLINE void narrow_all(typename E::Stored* to, const float* from, long count, float scale) {
-    for (long d = 0; d < count; d += LANES) E::narrow(to + d, load<Floats>(from + d) * scale);
+template <class T>
+INLINE void narrow_all(T* to, const float* from, long count, float scale) {
+    for (long d = 0; d < count; d += LANES) narrow(to + d, load<Floats>(from + d) * scale);
 }
 
 template <class E>
 void rotate_write(const Program& program, const Step& step, const Op& op, long row, long token) {
     typedef typename E::Stored Stored;
+    typedef typename E::Passed Passed;
     long dim = program.head_dim, half = dim / 2, position = step.positions[token];
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
-    Stored* queries = (Stored*)step.buffers[op.output] + token * step.strides[op.output];
+    Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
     alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {};
     alignas(64) Stored key[MOST_HEAD_DIM], value[MOST_HEAD_DIM];
@@ -98,14 +100,14 @@ void rotate_write(const Program& program, const Step& step, const Op& op, long r
     };
     for (long h = 0; h < program.heads; h++, x += dim) {
         turn(x);
-        narrow_all<E>(queries + h * program.dim, turned, program.dim, 1 / std::sqrt(float(dim)));
+        narrow_all(queries + h * program.dim, turned, program.dim, 1 / std::sqrt(float(dim)));
     }
     const float* values = x + program.kv_heads * dim;
     for (long h = 0; h < program.kv_heads; h++) {
         turn(x + h * dim);
-        narrow_all<E>(key, turned, program.dim, 1);
+        narrow_all(key, turned, program.dim, 1);
         memcpy(plain, values + h * dim, dim * sizeof(float));
-        narrow_all<E>(value, plain, program.dim, 1);
+        narrow_all(value, plain, program.dim, 1);
         pages.write(row, position, h, key, value);
     }
 }

@@ -3,12 +3,13 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import INT8_SCALE_BYTES
+from worker_proc.attention.base import INT8_SCALE_BYTES, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
@@ -60,10 +61,18 @@ class NativeEngine(Engine):
         self._library = load_kernels(say)
         check_layout(self._library)
         self._dtype = dtype
+        self._passed = passed_dtype(self._library, dtype)
+        if self._passed != dtype:
+            self._library.quadriga_vector_bits.restype = ctypes.c_int64
+            say(
+                "no AVX-512 BF16 here: bfloat16 becomes float32 as it is multiplied, by vectors of"
+                f" {self._library.quadriga_vector_bits()} bits"
+            )
         self._vocab_size = model.vocab_size
         self._weights = Weights(bits)
         self._record(model, num_pages, page_size, int8_pages)
         self._buffers: dict[Buffer, Tensor] = {}
+        self._rows = np.empty((3, 0), dtype=np.int64)
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, Tensor]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
@@ -81,7 +90,10 @@ class NativeEngine(Engine):
         return self._forward(self._whole, inputs), best
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._run_head(self._head, hidden, self._head_widths)
+        self._reserve(self._head, len(hidden))
+        self._step.row_count = 0  # nothing here attends
+        self._point(Buffer.RESIDUAL, hidden)
+        self._run(self._head, len(hidden))
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
@@ -145,53 +157,60 @@ class NativeEngine(Engine):
             settings["sines"] = weights.floats(body.rope.sines)
         if body.position_vectors is not None:
             settings["position_vectors"] = weights.floats(body.position_vectors)
-        self._body, self._body_widths = _program(body.ops, settings), body.widths
-        self._head, self._head_widths = _program(head.ops, settings), head.widths
-        self._whole = _program(body.ops + head.ops, settings)
-        for op in self._whole.ops[len(body.ops) : self._whole.op_count]:
+        self._body, self._head = (Recorded.of(part, settings) for part in (body, head))
+        self._whole = Recorded(_program(body.ops + head.ops, settings), body.widths)
+        ops, count = self._whole.program.ops, self._whole.program.op_count
+        for op in ops[len(body.ops) : count]:
             op.sampled = True
-        self._whole.ops[self._whole.op_count - 1].kind = OpKind.MATMUL_BEST
+        ops[count - 1].kind = OpKind.MATMUL_BEST
 
-    def _forward(self, program: Program, inputs: StepInputs) -> Tensor:
+    def _forward(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
         step, rows, tokens = self._step, inputs.rows, len(inputs.token_ids)
-        self._reserve(self._body_widths, tokens)
+        self._reserve(recorded, tokens)
+        residual = self._buffers[Buffer.RESIDUAL]
+        self._point(Buffer.RESIDUAL, residual)
         step.token_ids = inputs.token_ids.data_ptr()
         step.positions = inputs.positions.data_ptr()
-        step.row_count = len(rows.slots)
-        step.slots = rows.slots.ctypes.data
-        step.computed = rows.computed.ctypes.data
-        step.num_tokens = rows.num_tokens.ctypes.data
+        self._set_rows(rows)
         step.page_table = rows.page_table.data_ptr()
         step.page_stride = rows.page_table.stride(0)
-        self._run(program, tokens)
-        return self._buffers[Buffer.RESIDUAL][:tokens, : self._body_widths[Buffer.RESIDUAL]]
+        self._run(recorded, tokens)
+        return residual[:tokens, : recorded.widths[Buffer.RESIDUAL]]
 
-    def _reserve(self, widths: dict[Buffer, int], tokens: int) -> None:
+    def _set_rows(self, rows: Rows) -> None:
+        """Copied to where the kernels look: asking arrays for their addresses takes longer."""
+        count, step = len(rows.slots), self._step
+        if count > self._rows.shape[1]:
+            self._rows = np.empty((3, round_up(count, 64)), dtype=np.int64)
+            step.slots, step.computed, step.num_tokens = (row.ctypes.data for row in self._rows)
+        self._rows[:, :count] = rows.slots, rows.computed, rows.num_tokens
+        step.row_count = count
+
+    def _reserve(self, recorded: "Recorded", tokens: int) -> None:
         """Make the buffers large enough. They start as zeros, which is what the kernels read
         beyond a row's width."""
-        for buffer, width in widths.items():
+        if tokens <= recorded.room:
+            return
+        recorded.room = round_up(tokens, 64)
+        for buffer, width in recorded.widths.items():
             held = self._buffers.get(buffer)
             if held is None or len(held) < tokens:
                 dtype = self._buffer_dtype(buffer)
-                rows = round_up(tokens, 64)
                 stride = round_up(width, LANES) + STRIDE_EXTRA
-                held = self._buffers[buffer] = torch.zeros(rows, stride, dtype=dtype)
-            self._step.buffers[buffer] = held.data_ptr()
-            self._step.strides[buffer] = held.stride(0)
+                self._buffers[buffer] = torch.zeros(recorded.room, stride, dtype=dtype)
+                self._point(buffer, self._buffers[buffer])
+
+    def _point(self, buffer: Buffer, held: Tensor) -> None:
+        self._step.buffers[buffer] = held.data_ptr()
+        self._step.strides[buffer] = held.stride(0)
 
     def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
         if buffer == Buffer.QUANTISED:
             return torch.uint8
-        return torch.float32 if buffer in FLOAT_BUFFERS else self._dtype
+        return torch.float32 if buffer in FLOAT_BUFFERS else self._passed
 
-    def _run_head(self, program: Program, hidden: Tensor, widths: dict[Buffer, int]) -> None:
-        self._reserve(widths, len(hidden))
-        self._step.row_count = 0  # nothing here attends
-        self._step.buffers[Buffer.RESIDUAL] = hidden.data_ptr()
-        self._step.strides[Buffer.RESIDUAL] = hidden.stride(0)
-        self._run(program, len(hidden))
-
-    def _run(self, program: Program, tokens: int) -> None:
+    def _run(self, recorded: "Recorded", tokens: int) -> None:
+        program = recorded.program
         self._step.token_count = tokens
         self._step.seconds = None
         if self._timed is not None:
@@ -199,6 +218,27 @@ class NativeEngine(Engine):
             self._step.seconds = seconds.data_ptr()
             self._timed.append((program, seconds))
         self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A program, the elements in a row of each buffer that it writes, and for how many tokens
+    there is room in them."""
+
+    program: Program
+    widths: dict[Buffer, int]
+    room: int = 0
+
+    @classmethod
+    def of(cls, recorder: Recorder, settings: dict[str, object]) -> "Recorded":
+        return cls(_program(recorder.ops, settings), recorder.widths)
+
+
+def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:
+    """Of what operations pass to each other: float32 where the CPU cannot multiply the other."""
+    library.quadriga_passed_bytes.restype = ctypes.c_int64
+    passed = library.quadriga_passed_bytes(ctypes.c_int64(dtype == torch.bfloat16))
+    return dtype if passed == dtype.itemsize else torch.float32
 
 
 def _program(ops: list[Op], settings: dict[str, object]) -> Program:

@@ -35,7 +35,7 @@ void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
 
 template <class E>
 struct Dense {
-    static constexpr int ROWS = TILE_ROWS;
+    static constexpr int ROWS = TILE_ROWS<E>;
     template <int R, int P>
     static constexpr TileProduct product = tile_product<E, R, P>;
 };
@@ -75,7 +75,7 @@ struct Pieces {
 
 template <class E>
 struct Matmul {
-    typedef typename E::Stored Stored;
+    typedef typename E::Passed Passed;
 
     const Op& op;
     const Step& step;
@@ -83,7 +83,7 @@ struct Matmul {
     Best* best;  // MATMUL_BEST: [rows], of this thread
 
     Matmul(const Op& op, const Step& step, long rows, Best* best)
-        : op(op), step(step), pieces(op.matrix, rows, row_units() * 4), best(best) {}
+        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), best(best) {}
 
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {
@@ -108,7 +108,7 @@ struct Matmul {
             for (int p = 0; p < panels; p += TILE_PANELS) {
                 int wide = std::min(TILE_PANELS, panels - p);
                 choose_tile<F>(int(end - row), wide)(
-                    sums + p * LANES, PIECE_COLUMNS, input(row), row_units(), at(panel + p),
+                    sums + p * LANES, PIECE_COLUMNS, input(row), row_words(), at(panel + p),
                     m.panel_units, m.depth, ahead(next, t, tiles, p, wide));
             }
             for (long r = row; r < end; r++)
@@ -116,12 +116,12 @@ struct Matmul {
         }
     }
 
-    long row_units() const {
-        long bytes = op.matrix.format == DENSE ? sizeof(Stored) : 1;
+    long row_words() const {
+        long bytes = op.matrix.format == DENSE ? sizeof(Passed) : 1;
         return step.strides[op.input] * bytes / long(sizeof(uint32_t));
     }
     const uint32_t* input(long row) const {
-        return (const uint32_t*)step.buffers[op.input] + row * row_units();
+        return (const uint32_t*)step.buffers[op.input] + row * row_words();
     }
 
     // Each tile fetches one panel of the next piece, so that memory is read evenly; the only tile
@@ -146,15 +146,15 @@ struct Matmul {
         };
         long start = row * step.strides[op.output] + column;
         if (op.kind == MATMUL_SWIGLU) {
-            Stored* to = (Stored*)step.buffers[op.output] + start - column / 2;
-            E::narrow(to, silu(value(0)) * value(1));
+            Passed* to = (Passed*)step.buffers[op.output] + start - column / 2;
+            narrow(to, silu(value(0)) * value(1));
             return;
         }
         for (int p = 0; p < panels; p++) {
             long at = start + p * LANES;
             float* to = (float*)step.buffers[op.output] + at;
             if (op.kind == MATMUL_GELU)
-                E::narrow((Stored*)step.buffers[op.output] + at, gelu(value(p)));
+                narrow((Passed*)step.buffers[op.output] + at, gelu(value(p)));
             else if (op.kind == MATMUL_BEST)
                 keep_best(best[row], value(p), column + p * LANES);
             else

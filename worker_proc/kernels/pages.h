@@ -4,7 +4,7 @@
 // [head_dim / PACK][16 tokens] units and its values [16 / PACK][head_dim] units: the form in which
 // `multiply` takes them, so that nothing is ever rearranged. In 8 bits the numbers lie in the same
 // order, a byte each, followed by a scale for each token's keys and one for its values; such a
-// panel is widened when it is read. Where 16 does not divide the page size, a page holds
+// panel is widened when it is read, and the scales are left to what is made of it. Where 16 does not divide the page size, a page holds
 // [2][tokens][head_dim] for each key head, and panels are put together when they are read.
 #pragma once
 
@@ -47,9 +47,24 @@ struct Pages {
         }
     }
 
-    // Tokens position..end - 1 (at most 16) as a panel in `to`.
+    // Where the pages are in 8 bits: the keys of 16 tokens from `position` on; their values follow,
+    // and then the scales of the keys and those of the values.
+    int8_t* int8_panel(long row, long position, long kv_head) const {
+        long bytes = panel_size() + 2 * LANES * sizeof(float);
+        return (int8_t*)pool + panel_number(row, position, kv_head) * bytes;
+    }
+    const float* scales(const int8_t* panel) const { return (const float*)(panel + panel_size()); }
+
+    // The numbers of a panel in 8 bits, without their scales. `ahead` is fetched meanwhile.
+    void take_wide(Stored* to, const int8_t* from, const int8_t* ahead) const {
+        for (long line = 0; line < panel_size(); line += 64) {
+            if (ahead) __builtin_prefetch(ahead + line, 0, 2);
+            for (long n = line; n < line + 64; n += LANES) narrow(to + n, from_bytes(from + n));
+        }
+    }
+
+    // Tokens position..end - 1 (at most 16) of pages that hold no panels, as a panel in `to`.
     void gather(Stored* to, long row, long position, long end, long kv_head) const {
-        if (program.int8_pages) return widen(to, int8_panel(row, position, kv_head));
         std::fill(to, to + panel_size(), Stored(0));
         for (long i = 0; i < LANES && position + i < end; i++)
             put(to, i, plain(row, position + i, kv_head, 0), plain(row, position + i, kv_head, 1));
@@ -72,11 +87,6 @@ struct Pages {
         long part = (page(row, position) * program.kv_heads + kv_head) * 2 + values;
         long token = part * program.page_size + position % program.page_size;
         return (Stored*)pool + token * program.dim;
-    }
-
-    int8_t* int8_panel(long row, long position, long kv_head) const {
-        long bytes = panel_size() + 2 * LANES * sizeof(float);
-        return (int8_t*)pool + panel_number(row, position, kv_head) * bytes;
     }
 
     // Token i of a panel of whatever is kept of a number.
@@ -102,30 +112,12 @@ struct Pages {
     float to_int8(int8_t* to, const Stored* from) const {
         Floats most = {};
         for (long d = 0; d < program.dim; d += LANES) {
-            Floats v = E::widen(from + d);
+            Floats v = widen(from + d);
             most = max(most, max(v, -v));
         }
         float scale = greatest(most) / 127, inverse = scale > 0 ? 1 / scale : 0;
         for (long d = 0; d < program.dim; d += LANES)
-            store(to + d, to_bytes(round_to_even(E::widen(from + d) * inverse)));
+            store(to + d, to_bytes(round_to_even(widen(from + d) * inverse)));
         return scale;
-    }
-
-    void widen(Stored* to, const int8_t* from) const {
-        const float* scales = (const float*)(from + panel_size());
-        constexpr int PACK = E::PACK;
-        Floats key_scales[PACK];
-        for (int i = 0; i < PACK * LANES; i++) key_scales[i / LANES][i % LANES] = scales[i / PACK];
-        long keys = LANES * program.dim;
-        for (long n = 0; n < keys; n += PACK * LANES)
-            for (int p = 0; p < PACK; p++)
-                E::narrow(to + n + p * LANES, from_bytes(from + n + p * LANES) * key_scales[p]);
-        for (long i = 0; i < LANES; i += PACK) {
-            Floats value_scales;
-            for (int k = 0; k < LANES; k++) value_scales[k] = scales[LANES + i + k % PACK];
-            long row = keys + i * program.dim;
-            for (long n = row; n < row + program.dim * PACK; n += LANES)
-                E::narrow(to + n, from_bytes(from + n) * value_scales);
-        }
     }
 };

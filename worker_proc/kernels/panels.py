@@ -5,12 +5,15 @@ import mmap
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_proc.kernels.groups import Groups
 
 LANES = 16
 UNIT_BYTES = 4
+ALIGNMENT = 64
+SHELF_BYTES, LARGE_BYTES = 1 << 26, 1 << 24
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -60,11 +63,33 @@ def interleaved(weight: Tensor) -> Tensor:
     return pairs.flatten(0, 2)
 
 
+class _Shelf:
+    """One large mapping, cut up for what is smaller than large pages."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, dtype=np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        if size > len(self._bytes):
+            self._bytes = _mapping(SHELF_BYTES)
+        taken, self._bytes = self._bytes[:size], self._bytes[size:]
+        return taken
+
+
+_shelf = _Shelf()
+
+
 def empty(size: int) -> Tensor:
-    """`size` bytes, zero, in large pages where the system has them: a pass over the weights then
-    waits less for address translation."""
-    length = max(size, 1)
-    memory = mmap.mmap(-1, length)
-    if hasattr(mmap, "MADV_HUGEPAGE") and length >= 2**21:
+    """`size` bytes, zero, in large pages where the system has them: reading weights, or keys and
+    values that lie here and there, then waits less for address translation."""
+    length = round_up(max(size, 1), ALIGNMENT)
+    memory = _shelf.take(length) if length < LARGE_BYTES else _mapping(length)
+    return torch.from_numpy(memory[:size])
+
+
+def _mapping(length: int) -> NDArray[np.uint8]:
+    # Private: Linux gives large pages to shared memory only where it is told to by other means.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)[:size])
+    return np.frombuffer(memory, dtype=np.uint8)

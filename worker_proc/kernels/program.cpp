@@ -193,6 +193,14 @@ void quadriga_sample(int64_t* tokens, const float* logits, int64_t stride, int64
     }
 }
 
+// Of one machine vector.
+int64_t quadriga_vector_bits() { return VECTOR_BITS; }
+
+// How many bytes a number takes that operations pass to each other.
+int64_t quadriga_passed_bytes(int64_t is_bfloat16) {
+    return is_bfloat16 ? sizeof(BFloat16::Passed) : sizeof(Float32::Passed);
+}
+
 // So that Python can check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {
     const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step),

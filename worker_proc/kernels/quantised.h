@@ -26,36 +26,47 @@ struct QuantisedRow {
 };
 
 // x to the nearest of 255 steps between -max|x| and max|x|, group by group.
-template <class E>
-void quantise(void* row, const typename E::Stored* x, long groups) {
-    QuantisedRow to(row, groups);
+template <class T>
+void quantise(void* to, const T* x, long groups) {
+    QuantisedRow row(to, groups);
     for (long g = 0; g < groups; g++, x += GROUP) {
-        Floats a = E::widen(x), b = E::widen(x + LANES);
+        Floats a = widen(x), b = widen(x + LANES);
         float most = greatest(max(max(a, -a), max(b, -b)));
         float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
-        Ints first = __builtin_convertvector(round_to_even(a * inverse), Ints);
-        Ints second = __builtin_convertvector(round_to_even(b * inverse), Ints);
-        int8_t* numbers = (int8_t*)(to.units + g * GROUP_UNITS);
-        store(numbers, __builtin_convertvector(first, Bytes));
-        store(numbers + LANES, __builtin_convertvector(second, Bytes));
-        const_cast<float*>(to.scales)[g] = scale;
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += first[i] + second[i];
-        const_cast<int32_t*>(to.sums)[g] = total;
+        Floats first = round_to_even(a * inverse), second = round_to_even(b * inverse);
+        int8_t* numbers = (int8_t*)(row.units + g * GROUP_UNITS);
+        store(numbers, to_bytes(first));
+        store(numbers + LANES, to_bytes(second));
+        const_cast<float*>(row.scales)[g] = scale;
+        const_cast<int32_t*>(row.sums)[g] = int32_t(sum(first + second));
     }
 }
 
-// acc + the four products of unsigned bytes of w and signed bytes of x, in each lane.
-INLINE Ints add_products(Ints acc, Words w, uint32_t x) {
+// acc + the four products of unsigned bytes of w and signed bytes of x, in each lane. Numbers of x
+// are -127 to 127.
+INLINE Ints add_products(Ints acc, Words w, Words x) {
+    return Ints::of([&](int i) INLINED {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int(x)));
+        return (Ints::Part)_mm512_dpbusd_epi32((__m512i)acc.parts[i], (__m512i)w.parts[i],
+                                               (__m512i)x.parts[i]);
+#elif defined(__AVX2__) && VECTORS == 2
+        // Two neighbours may be 2 * 255 * 127, which is more than 16 bits hold: even and odd bytes
+        // are multiplied apart.
+        __m256i even = _mm256_and_si256((__m256i)w.parts[i], _mm256_set1_epi16(0xff));
+        __m256i odd = _mm256_srli_epi16((__m256i)w.parts[i], 8);
+        __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x.parts[i], 8), 8);
+        __m256i x_odd = _mm256_srai_epi16((__m256i)x.parts[i], 8);
+        __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even, x_even),
+                                         _mm256_madd_epi16(odd, x_odd));
+        return acc.parts[i] + (Ints::Part)pairs;
 #else
-    for (int i = 0; i < 4; i++) {
-        int32_t number = int8_t(x >> (8 * i));
-        acc += (Ints)((w >> (8 * i)) & 0xffu) * number;
-    }
-    return acc;
+        Ints::Part sums = acc.parts[i];
+        for (int byte = 0; byte < 4; byte++)
+            sums += (Ints::Part)((w.parts[i] >> (8 * byte)) & 0xffu) *
+                    ((Ints::Part)(x.parts[i] << (24 - 8 * byte)) >> 24);
+        return sums;
 #endif
+    });
 }
 
 INLINE float half_to_float(uint16_t half) {
@@ -70,12 +81,18 @@ INLINE float half_to_float(uint16_t half) {
 }
 
 INLINE Floats halves_to_floats(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps((__m256i)load<Halves>(from));
+#if VECTORS == 1
+    return Floats::of([&](int) INLINED {
+        return (Floats::Part)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+    });
+#elif defined(__F16C__)
+    return Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + i));
+    });
 #else
-    Floats v;
+    alignas(64) float v[LANES];
     for (int i = 0; i < LANES; i++) v[i] = half_to_float(from[i]);
-    return v;
+    return load<Floats>(v);
 #endif
 }
 
@@ -144,7 +161,7 @@ void quantised_product(float* out, long out_stride, const uint32_t* a, long a_st
             factor[p] = halves_to_floats(panel.scales + g * LANES);
             if (Q::PARTS == 2) least[p] = halves_to_floats(panel.least + g * LANES);
             for (int r = 0; r < ROWS; r++)
-                whole[r][p] = Ints{} + Q::start(QuantisedRow(a + r * a_stride, groups).sums[g]);
+                whole[r][p] = Q::start(QuantisedRow(a + r * a_stride, groups).sums[g]);
             if (ahead.lines[p])
                 for (int line = 0; line < Q::LINES + 1; line++)
                     __builtin_prefetch(ahead.lines[p] + (g * (Q::LINES + 1) + line) * 64, 0, 2);
@@ -165,7 +182,7 @@ void quantised_product(float* out, long out_stride, const uint32_t* a, long a_st
             QuantisedRow row(a + r * a_stride, groups);
 #pragma GCC unroll 4
             for (int p = 0; p < PANELS; p++) {
-                acc[r][p] += __builtin_convertvector(whole[r][p], Floats) * (factor[p] * row.scales[g]);
+                acc[r][p] += to<Floats>(whole[r][p]) * (factor[p] * row.scales[g]);
                 if (Q::PARTS == 2) acc[r][p] += least[p] * (row.scales[g] * float(row.sums[g]));
             }
         }

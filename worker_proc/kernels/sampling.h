@@ -43,9 +43,8 @@ class RowSampler {
     void weigh(const float* logits, float greatest, float temperature) {
         for (long i = 0; i < columns; i += LANES) {
             Floats v = (load_some(logits + i, columns - i) - greatest) / temperature;
-            Floats w = v < -87.0f ? Floats{} : exp(v);
-            for (long n = columns - i; n < LANES; n++) w[n] = 0;
-            store(&weights[i], w);
+            store(&weights[i], select(v < -87.0f, 0.0f, exp(v)));
+            for (long n = columns - i; n < LANES; n++) weights[i + n] = 0;
         }
     }
 
@@ -105,7 +104,7 @@ class RowSampler {
             Floats total = {};
             for (long i = 0; i < BLOCK; i += LANES) {
                 Floats w = load<Floats>(&weights[b * BLOCK + i]);
-                total += w >= least ? w : Floats{};
+                total += select(w >= least, w, 0.0f);
             }
             whole += sums[b] = sum(total);
         }

@@ -3,11 +3,20 @@
 
 #include "simd.h"
 
-// Rows and 16-column panels of the largest tile: as many accumulators as registers hold.
+// Rows and 16-column panels of the largest tile: as many sums as registers hold, beside a unit of
+// each panel and, where it takes several products, its term.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 8, TILE_PANELS = 2;
+template <class E>
+constexpr int TILE_ROWS = 8;
+constexpr int TILE_PANELS = 2;
+#elif defined(__AVX2__) || defined(__aarch64__)
+template <class E>
+constexpr int TILE_ROWS = E::TERMS == 1 ? 6 : 5;
+constexpr int TILE_PANELS = 1;
 #else
-constexpr int TILE_ROWS = 3, TILE_PANELS = 1;
+template <class E>
+constexpr int TILE_ROWS = E::TERMS == 1 ? 3 : 2;
+constexpr int TILE_PANELS = 1;
 #endif
 
 // What will be needed next, fetched into the cache meanwhile: one line of each for a unit of depth.
@@ -21,13 +30,18 @@ struct Stretch {
     const uint32_t* panels[TILE_PANELS];
 };
 
-// acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each, which lie one after
-// the other in a's rows.
+// acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each; what meets them lies
+// one after the other in a's rows.
 template <class E, int ROWS, int PANELS>
 INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stride,
                      const Stretch* stretch, int stretches, int depth, long step,
                      const Ahead& ahead) {
-    for (int s = 0; s < stretches; s++, a += depth) {
+    // Few sums would wait for themselves: then each term has its own.
+    constexpr int CHAINS = ROWS * PANELS <= 3 ? E::TERMS : 1;
+    Floats sums[CHAINS][ROWS][PANELS] = {};
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) sums[0][r][p] = acc[r][p];
+    for (int s = 0; s < stretches; s++, a += depth * E::TERMS) {
         for (int k = 0; k < depth; k++) {
             Words b[PANELS];
 #pragma GCC unroll 4
@@ -36,12 +50,23 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stri
                 if (ahead.lines[p])
                     __builtin_prefetch(ahead.lines[p] + (s * depth + k) * 64L, 0, 2);
             }
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                Words x = all_words(a[r * a_stride + k]);
+#pragma GCC unroll 2
+            for (int t = 0; t < E::TERMS; t++) {
+                Words terms[PANELS];
 #pragma GCC unroll 4
-                for (int p = 0; p < PANELS; p++) acc[r][p] = E::multiply_add(acc[r][p], x, b[p]);
+                for (int p = 0; p < PANELS; p++) terms[p] = E::term(b[p], t);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    Words x = a[r * a_stride + k * E::TERMS + t];
+#pragma GCC unroll 4
+                    for (int p = 0; p < PANELS; p++)
+                        sums[t % CHAINS][r][p] =
+                            E::multiply_add(sums[t % CHAINS][r][p], x, terms[p]);
+                }
             }
         }
     }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++)
+            acc[r][p] = CHAINS == 1 ? sums[0][r][p] : sums[0][r][p] + sums[CHAINS - 1][r][p];
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quadriga.errors import ModelError
+from quadriga.errors import ConfigError, ModelError
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.ops import Ops, Value
 
@@ -58,3 +58,17 @@ def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         shown = ", ".join(repr(choice) for choice in allowed)
         raise ModelError(f"the model's config.json has {key} = {value!r}; supported: {shown}")
+
+
+def check_shares(count: int, **numbers: int) -> None:
+    """ConfigError where so many ranks cannot have equal shares of each of a model's numbers."""
+    uneven = [name for name, number in numbers.items() if number % count]
+    if not uneven:
+        return
+    possible = [n for n in range(1, max(numbers.values()) + 1)
+                if not any(number % n for number in numbers.values())]  # fmt: skip
+    shown = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in numbers.items())
+    raise ConfigError(
+        f"tp is {count}: it must divide the model's {shown}; possible: "
+        + ", ".join(map(str, possible))
+    )

@@ -10,49 +10,56 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, require, setting
-from worker_proc.models.layers import Embedding, LayerNorm, Linear
+from worker_proc.models.base import Model, check_shares, require, setting
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, Split
 from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
+    """heads and inner: of this rank."""
+
     vocab_size: int
     context: int
     hidden: int
     layers: int
     heads: int
+    head_dim: int
     inner: int
     epsilon: float
     tied: bool
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
-        """From config.json. Raises ModelError for what this file does not do."""
+    def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "GPT2Config":
+        """From config.json. Raises ModelError for what this file does not do, ConfigError where so
+        many ranks cannot share the model."""
         require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
         require(config, "scale_attn_weights", (True,))
         require(config, "scale_attn_by_inverse_layer_idx", (False, None))
         require(config, "add_cross_attention", (False, None))
-        hidden = setting(config, "n_embd")
+        hidden, heads = setting(config, "n_embd"), setting(config, "n_head")
+        inner = setting(config, "n_inner", 4 * hidden)
+        check_shares(ranks, heads=heads, inner_numbers=inner)
         return cls(
             vocab_size=setting(config, "vocab_size"),
             context=setting(config, "n_positions"),
             hidden=hidden,
             layers=setting(config, "n_layer"),
-            heads=setting(config, "n_head"),
-            inner=setting(config, "n_inner", 4 * hidden),
+            heads=heads // ranks,
+            head_dim=hidden // heads,
+            inner=inner // ranks,
             epsilon=setting(config, "layer_norm_epsilon", 1e-5),
             tied=setting(config, "tie_word_embeddings", True),
         )
 
 
 class GPT2(Model):
-    def __init__(self, hf_config: dict[str, Any]) -> None:
+    def __init__(self, hf_config: dict[str, Any], ranks: int = 1) -> None:
         super().__init__()
-        config = GPT2Config.from_hf(hf_config)
+        config = GPT2Config.from_hf(hf_config, ranks)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.layers, config.heads, config.heads, config.hidden // config.heads
+            config.layers, config.heads, config.heads, config.head_dim
         )
         self.tied = config.tied
         self.token_embedding = Embedding(config.vocab_size, config.hidden)
@@ -96,13 +103,13 @@ class GPT2(Model):
 class Block(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        hidden = config.hidden
+        hidden, attended = config.hidden, config.heads * config.head_dim
         self.attention_norm = LayerNorm(hidden, config.epsilon)
-        self.qkv_proj = Linear(hidden, 3 * hidden, bias=True)
-        self.out_proj = Linear(hidden, hidden, bias=True)
+        self.qkv_proj = Linear(hidden, 3 * attended, True, Split.OUTPUTS, fused=3)
+        self.out_proj = Linear(attended, hidden, True, Split.INPUTS)
         self.mlp_norm = LayerNorm(hidden, config.epsilon)
-        self.up_proj = Linear(hidden, config.inner, bias=True)
-        self.down_proj = Linear(config.inner, hidden, bias=True)
+        self.up_proj = Linear(hidden, config.inner, True, Split.OUTPUTS)
+        self.down_proj = Linear(config.inner, hidden, True, Split.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))

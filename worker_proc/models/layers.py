@@ -1,5 +1,7 @@
 """The weights of the layers that the architectures share; how they are multiplied is elsewhere."""
 
+import enum
+
 import torch
 from torch import Tensor, nn
 
@@ -11,12 +13,34 @@ def parameter(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """weight [outputs, inputs], bias [outputs]. blocks: the rows as a GGUF has them, where they are
-    kept packed; the weight is then not filled."""
+class Split(enum.Enum):
+    """What of a layer a rank of a model has that is spread over several.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    OUTPUTS: some rows of its weight, and so a part of what comes out. INPUTS: some columns, for a
+    part of what goes in; what comes out is to be added up over the ranks.
+    """
+
+    NOTHING = enum.auto()
+    OUTPUTS = enum.auto()
+    INPUTS = enum.auto()
+
+
+class Linear(nn.Module):
+    """weight [outputs, inputs], bias [outputs], of this rank. blocks: the rows as a GGUF has them,
+    where they are kept packed; the weight is then not filled. fused: so many matrices of equal
+    height are one in the checkpoint, and each of them is split."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        split: Split = Split.NOTHING,
+        fused: int = 1,
+    ) -> None:
         super().__init__()
+        self.split = split
+        self.fused = fused
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
         self.bias: Tensor | None = parameter(outputs) if bias else None

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, require, setting
-from worker_proc.models.layers import Embedding, Linear, RMSNorm, Rope
+from worker_proc.models.base import Model, check_shares, require, setting
+from worker_proc.models.layers import Embedding, Linear, RMSNorm, Rope, Split
 from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
+    """inner, heads and kv_heads: of this rank."""
+
     vocab_size: int
     hidden: int
     inner: int
@@ -34,20 +36,24 @@ class LlamaConfig:
     tied: bool
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
-        """From config.json. Raises ModelError for what this file does not do."""
+    def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "LlamaConfig":
+        """From config.json. Raises ModelError for what this file does not do, ConfigError where so
+        many ranks cannot share the model."""
         require(config, "hidden_act", ("silu", "swish"))
         hidden, heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
+        kv_heads = setting(config, "num_key_value_heads", heads)
+        inner = setting(config, "intermediate_size")
+        check_shares(ranks, heads=heads, key_and_value_heads=kv_heads, inner_numbers=inner)
         rope = {"rope_theta": config.get("rope_theta") or 10000.0}
         rope |= config.get("rope_scaling") or {}
         rope |= config.get("rope_parameters") or {}
         return cls(
             vocab_size=setting(config, "vocab_size"),
             hidden=hidden,
-            inner=setting(config, "intermediate_size"),
+            inner=inner // ranks,
             layers=setting(config, "num_hidden_layers"),
-            heads=heads,
-            kv_heads=setting(config, "num_key_value_heads", heads),
+            heads=heads // ranks,
+            kv_heads=kv_heads // ranks,
             head_dim=setting(config, "head_dim", hidden // heads),
             epsilon=setting(config, "rms_norm_eps", 1e-6),
             rope=rope,
@@ -58,9 +64,9 @@ class LlamaConfig:
 
 
 class Llama(Model):
-    def __init__(self, hf_config: dict[str, Any]) -> None:
+    def __init__(self, hf_config: dict[str, Any], ranks: int = 1) -> None:
         super().__init__()
-        self.config = config = LlamaConfig.from_hf(hf_config)
+        self.config = config = LlamaConfig.from_hf(hf_config, ranks)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
             config.layers, config.heads, config.kv_heads, config.head_dim
@@ -112,11 +118,12 @@ class Block(nn.Module):
         self.kv_size = config.kv_heads * config.head_dim
         self.inner = config.inner
         self.attention_norm = RMSNorm(config.hidden, config.epsilon)
-        self.qkv_proj = Linear(config.hidden, self.q_size + 2 * self.kv_size, config.attention_bias)
-        self.out_proj = Linear(self.q_size, config.hidden, config.attention_bias)
-        self.mlp_norm = RMSNorm(config.hidden, config.epsilon)
-        self.gate_up_proj = Linear(config.hidden, 2 * config.inner, config.mlp_bias)
-        self.down_proj = Linear(config.inner, config.hidden, config.mlp_bias)
+        hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
+        self.qkv_proj = Linear(hidden, qkv_size, config.attention_bias, Split.OUTPUTS)
+        self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Split.INPUTS)
+        self.mlp_norm = RMSNorm(hidden, config.epsilon)
+        self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Split.OUTPUTS)
+        self.down_proj = Linear(config.inner, hidden, config.mlp_bias, Split.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))

@@ -17,14 +17,16 @@ def build_model(
     config: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("meta"),  # noqa: B008 (never changed)
+    ranks: int = 1,
 ) -> Model:
-    """The model of a config.json, its weights not filled in; on the meta device without storage.
-    ModelError where it is not supported."""
+    """The model of a config.json, or the part of it that one of so many ranks has, its weights not
+    filled in; on the meta device without storage. ModelError where it is not supported, ConfigError
+    where it cannot be shared out."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return _architecture(config)(config)
+            return _architecture(config)(config, ranks)
     finally:
         torch.set_default_dtype(usual)
 

@@ -1,0 +1,1 @@
+"""Triton kernels, and the functions that launch them on tensors."""

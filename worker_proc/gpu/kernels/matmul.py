@@ -1,0 +1,47 @@
+"""A matrix product whose rows do not depend on how many there are: tiles of one size, and each sum
+added up by one program in one order. The libraries' products choose by the number of rows."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker_proc.gpu.kernels.dot import dot
+
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 64
+
+
+@triton.jit
+def _multiply(
+    x, weight, bias, out, rows, columns, depth, x_stride, weight_stride, out_stride,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_row, is_column = (row < rows)[:, None], column < columns
+    x_rows, weight_rows = row.to(tl.int64)[:, None] * x_stride, column.to(tl.int64) * weight_stride
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for start in range(0, depth, BLOCK_DEPTH):
+        k = start + tl.arange(0, BLOCK_DEPTH)
+        some = tl.load(x + x_rows + k[None, :], mask=is_row & (k < depth)[None, :], other=0.0)
+        places = weight_rows[None, :] + k[:, None]
+        wanted = is_column[None, :] & (k < depth)[:, None]
+        sums += dot(some, tl.load(weight + places, mask=wanted, other=0.0))
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    places = row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_row & is_column[None, :])
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch's linear: x [rows, depth], weight [columns, depth], bias [columns]. Returns [rows,
+    columns] in x's dtype, each row as if it were alone."""
+    rows, columns = len(x), len(weight)
+    out = x.new_empty(rows, columns)
+    grid = (triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))
+    _multiply[grid](
+        x, weight, weight if bias is None else bias, out, rows, columns, x.shape[1],
+        x.stride(0), weight.stride(0), out.stride(0), BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_COLUMNS=BLOCK_COLUMNS, BLOCK_DEPTH=BLOCK_DEPTH, HAS_BIAS=bias is not None,
+    )  # fmt: skip
+    return out

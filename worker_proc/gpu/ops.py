@@ -1,0 +1,87 @@
+"""A model's operations on a card: torch's matrix products, and Triton kernels for the rest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, swiglu
+from worker_proc.gpu.pages import Pages, TokenPlaces
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope, Split
+from worker_proc.models.ops import Ops
+
+if TYPE_CHECKING:
+    from worker_proc.ranks import Ranks
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [rows, inputs], weight [outputs, inputs] and bias to [rows, outputs]."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """A value of the model. added: what is still to be added to a residual stream `x`, which the
+    next norm does on its way."""
+
+    x: Tensor
+    added: Tensor | None = None
+
+    def settled(self) -> Tensor:
+        """[rows, hidden], with everything added."""
+        if self.added is not None:
+            self.x.add_(self.added)
+            self.added = None
+        return self.x
+
+
+class TritonOps(Ops[Rows]):
+    """The residual stream is in float32, everything else in the dtype of the weights.
+
+    places: None where nothing is asked that depends on tokens, positions or pages. ranks: who has
+    the other parts of the model.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        places: TokenPlaces | None = None,
+        multiply: Multiply = F.linear,
+        ranks: "Ranks | None" = None,
+    ) -> None:
+        self._ranks = ranks
+        self._pages = pages
+        self._places = places
+        self._multiply = multiply
+
+    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Rows:
+        places = self._places
+        assert places is not None
+        return Rows(embed(places.known, places.slots, places.positions, tokens, positions))
+
+    def norm(self, norm: LayerNorm | RMSNorm, x: Rows) -> Rows:
+        added, x.added = x.added, None
+        return Rows(add_and_norm(x.x, added, norm))
+
+    def project(self, linear: Linear, x: Rows) -> Rows:
+        return Rows(self._multiply(x.x, linear.weight, linear.bias))
+
+    def project_gelu(self, linear: Linear, x: Rows) -> Rows:
+        return Rows(gelu_(self.project(linear, x).x))
+
+    def project_swiglu(self, linear: Linear, x: Rows) -> Rows:
+        return Rows(swiglu(self.project(linear, x).x))
+
+    def add_projection(self, residual: Rows, linear: Linear, x: Rows) -> Rows:
+        added = self.project(linear, x).x
+        if self._ranks is not None and linear.split is Split.INPUTS:
+            added = self._ranks.add_up(added)
+        return Rows(residual.settled(), added)
+
+    def attend(self, layer: int, qkv: Rows, rope: Rope | None) -> Rows:
+        assert self._places is not None
+        heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
+        return Rows(self._places.attend(self._pages.layers[layer], heads, rope))
+
+    def logits(self, head: Linear | Embedding, x: Rows) -> Rows:
+        return Rows(self._multiply(x.x, head.weight, None))

@@ -1,0 +1,48 @@
+"""When steps began and ended, where they are launched ahead of their time."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+Times = Callable[[], tuple[float, float]]
+"""When a step began and ended, in Unix seconds; on a card, once it has ended."""
+
+
+class Running(Protocol):
+    def stop(self) -> Times:
+        """All of the step has been launched."""
+
+
+def step_clock(device: torch.device) -> Callable[[], Running]:
+    """What is called as a step begins. On a card the time of a step is what the card says, from
+    when it had nothing left of the one before; on a CPU what the host says."""
+    return partial(_OnCard, device) if device.type == "cuda" else _OnHost
+
+
+class _OnHost:
+    def __init__(self) -> None:
+        self._began = time.time()
+
+    def stop(self) -> Times:
+        return lambda: (self._began, time.time())
+
+
+class _OnCard:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._began.record(self._stream)
+
+    def stop(self) -> Times:
+        ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        ended.record(self._stream)
+
+        def times() -> tuple[float, float]:
+            ended.synchronize()
+            now = time.time()
+            return now - self._began.elapsed_time(ended) / 1000, now
+
+        return times
