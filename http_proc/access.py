@@ -9,6 +9,8 @@ from aiohttp import web
 
 from http_proc.errors import ApiError, from_ring
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
+from http_proc.request_log import RECORD, Record, log_request
+from http_proc.watch import Watch
 from quadriga.errors import QuadrigaError
 from quadriga.http_args import HttpArgs
 
@@ -22,11 +24,28 @@ Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong leaves in OpenAI's shape; what nobody expected is logged, and a 500."""
+async def serve(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around everything: until the client has taken its answer, or has left."""
+    gateway = request.app[GATEWAY]
     request[REQUEST_ID] = request_id(request)
+    request[RECORD] = Record()
+    outcome = "the client left"
     try:
-        return await handler(request)
+        with Watch(request, gateway.metrics):
+            response, outcome = await _answer(request, handler)
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+    finally:
+        if gateway.args.log_requests and request.method == "POST":
+            log_request(request, outcome)
+
+
+async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
+    """Whatever goes wrong leaves in OpenAI's shape; what nobody expected is logged, and a 500."""
+    try:
+        response = await handler(request)
+        return response, str(response.status)
     except ApiError as error:
         found = error
     except QuadrigaError as error:
@@ -40,16 +59,20 @@ async def errors_in_shape(request: web.Request, handler: Handler) -> web.StreamR
         raise
     except Exception:
         logging.exception("%s %s failed", request.method, request.path)
+        if request.writer.output_size:
+            raise ConnectionResetError("half an answer has been sent") from None
         found = ApiError(
             500, "the gateway failed on this request; its log says why", "server_error"
         )
-    request.app[GATEWAY].metrics.count_error(found.answer.error.code or str(found.status))
-    return web.Response(
+    code = found.answer.error.code or str(found.status)
+    request.app[GATEWAY].metrics.count_error(code)
+    response = web.Response(
         body=found.body(),
         status=found.status,
         headers=found.headers(),
         content_type="application/json",
     )
+    return response, f"{found.status} {found.answer.error.code or ''}".rstrip()
 
 
 def _said(request: web.Request, error: web.HTTPException) -> str:

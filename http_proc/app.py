@@ -11,7 +11,7 @@ from http_proc.gateway import GATEWAY, Gateway
 def make_app(gateway: Gateway) -> web.Application:
     """The web application around a gateway."""
     args = gateway.args
-    middlewares: list[Any] = [access.errors_in_shape]
+    middlewares: list[Any] = [access.serve]
     if args.origins:
         middlewares.append(access.answer_preflight)
     if args.api_keys:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from quadriga.async_client import AsyncClient, RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError
-from quadriga.handle import Handle
+from quadriga.handle import Handle, Sink
 from quadriga.sampling import SamplingParams
 
 
@@ -16,11 +18,12 @@ class Batch:
     Everything that has come by the time at which the reader takes it is taken at once: a reader
     that is slower than the ring gets fewer and larger pieces, and what is kept is bounded by the
     text of the answers. Leaving the `with` block aborts what has not ended. `ended` is set when the
-    ring has nothing more to say.
+    ring has nothing more to say. on_submit is told of every prompt.
     """
 
-    def __init__(self, ring: AsyncClient) -> None:
+    def __init__(self, ring: AsyncClient, on_submit: Callable[[SamplingParams], None]) -> None:
         self._ring = ring
+        self._on_submit = on_submit
         self._loop = asyncio.get_running_loop()
         self._handles: list[Handle] = []
         self._items: list[tuple[int, StreamChunk]] = []
@@ -44,14 +47,20 @@ class Batch:
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
-        """One more prompt, with params.n choices. Raises what submit of the client raises."""
+        """One more prompt, with params.n choices. Raises what submit of the client raises.
+
+        params.max_new_tokens may be 0: the prompt is computed, and nothing comes after it.
+        """
         sink = self._sink(self._choices)
+        if params.max_new_tokens == 0:
+            params, sink = msgspec.structs.replace(params, max_new_tokens=1), _without_answer(sink)
         handle = self._ring.submit(prompt, params, stream=stream, sink=sink, **options)
+        self._on_submit(params)
         self._handles.append(handle)
         self._choices += params.n
         self._open += params.n
 
-    def _sink(self, first: int) -> Callable[[StreamChunk | QuadrigaError], None]:
+    def _sink(self, first: int) -> Sink:
         def take(item: StreamChunk | QuadrigaError) -> None:
             if isinstance(item, QuadrigaError):
                 self._error = self._error or item
@@ -106,3 +115,23 @@ class Batch:
         for handle in self._handles:
             if not handle.done:
                 await self._ring.abort(handle.request_id)
+
+
+def _without_answer(sink: Sink) -> Sink:
+    """Leaves of each piece what it says of the prompt. The ring gives one token at least."""
+
+    def take(item: StreamChunk | QuadrigaError) -> None:
+        if not isinstance(item, QuadrigaError):
+            _leave_out(item)
+            if (end := item.completion) is not None:
+                _leave_out(end)
+                end.finish_reason, end.matched_stop = "length", None
+                end.usage = msgspec.structs.replace(end.usage, completion_tokens=0)
+        sink(item)
+
+    return take
+
+
+def _leave_out(item: StreamChunk | Completion) -> None:
+    item.text, item.token_ids = "", []
+    item.logprobs = None if item.logprobs is None else []

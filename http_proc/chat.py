@@ -10,11 +10,11 @@ from http_proc.chat_messages import chat_options, chat_prompt
 from http_proc.chat_stream import ChatStream
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, Gateway, Head
-from http_proc.logprobs import chat_logprobs
-from http_proc.sampling import CHAT, Sampling, take_sampling
+from http_proc.logprobs import chat_logprobs, prompt_logprobs
+from http_proc.sampling import CHAT, check_prompt_logprobs, take_sampling
 from http_proc.schema import AnswerMessage, ChatBody, ChatChoice, ChatRequest, ToolCall, usage_body
 from http_proc.streams import stream, whole
-from http_proc.structured import FORCED_FORMAT, answer_schema, forced_call_schema
+from http_proc.structured import take_calls, take_formats
 from http_proc.tool_calls import make_parser
 from http_proc.usage import UsageInStream
 from quadriga.async_client import RequestOptions
@@ -33,13 +33,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     call = convert(body, ChatRequest)
     gateway.check_model(call.model)
     _check_supported(call)
-    sampling, forced = _take_schema(sampling, call)
     facts = await gateway.facts()
     _check_template(gateway, facts)
-    tool_format = str(facts["tool_format"]) if _may_call(call) else ""
-    params, fill = _params(sampling.params, call, facts, tool_format)
-    if forced is not None:
-        tool_format = FORCED_FORMAT
+    sampling = take_formats(sampling, call)
+    sampling, tool_format = take_calls(sampling, call, facts["tool_format"])
+    params, fill = _params(sampling.params, call, facts)
     prompt, chat = chat_prompt(call.messages), chat_options(call)
     options: RequestOptions = {
         "priority": call.priority,
@@ -60,32 +58,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
-def _take_schema(sampling: Sampling, call: ChatRequest) -> tuple[Sampling, dict[str, Any] | None]:
-    """With what response_format or a forced call asks of the text, and the latter by itself."""
-    schema, forced = answer_schema(call), forced_call_schema(call)
-    if schema is not None and forced is not None:
-        raise invalid(
-            "response_format asks for text where tool_choice forces a call", "tool_choice"
-        )
-    name = "response_format" if forced is None else "tools"
-    schema = forced if schema is None else schema
-    if schema is None:
-        return sampling, None
-    if sampling.params.json_schema is not None:
-        raise invalid(f"json_schema and {name} are both given: leave one of them out", name)
-    params = msgspec.structs.replace(sampling.params, json_schema=schema)
-    return Sampling(params, {**sampling.names, "json_schema": name}), forced
-
-
 def _check_supported(call: ChatRequest) -> None:
+    check_prompt_logprobs(call)
     if call.top_logprobs and not call.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    if call.tool_choice == "auto" and any(tool.function.strict for tool in call.tools):
-        raise invalid(
-            "strict is supported with tool_choice 'required' or a function's name only; leave it"
-            " out",
-            "tools",
-        )
     if call.modalities not in (None, ["text"]):
         raise invalid("modalities must be ['text']", "modalities")
 
@@ -100,12 +76,8 @@ def _check_template(gateway: Gateway, facts: dict[str, Any]) -> None:
         )
 
 
-def _may_call(call: ChatRequest) -> bool:
-    return bool(call.tools) and call.tool_choice != "none"
-
-
 def _params(
-    params: SamplingParams, call: ChatRequest, facts: dict[str, Any], tool_format: str
+    params: SamplingParams, call: ChatRequest, facts: dict[str, Any]
 ) -> tuple[SamplingParams, bool]:
     """The parameters, and whether they may be cut to what the context leaves.
 
@@ -115,9 +87,12 @@ def _params(
     fill = params.max_new_tokens is None
     if call.logprobs:
         params = msgspec.structs.replace(params, logprobs=call.top_logprobs)
+    if call.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=call.prompt_logprobs)
     if fill:
         params = msgspec.structs.replace(params, max_new_tokens=facts["context_length"])
-    if tool_format in ("mistral", "llama3"):
+    may_call = call.tools and call.tool_choice != "none"
+    if may_call and facts["tool_format"] in ("mistral", "llama3"):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     return params, fill
 
@@ -139,7 +114,10 @@ def _body(head: Head, call: ChatRequest, tool_format: str, answers: list[Complet
             )
         )
     usage = usage_body([answer.usage for answer in answers], len(answers))
-    return ChatBody(head.id, head.created, head.model, choices, usage)
+    body = ChatBody(head.id, head.created, head.model, choices, usage)
+    if (of_prompt := answers[0].prompt_logprobs) is not None:
+        body.prompt_logprobs = prompt_logprobs(of_prompt)
+    return body
 
 
 def _split(text: str, tool_format: str) -> tuple[str, list[ToolCall]]:

@@ -8,8 +8,8 @@ from aiohttp import web
 from http_proc.bodies import convert, read_object
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, MOST_CHOICES, Gateway, Head
-from http_proc.logprobs import completion_logprobs
-from http_proc.sampling import OPENAI, check_choices, take_sampling
+from http_proc.logprobs import CompletionLogprobs, prompt_logprobs
+from http_proc.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
 from http_proc.schema import (
     CompletionBody,
     CompletionChoice,
@@ -18,6 +18,7 @@ from http_proc.schema import (
 )
 from http_proc.sse import Template, event
 from http_proc.streams import stream, whole
+from http_proc.structured import take_formats
 from http_proc.usage import UsageInStream
 from quadriga.async_client import RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk
@@ -42,7 +43,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
     call = convert(body, CompletionRequest)
     gateway.check_model(call.model)
-    _check_supported(call, sampling.params.n)
+    sampling = take_formats(sampling, call)
+    _check_supported(call, sampling.params)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
     check_choices(n, len(prompts), MOST_CHOICES)
@@ -60,7 +62,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             return await stream(request, batch, renderer, names)
         answers = await whole(request, batch)
     return web.Response(
-        body=_encode(_body(head, n, echoes, answers)), content_type="application/json"
+        body=_encode(_body(head, n, echoes, answers, call)), content_type="application/json"
     )
 
 
@@ -79,12 +81,20 @@ def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
 
 def _params(params: SamplingParams, call: CompletionRequest) -> SamplingParams:
     """With the log-probabilities that are asked for; with echo also those of the prompt."""
-    of_prompt = call.logprobs if call.echo else None
+    echoed = call.logprobs if call.echo else None
+    wanted = [top for top in (echoed, call.prompt_logprobs) if top is not None]
+    of_prompt = max(wanted) if wanted else None
     return msgspec.structs.replace(params, logprobs=call.logprobs, prompt_logprobs=of_prompt)
 
 
-def _check_supported(call: CompletionRequest, n: int) -> None:
-    if call.best_of not in (None, 1, n):
+def _check_supported(call: CompletionRequest, params: SamplingParams) -> None:
+    if params.max_new_tokens == 0 and not call.echo:
+        raise invalid(
+            "max_tokens is 0: it must be at least 1, or come with echo, for the prompt alone",
+            "max_tokens",
+        )
+    check_prompt_logprobs(call)
+    if call.best_of not in (None, 1, params.n):
         raise invalid(f"best_of is {call.best_of}: only 1 or n is supported", "best_of")
     if call.suffix:
         raise invalid("suffix is not supported by this server; leave it out", "suffix")
@@ -104,26 +114,22 @@ async def _echoes(
     ]
 
 
-def _body(head: Head, n: int, echoes: list[str], answers: list[Completion]) -> CompletionBody:
-    choices = [
-        CompletionChoice(
-            index,
-            echoes[index // n] + answer.text,
-            answer.finish_reason,
-            _logprobs(answer, 0 if answer.prompt_logprobs else len(echoes[index // n])),
-            answer.matched_stop,
-        )
-        for index, answer in enumerate(answers)
-    ]
+def _body(
+    head: Head, n: int, echoes: list[str], answers: list[Completion], call: CompletionRequest
+) -> CompletionBody:
+    choices = []
+    for index, answer in enumerate(answers):
+        echo, of_prompt = echoes[index // n], answers[index - index % n].prompt_logprobs
+        choice = CompletionChoice(index, echo + answer.text, answer.finish_reason)
+        choice.stop_reason = answer.matched_stop
+        if answer.logprobs is not None:
+            told = [*((of_prompt or ()) if call.echo else ()), *answer.logprobs]
+            choice.logprobs = CompletionLogprobs(0).told(told)
+        if call.prompt_logprobs is not None and of_prompt is not None:
+            choice.prompt_logprobs = prompt_logprobs(of_prompt)
+        choices.append(choice)
     usage = usage_body([answer.usage for answer in answers], n)
     return CompletionBody(head.id, head.created, head.model, choices, usage)
-
-
-def _logprobs(answer: Completion | StreamChunk, text_offset: int) -> dict[str, Any] | None:
-    """Of the prompt, where they were asked for, and of the tokens after it."""
-    if answer.logprobs is None:
-        return None
-    return completion_logprobs([*(answer.prompt_logprobs or ()), *answer.logprobs], text_offset)
 
 
 class CompletionStream:
@@ -134,7 +140,7 @@ class CompletionStream:
         self._usage = usage
         self._echoes = [echo for echo in echoes for _ in range(n)]
         self._templates: dict[int, Template] = {}
-        self._sent: dict[int, int] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         usage = self._usage.of_chunk(choice, chunk)
@@ -158,9 +164,12 @@ class CompletionStream:
         """A chunk that has more than text: an end, or log-probabilities."""
         end = chunk.completion
         full = self._chunk(choice, text, *((end.finish_reason, end.matched_stop) if end else ()))
-        offset = self._sent.get(choice, 0 if chunk.prompt_logprobs else len(self._echoes[choice]))
-        full["choices"][0]["logprobs"] = _logprobs(chunk, offset)
-        self._sent[choice] = self._sent.get(choice, 0) + len(text)
+        if chunk.logprobs is not None:
+            told = [*(chunk.prompt_logprobs or ()), *chunk.logprobs]
+            if choice not in self._logprobs:
+                offset = 0 if chunk.prompt_logprobs else len(self._echoes[choice])
+                self._logprobs[choice] = CompletionLogprobs(offset)
+            full["choices"][0]["logprobs"] = self._logprobs[choice].told(told)
         return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
 
     def _chunk(

@@ -1,5 +1,6 @@
 """What goes wrong, in OpenAI's shape: {"error": {message, type, param, code}} and a status."""
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -40,7 +41,7 @@ class ApiError(Exception):
         kind: str = INVALID,
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -52,7 +53,8 @@ class ApiError(Exception):
         return msgspec.json.encode(self.answer)
 
     def headers(self) -> dict[str, str]:
-        headers = {"Retry-After": self.retry_after, "Allow": self.allow}
+        seconds = None if self.retry_after is None else math.ceil(self.retry_after)
+        headers = {"Retry-After": seconds, "Allow": self.allow}
         return {name: str(value) for name, value in headers.items() if value is not None}
 
 
@@ -61,7 +63,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, INVALID, param, code)
 
 
-_STATUS: dict[type[QuadrigaError], tuple[int, str, int | None]] = {
+_STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
     errors.InvalidRequest: (400, INVALID, None),
     errors.PromptTooLong: (400, INVALID, None),
     errors.QueueFull: (429, "rate_limit_error", RETRY_AFTER),
@@ -72,14 +74,18 @@ _STATUS: dict[type[QuadrigaError], tuple[int, str, int | None]] = {
     errors.SlowReader: (503, "server_error", RETRY_AFTER),
 }
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
+_KNOWN_WORDS = {errors.PromptTooLong.code: "this model's maximum context length is exceeded: "}
+"""Of OpenAI's, by which clients tell errors apart."""
 
 
 def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     """An error of the ring as a web error. names: what the ring's fields are called here."""
     status, kind, retry_after = _STATUS.get(type(error), (500, "server_error", None))
+    retry_after = getattr(error, "retry_after", None) or retry_after
     field = getattr(error, "field", "")
     code = _CODES.get(error.code, error.code)
     param, message = names.get(field, field), str(error)
     if field and message.startswith(field):
         message = param + message[len(field) :]
+    message = _KNOWN_WORDS.get(error.code, "") + message
     return ApiError(status, message, kind, param or None, code, retry_after)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from http_proc.batch import Batch
 from http_proc.errors import ApiError, from_ring
+from http_proc.request_log import RECORD
 from http_proc.request_metrics import RequestMetrics
 from quadriga.async_client import AsyncClient
 from quadriga.config import ServerConfig
@@ -45,6 +46,7 @@ class Gateway:
         self.metrics = RequestMetrics()
         self.started = int(time.time())
         self.draining = False
+        self.body_bytes = 0
         self._all_answered = asyncio.Event()
         self._all_answered.set()
         self._facts: dict[str, Any] = {}
@@ -56,7 +58,8 @@ class Gateway:
 
     def head(self, request: web.Request, prefix: str) -> Head:
         """The id is made of the request's, so that either ends it at /abort_request."""
-        return Head(f"{prefix}-{request[REQUEST_ID]}", int(time.time()), self.model)
+        name = request[RECORD].id = f"{prefix}-{request[REQUEST_ID]}"
+        return Head(name, int(time.time()), self.model)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -79,13 +82,16 @@ class Gateway:
             raise from_ring(error, names)
         while rid in self._live:
             rid += "+"
-        batch = self._live[rid] = Batch(self.ring)
+        batch = self._live[rid] = Batch(self.ring, self.metrics.count_asked)
         self._all_answered.clear()
         try:
             with batch:
                 yield batch
         except QuadrigaError as error:
             raise from_ring(error, names) from None
+        except asyncio.CancelledError:
+            self.metrics.disconnects += 1
+            raise
         finally:
             del self._live[rid]
             if not self._live:

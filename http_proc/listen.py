@@ -1,13 +1,28 @@
-"""The web server's socket and its certificate."""
+"""The web server's socket, its certificate, and how many connections it has."""
 
+import asyncio
 import errno
+import resource
 import socket
 import ssl
 
+from aiohttp import web
+
+from http_proc.app import make_app
+from http_proc.errors import RETRY_AFTER, ApiError
+from http_proc.gateway import Gateway
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.http_args import HttpArgs
 
 BACKLOG = 1024
+IDLE_SECONDS = 60
+"""A connection on which no whole head of a request has come for so long is closed."""
+LAST_WORDS = 1.0
+"""Seconds that the last answers may take once the ring has nothing more to say."""
+PATIENCE = 5.0
+"""Seconds until a connection over the limit is closed, whether it has asked something or not."""
+FILES_BESIDE = 64
+"""Open files that are no connections."""
 
 
 def bind(args: HttpArgs) -> socket.socket:
@@ -41,3 +56,73 @@ def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"cannot read the certificate {args.ssl_certfile}: {error}") from None
     return context
+
+
+async def make_runner(gateway: Gateway) -> web.AppRunner:
+    """What serves the gateway's application; it has no connections yet."""
+    runner = web.AppRunner(
+        make_app(gateway),
+        access_log=None,
+        handler_cancellation=True,
+        handle_signals=False,
+        keepalive_timeout=IDLE_SECONDS,
+        shutdown_timeout=LAST_WORDS,
+    )
+    await runner.setup()
+    return runner
+
+
+async def listen(
+    runner: web.AppRunner, listener: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway
+) -> asyncio.Server:
+    """Take connections, of which those over the limit are told so."""
+    most, handlers = gateway.args.max_http_connections, runner.server
+    assert handlers is not None
+    _allow_files(most)
+
+    def make_protocol() -> asyncio.Protocol:
+        if len(handlers.connections) < most:
+            return handlers()
+        gateway.metrics.refused_connections += 1
+        return Full(most)
+
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(make_protocol, sock=listener, ssl=tls, backlog=BACKLOG)
+
+
+class Full(asyncio.Protocol):
+    """Answers whatever is asked that there are too many connections."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        asyncio.get_running_loop().call_later(PATIENCE, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        error = ApiError(
+            503,
+            f"{self._most} connections are open, the most that may (--max-http-connections)",
+            "server_error",
+            code="too_many_connections",
+            retry_after=RETRY_AFTER,
+        )
+        body = error.body()
+        self._transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nServer: quadriga\r\n"
+            b"Content-Type: application/json\r\nRetry-After: %d\r\nContent-Length: %d\r\n\r\n"
+            % (RETRY_AFTER, len(body))
+            + body
+        )
+        self._transport.close()
+
+
+def _allow_files(connections: int) -> None:
+    """Raise this process's own limit of open files as far as it needs and may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + FILES_BESIDE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -6,22 +6,17 @@ import logging
 import time
 
 import uvloop
-from aiohttp import web
 
-from http_proc.app import make_app
 from http_proc.gateway import Gateway
-from http_proc.listen import bind, tls_context
+from http_proc.listen import LAST_WORDS, bind, listen, make_runner, tls_context
 from quadriga.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.process import DRAIN, FAIL, Child, run_child
 
-LAST_WORDS = 1.0
-"""Seconds that the last answers may take once the ring has nothing more to say."""
-
 
 def main() -> None:
     """`python -m http_proc`. It yields the processor to the worker, on which all wait."""
-    run_child("http_proc", lambda child: uvloop.run(serve(child)), niceness=10)
+    run_child("http_proc", lambda child: uvloop.run(serve(child)), gives_way=True)
 
 
 async def serve(child: Child) -> None:
@@ -29,26 +24,22 @@ async def serve(child: Child) -> None:
     args = child.config.http
     # What it logs as errors are bytes that are no HTTP; ours are logged where they are caught.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    listener = bind(args)
+    listener, tls = bind(args), tls_context(args)
     began = time.monotonic()
-    tls = tls_context(args)
     endpoint, patience = child.config.front_door.endpoint, child.config.launch.start_timeout
-    async with AsyncClient(endpoint, connect_timeout=patience) as ring:
+    keys = child.config.front_door.curve_dir
+    async with AsyncClient(endpoint, connect_timeout=patience, curve_dir=keys) as ring:
         gateway = Gateway(child.config, ring)
-        runner = web.AppRunner(
-            make_app(gateway), access_log=None, handler_cancellation=True, handle_signals=False
-        )
-        await runner.setup()
-        site = web.SockSite(runner, listener, ssl_context=tls)
-        await site.start()
+        runner = await make_runner(gateway)
+        server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began)
         child.ready(url=args.url)
         gc.freeze()
-        await _until_the_end(child, gateway, site)
+        await _until_the_end(child, gateway, server)
         await runner.cleanup()
 
 
-async def _until_the_end(child: Child, gateway: Gateway, site: web.SockSite) -> None:
+async def _until_the_end(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
     """Serve until the launcher says otherwise; then answer what is open.
 
     The ring ends every request that it has accepted. What then takes longer is a client that does
@@ -65,6 +56,7 @@ async def _until_the_end(child: Child, gateway: Gateway, site: web.SockSite) -> 
                 ordered.set()
 
     loop.add_reader(child.lifeline.fileno(), take_orders)
+    child.lifeline.attend()
     await ordered.wait()
-    await site.stop()
+    server.close()
     await gateway.drain(LAST_WORDS)

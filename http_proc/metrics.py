@@ -21,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from http_proc.gateway import GATEWAY
 from http_proc.request_metrics import RequestMetrics
 from quadriga.errors import QuadrigaError
+from quadriga.histogram import buckets
 
 PREFIX = "quadriga:"
 OF_HTTP = "Of the requests that came by HTTP"
@@ -28,6 +29,8 @@ OF_HTTP = "Of the requests that came by HTTP"
 GAUGES = {
     "num_requests_running": ("running", "Requests that hold a slot"),
     "num_requests_waiting": ("waiting", "Requests that wait to be admitted"),
+    "num_grammar_queue_reqs": ("waiting_for_grammar", "Those of them whose grammar is compiled"),
+    "num_used_tokens": ("", "Tokens that the KV pages of requests hold or have room for"),
     "new_token_ratio": ("new_token_ratio", "Share of the new tokens that admission reserves"),
     "max_total_num_tokens": ("", "Tokens that the KV pool holds"),
     "kv_cache_usage_perc": ("", "Share of the KV pages that requests hold, 0 to 1"),
@@ -45,6 +48,13 @@ COUNTERS = {
     "worker_busy_seconds": ("busy_seconds", "Forward and sampling"),
 }
 """By their names here: the key of the ring's info, and what it is."""
+BY_LABEL = (
+    ("request_success", "Requests that have ended, by reason", "finished_reason", "ended"),
+    ("num_aborted_requests", "Requests that were ended from outside", "reason", "aborts"),
+    ("request_errors", "Requests that the scheduler ended with an error", "code", "errors"),
+)
+"""Counters with a label: name, what it is, the label, the key of the ring's info."""
+POOL = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
 
 
 class Collector:
@@ -63,7 +73,7 @@ class Collector:
         yield from _processes(self._info.get("pids", {}))
         for name, histogram in self._own.histograms.items():
             family = HistogramMetricFamily(PREFIX + name, OF_HTTP, labels=["model_name"])
-            family.add_metric([self._model], histogram.buckets(), histogram.sum)
+            family.add_metric([self._model], *buckets(histogram.as_map()))
             yield family
         errors = CounterMetricFamily(
             PREFIX + "http_errors", "Web requests that failed", labels=["model_name", "code"]
@@ -74,26 +84,50 @@ class Collector:
         yield self._counter(
             "http_slow_readers", "Clients that were cut off", self._own.slow_readers
         )
+        yield self._counter(
+            "http_disconnects", "Web requests whose client left", self._own.disconnects
+        )
+        yield self._counter(
+            "http_connections_refused",
+            "Connections over --max-http-connections",
+            self._own.refused_connections,
+        )
 
     def _ring(self) -> Iterator[Metric]:
         info = self._info
         pages, held = info["pages_total"], info["pages_held"]
         derived = {
             "max_total_num_tokens": pages * info["page_size"],
+            "num_used_tokens": held * info["page_size"],
             "kv_cache_usage_perc": held / pages if pages else 0.0,
         }
         for name, (key, text) in GAUGES.items():
             yield self._gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
             yield self._counter(name, text, info[key])
-        ended = CounterMetricFamily(
-            PREFIX + "request_success",
-            "Requests that have ended, by reason",
-            labels=["model_name", "finished_reason"],
+        for name, text, label, key in BY_LABEL:
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+            for value, count in info[key].items():
+                family.add_metric([self._model, value], count)
+            yield family
+        tokens = HistogramMetricFamily(
+            PREFIX + "iteration_tokens_total", "Tokens of a step", labels=["model_name"]
         )
-        for reason, count in info["ended"].items():
-            ended.add_metric([self._model, reason], count)
-        yield ended
+        tokens.add_metric([self._model], *buckets(info["step_tokens"]))
+        yield tokens
+        stages = HistogramMetricFamily(
+            PREFIX + "per_stage_req_latency_seconds",
+            "Of every request, also those that did not come by HTTP",
+            labels=["model_name", "stage"],
+        )
+        for stage, times in info["stage_seconds"].items():
+            stages.add_metric([self._model, stage], *buckets(times))
+        yield stages
+        pool = GaugeMetricFamily(
+            PREFIX + "cache_config_info", "The KV pool", labels=["model_name", *POOL]
+        )
+        pool.add_metric([self._model, *(str(info[key]) for key in POOL.values())], 1)
+        yield pool
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

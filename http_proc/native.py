@@ -1,6 +1,6 @@
 """POST /generate, in SGLang's shape."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -8,6 +8,7 @@ from aiohttp import web
 from http_proc.bodies import convert, read_object
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, MOST_CHOICES
+from http_proc.request_log import RECORD
 from http_proc.sampling import NATIVE, check_choices, take_sampling
 from http_proc.schema import Priority, Request, Top
 from http_proc.sse import event
@@ -19,14 +20,17 @@ from quadriga.sampling import SamplingParams
 
 NAMES = {"prompt": "text", "prompt_token_ids": "input_ids"}
 
+Start = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+
 _encode = msgspec.json.encode
 
 
 class GenerateRequest(Request):
     """text, or input_ids: one prompt, or a list of them. rid: a name for /abort_request.
 
-    sampling_params: by SGLang's names. return_logprob: of the generated tokens, with as many of the
-    likeliest as top_logprobs_num says; with logprob_start_len 0 or more also of the prompt's.
+    sampling_params: by SGLang's names; max_new_tokens 0 computes the prompt alone. return_logprob:
+    of the generated tokens, with as many of the likeliest as top_logprobs_num says; with
+    logprob_start_len 0 or more also of the prompt's from there on.
     """
 
     text: str | list[str] | None = None
@@ -37,7 +41,15 @@ class GenerateRequest(Request):
     priority: Priority = 0
     return_logprob: bool = False
     top_logprobs_num: Top = 0
-    logprob_start_len: int = -1
+    logprob_start_len: Start = -1
+
+
+class GenerateAnswer(msgspec.Struct):
+    """What one choice came to. meta_info: counts, reason and log-probabilities."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -45,14 +57,14 @@ async def generate(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), GenerateRequest)
     prompts, single = _prompts(call)
-    fields = {name: value for name, value in call.sampling_params.items() if value is not None}
+    fields = dict(call.sampling_params)
     sampling = take_sampling(fields, NATIVE, {})
     if fields:
         name = next(iter(fields))
         raise invalid(f"{name} is not supported by this server; leave it out", name)
     params, n = _params(sampling.params, call), sampling.params.n
     check_choices(n, len(prompts), MOST_CHOICES)
-    rid = call.rid or gateway.head(request, "gen").id
+    rid = request[RECORD].id = call.rid or gateway.head(request, "gen").id
     if gateway.is_live(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
     options: RequestOptions = {"priority": call.priority}
@@ -62,10 +74,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
         for prompt in prompts:
             batch.submit(prompt, params, call.stream, options)
         if call.stream:
-            renderer = GenerateStream(rid, single)
+            renderer = GenerateStream(rid, single, call.logprob_start_len)
             return await stream(request, batch, renderer, names)
         answers = await whole(request, batch)
-    bodies = [_answer(rid, answer) for answer in answers]
+    bodies = [_answer(rid, answer, call.logprob_start_len) for answer in answers]
     return web.Response(
         body=_encode(bodies[0] if single else bodies), content_type="application/json"
     )
@@ -95,7 +107,7 @@ def _params(params: SamplingParams, call: GenerateRequest) -> SamplingParams:
     )
 
 
-def _answer(rid: str, answer: Completion) -> dict[str, Any]:
+def _answer(rid: str, answer: Completion, start: int) -> GenerateAnswer:
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": _finish_reason(answer),
@@ -104,14 +116,21 @@ def _answer(rid: str, answer: Completion) -> dict[str, Any]:
         "cached_tokens": answer.usage.cached_tokens,
         "e2e_latency": answer.timings.delivered - answer.timings.submitted,
     }
-    if answer.logprobs is not None:
-        meta |= _logprobs("output", answer.logprobs)
-    if answer.prompt_logprobs is not None:
-        meta |= _logprobs("input", answer.prompt_logprobs)
-    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+    meta |= _logprobs(answer, start)
+    return GenerateAnswer(answer.text, answer.token_ids, meta)
 
 
-def _logprobs(of: str, told: list[TokenLogprob]) -> dict[str, Any]:
+def _logprobs(item: Completion | StreamChunk, start: int) -> dict[str, list[Any]]:
+    """Of the generated tokens and of the prompt from `start` on, where they are told."""
+    found: dict[str, list[Any]] = {}
+    if item.logprobs is not None:
+        found |= _listed("output", item.logprobs)
+    if item.prompt_logprobs is not None:
+        found |= _listed("input", item.prompt_logprobs[start:])
+    return found
+
+
+def _listed(of: str, told: list[TokenLogprob]) -> dict[str, list[Any]]:
     """As SGLang has them: [log-probability, token id, text]."""
     tokens = [[one.logprob, one.token_id, one.text] for one in told]
     top = [[[t.logprob, t.token_id, t.bytes.decode("utf-8", "replace")] for t in one.top]
@@ -130,25 +149,33 @@ def _finish_reason(answer: Completion) -> dict[str, Any]:
 class GenerateStream:
     """Each event has all the text so far, as SGLang's."""
 
-    def __init__(self, rid: str, single: bool) -> None:
+    def __init__(self, rid: str, single: bool, start: int) -> None:
         self._rid = rid
+        self._start = start
         self._single = single
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
+        self._told: dict[int, dict[str, list[Any]]] = {}
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         if chunk.completion is not None:
-            body = _answer(self._rid, chunk.completion)
+            answer = _answer(self._rid, chunk.completion, self._start)
         else:
-            body = self._so_far(choice, chunk)
-        return event(_encode(body if self._single else body | {"index": choice}))
+            answer = self._so_far(choice, chunk)
+        index = {} if self._single else {"index": choice}
+        return event(_encode(msgspec.structs.asdict(answer) | index))
 
-    def _so_far(self, choice: int, chunk: StreamChunk) -> dict[str, Any]:
+    def _so_far(self, choice: int, chunk: StreamChunk) -> GenerateAnswer:
         text = self._texts[choice] = self._texts.get(choice, "") + chunk.text
         ids = self._ids.setdefault(choice, [])
         ids += chunk.token_ids
-        meta = {"id": self._rid, "finish_reason": None, "completion_tokens": len(ids)}
-        return {"text": text, "output_ids": ids, "meta_info": meta}
+        meta: dict[str, Any] = {"id": self._rid, "finish_reason": None}
+        meta["completion_tokens"] = len(ids)
+        told = self._told.setdefault(choice, {})
+        for name, entries in _logprobs(chunk, self._start).items():
+            told[name] = told.get(name, []) + entries
+        meta |= told
+        return GenerateAnswer(text, ids, meta)
 
     def last(self) -> bytes:
         return b""

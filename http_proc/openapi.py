@@ -2,55 +2,102 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
-from http_proc import sampling, schema
+from http_proc import sampling, schema, service
 from http_proc.errors import ErrorAnswer
-from http_proc.native import GenerateRequest
-from http_proc.service import AbortBody, DetokenizeRequest, TokenizeRequest
+from http_proc.native import GenerateAnswer, GenerateRequest
+from quadriga import sampling_limits as limits
 from quadriga.sampling import SamplingParams
 
 PAGE = Path(__file__).with_name("docs.html")
+STREAM, PLAIN = "text/event-stream", "text/plain"
 
-# path: (method, what it does, request type, its sampling fields, answer type)
-_TABLE: list[tuple[str, str, str, Any, dict[str, str], Any]] = [
-    ("/v1/completions", "post", "Complete prompts", schema.CompletionRequest, sampling.OPENAI,
-     schema.CompletionBody),
-    ("/v1/chat/completions", "post", "Answer a chat", schema.ChatRequest, sampling.CHAT,
-     schema.ChatBody),
-    ("/v1/models", "get", "The model that is served", None, {}, None),
-    ("/v1/models/{name}", "get", "One model", None, {}, None),
-    ("/generate", "post", "Complete prompts, in SGLang's shape", GenerateRequest, {}, None),
-    ("/tokenize", "post", "Token ids of a text or a chat", TokenizeRequest, {}, None),
-    ("/detokenize", "post", "Text of token ids", DetokenizeRequest, {}, None),
-    ("/abort_request", "post", "End requests", AbortBody, {}, None),
-    ("/flush_cache", "post", "Forget cached prefixes that nobody uses", None, {}, None),
-    ("/livez", "get", "Whether this process can answer", None, {}, None),
-    ("/readyz", "get", "Whether the whole server can take requests", None, {}, None),
-    ("/health", "get", "The same as /readyz", None, {}, None),
-    ("/server_info", "get", "How the server was started and what it does", None, {}, None),
-    ("/metrics", "get", "Gauges, counters and histograms for Prometheus", None, {}, None),
+
+RANGES: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"minimum": 0},
+    "min_new_tokens": {"minimum": 0},
+    "temperature": {"minimum": 0, "maximum": limits.MAX_TEMPERATURE},
+    "top_k": {"minimum": -1, "maximum": limits.MAX_TOP_K},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": limits.LEAST_REPETITION_PENALTY, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "seed": {"minimum": 0, "maximum": limits.MAX_SEED},
+    "stop": {"maxItems": limits.MAX_STOP_STRINGS},
+    "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS},
+    "stop_regex": {"maxItems": limits.MAX_STOP_REGEXES},
+    "bad_words": {"maxItems": limits.MAX_BAD_WORDS},
+    "logit_bias": {"maxProperties": limits.MAX_LOGIT_BIAS},
+    "allowed_token_ids": {"minItems": 1},
+    "choice": {"minItems": 1},
+    "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
+}
+"""What SamplingParams' types do not say; the front door holds them."""
+
+
+class Endpoint(NamedTuple):
+    """takes: the body's type, if it has one, with sampling fields by these names; gives: the
+    answer's type. streams: it may be a stream instead, listed: or a list of such."""
+
+    path: str
+    what: str
+    gives: Any
+    takes: Any = None
+    fields: dict[str, str] | None = None
+    method: str = "get"
+    streams: bool = False
+    listed: bool = False
+
+
+def _post(path: str, what: str, takes: Any, gives: Any, **more: Any) -> Endpoint:
+    return Endpoint(path, what, gives, takes, method="post", **more)
+
+
+ENDPOINTS = [
+    _post("/v1/completions", "Complete prompts", schema.CompletionRequest, schema.CompletionBody,
+          fields=sampling.OPENAI, streams=True),
+    _post("/v1/chat/completions", "Answer a chat", schema.ChatRequest, schema.ChatBody,
+          fields=sampling.CHAT, streams=True),
+    Endpoint("/v1/models", "The model that is served", service.ModelList),
+    Endpoint("/v1/models/{name}", "One model", service.ModelCard),
+    _post("/generate", "Complete prompts, in SGLang's shape", GenerateRequest, GenerateAnswer,
+          streams=True, listed=True),
+    _post("/tokenize", "Token ids of a text or a chat", service.TokenizeRequest,
+          service.TokenizeAnswer),
+    _post("/detokenize", "Text of token ids", service.DetokenizeRequest, service.DetokenizeAnswer),
+    _post("/abort_request", "End requests", service.AbortBody, service.AbortAnswer),
+    _post("/flush_cache", "Forget cached prefixes that nobody uses", None, service.FlushAnswer),
+    Endpoint("/livez", "Whether this process can answer", service.Status),
+    Endpoint("/readyz", "Whether the whole server can take requests", service.Status),
+    Endpoint("/health", "The same as /readyz", service.Status),
+    Endpoint("/server_info", "How the server was started and what it does", dict[str, Any]),
+    Endpoint("/metrics", "Gauges, counters and histograms for Prometheus", PLAIN),
 ]  # fmt: skip
-_TYPES = (schema.CompletionRequest, schema.ChatRequest, schema.CompletionBody, schema.ChatBody,
-          GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody, ErrorAnswer,
-          SamplingParams)  # fmt: skip
 
 
 @cache
 def document() -> bytes:
     """The OpenAPI 3.1 document as JSON."""
+    types: list[Any] = [ErrorAnswer, SamplingParams]
+    for endpoint in ENDPOINTS:
+        types += [kind for kind in (endpoint.takes, endpoint.gives) if isinstance(kind, type)]
     _, components = msgspec.json.schema_components(
-        _TYPES, ref_template="#/components/schemas/{name}"
+        types, ref_template="#/components/schemas/{name}"
     )
-    for _, _, _, kind, fields, _ in _TABLE:
-        if kind is not None:
-            _complete(components[kind.__name__], fields, components["SamplingParams"])
-    paths: dict[str, Any] = {}
-    for path, method, what, kind, _, answered in _TABLE:
-        paths[path] = {method: _operation(path, what, kind, answered)}
+    params = components["SamplingParams"]["properties"]
+    for endpoint in ENDPOINTS:
+        if endpoint.takes is not None:
+            _complete(components[endpoint.takes.__name__], endpoint.fields or {}, params)
+    native = {"type": "object", "properties": {}, "additionalProperties": False}
+    _complete(native, sampling.NATIVE, params)
+    properties = components["GenerateRequest"]["properties"]
+    properties["sampling_params"] = {"anyOf": [native, {"type": "null"}]}
+    paths = {one.path: {one.method: _operation(one)} for one in ENDPOINTS}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -68,36 +115,47 @@ def document() -> bytes:
 def _complete(schema: dict[str, Any], fields: dict[str, str], params: dict[str, Any]) -> None:
     """Add the sampling fields, with SamplingParams' own types. null means "as if absent"."""
     properties = schema["properties"]
-    properties.update({name: params["properties"][field] for name, field in fields.items()})
+    for name, field in fields.items():
+        properties[name] = params[field] | RANGES.get(field, {})
     for name in properties.keys() - set(schema.get("required", ())):
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
 
 
-def _operation(path: str, what: str, kind: Any, answered: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {} if answered is None else _json(answered)
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": what,
+        "summary": endpoint.what,
         "responses": {
-            "200": {"description": "Done"} | ({"content": content} if content else {}),
-            "default": {"description": "What went wrong", "content": _json(ErrorAnswer)},
+            "200": {"description": "Done", "content": _answers(endpoint)},
+            "default": {"description": "What went wrong", "content": _json(_ref(ErrorAnswer))},
         },
     }
-    if answered is not None:
-        content["text/event-stream"] = {}
-    if kind is not None:
-        operation["requestBody"] = {"required": True, "content": _json(kind)}
-    if "{name}" in path:
+    if endpoint.takes is not None:
+        operation["requestBody"] = {"required": True, "content": _json(_ref(endpoint.takes))}
+    if "{name}" in endpoint.path:
         operation["parameters"] = [
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     return operation
 
 
-def _json(kind: Any) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+def _answers(endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint.gives == PLAIN:
+        return {PLAIN: {"schema": {"type": "string"}}}
+    one = _ref(endpoint.gives) if isinstance(endpoint.gives, type) else {"type": "object"}
+    whole = {"anyOf": [one, {"type": "array", "items": one}]} if endpoint.listed else one
+    return _json(whole) | ({STREAM: {}} if endpoint.streams else {})
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(kind: Any) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 async def openapi(request: web.Request) -> web.Response:
+    """The document."""
     return web.Response(body=document(), content_type="application/json")
 
 

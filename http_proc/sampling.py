@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from http_proc.errors import invalid
+from http_proc.schema import OpenAIRequest
+from quadriga.grammar import FIELDS
 from quadriga.sampling import SamplingParams
 from quadriga.sampling_limits import MAX_CHOICES
 
@@ -35,10 +37,15 @@ EVERYWHERE = {
     "regex": "regex",
     "ebnf": "ebnf",
     "choice": "choice",
+    "structural_tag": "structural_tag",
     "n": "n",
 }
 OPENAI = {
     **EVERYWHERE,
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "seed",
@@ -65,14 +72,22 @@ class Sampling(NamedTuple):
 def take_sampling(
     body: dict[str, Any], table: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Sampling:
-    """Take the sampling fields out of a body. defaults: by the names of SamplingParams.
+    """Take the sampling fields out of a body; null means "as if absent".
 
-    Raises ApiError for a wrong type.
+    defaults: by the names of SamplingParams. Raises ApiError for a wrong type, and for one grammar
+    by two names.
     """
-    values, names = dict(defaults), {}
+    values: dict[str, Any] = dict(defaults)
+    names: dict[str, str] = {}
     for name, field in table.items():
-        if name in body:
-            values[field], names[field] = body.pop(name), name
+        if name not in body:
+            continue
+        value = body.pop(name)
+        if value is None:
+            continue
+        if field in names and field in FIELDS:
+            raise invalid(f"{name} and {names[field]} are one thing; leave one out", name)
+        values[field], names[field] = value, name
     try:
         return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
     except msgspec.ValidationError as error:
@@ -92,6 +107,16 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
+
+
+def check_prompt_logprobs(call: OpenAIRequest) -> None:
+    """400 where they are asked for in vLLM's way, which has no place for them in a stream."""
+    if call.stream and call.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs cannot be streamed: leave stream out, or send echo and logprobs to"
+            " /v1/completions",
+            "prompt_logprobs",
+        )
 
 
 def check_choices(n: int, prompts: int, limit: int) -> None:

@@ -28,13 +28,39 @@ class StreamOptions(Request, kw_only=True):
     include_obfuscation: bool = False
 
 
+class ResponseFormat(msgspec.Struct):
+    """type: text, json_object, json_schema or structural_tag; json_schema: {"name", "schema"};
+    structures and triggers: of a structural tag."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Request, kw_only=True):
+    """vLLM's way to ask for a grammar: one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
 class OpenAIRequest(Request, kw_only=True):
-    """What both endpoints take. The fields after `priority` change nothing."""
+    """What both endpoints take. prompt_logprobs: of the prompt's tokens and so many of the
+    likeliest, as vLLM has them. The fields after structured_outputs change nothing."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     priority: Priority = 0
+    prompt_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -107,13 +133,6 @@ class Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class ResponseFormat(msgspec.Struct):
-    """type: text, json_object or json_schema; json_schema: {"name", "schema"} for the last."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions.
 
@@ -127,7 +146,6 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    response_format: ResponseFormat | None = None
     logprobs: bool = False
     top_logprobs: Top = 0
     modalities: list[str] | None = None
@@ -161,6 +179,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str
     logprobs: dict[str, Any] | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionBody(msgspec.Struct):
@@ -202,6 +221,7 @@ class ChatBody(msgspec.Struct):
     choices: list[ChatChoice]
     usage: UsageBody
     object: str = "chat.completion"
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 def usage_body(usages: list[Usage], n: int) -> UsageBody:

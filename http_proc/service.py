@@ -39,6 +39,56 @@ class AbortBody(Request):
     abort_all: bool = False
 
 
+class ModelCard(msgspec.Struct):
+    """created: when this gateway started, in Unix seconds; max_model_len: the context in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "quadriga"
+
+
+class ModelList(msgspec.Struct):
+    """The one model that is served."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """tokens: their ids; max_model_len: the context in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text: as `prompt` for clients of vLLM, as `text` for those of SGLang."""
+
+    prompt: str
+    text: str
+
+
+class AbortAnswer(msgspec.Struct):
+    """aborted: how many requests were found."""
+
+    aborted: int
+
+
+class FlushAnswer(msgspec.Struct):
+    """flushed_pages: pages that are free now."""
+
+    flushed_pages: int
+
+
+class Status(msgspec.Struct):
+    """status: alive or ready."""
+
+    status: str
+
+
 def answer(value: Any, status: int = 200) -> web.Response:
     """A JSON answer."""
     body = msgspec.json.encode(value)
@@ -50,7 +100,7 @@ def answer(value: Any, status: int = 200) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     """The one model that is served."""
-    return answer({"object": "list", "data": [await _model(request.app[GATEWAY])]})
+    return answer(ModelList([await _model(request.app[GATEWAY])]))
 
 
 async def model(request: web.Request) -> web.Response:
@@ -60,15 +110,9 @@ async def model(request: web.Request) -> web.Response:
     return answer(await _model(gateway))
 
 
-async def _model(gateway: Gateway) -> dict[str, Any]:
+async def _model(gateway: Gateway) -> ModelCard:
     facts = await gateway.facts()
-    return {
-        "id": gateway.model,
-        "object": "model",
-        "created": gateway.started,
-        "owned_by": "quadriga",
-        "max_model_len": facts["context_length"],
-    }
+    return ModelCard(gateway.model, gateway.started, facts["context_length"])
 
 
 async def server_info(request: web.Request) -> web.Response:
@@ -90,13 +134,11 @@ async def tokenize(request: web.Request) -> web.Response:
     prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
     facts = await gateway.facts()
-    return answer(
-        {"count": len(tokens), "max_model_len": facts["context_length"], "tokens": tokens}
-    )
+    return answer(TokenizeAnswer(len(tokens), facts["context_length"], tokens))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids: as `prompt` for clients of vLLM, as `text` for those of SGLang."""
+    """The text of token ids."""
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), DetokenizeRequest)
     gateway.check_model(call.model)
@@ -104,7 +146,7 @@ async def detokenize(request: web.Request) -> web.Response:
         text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
     except QuadrigaError as error:
         raise from_ring(error, {"prompt": "tokens", "token_ids": "tokens"}) from None
-    return answer({"prompt": text, "text": text})
+    return answer(DetokenizeAnswer(text, text))
 
 
 # --- what changes the server's state --------------------------------------------------------------
@@ -115,14 +157,13 @@ async def abort_request(request: web.Request) -> web.Response:
     call = convert(await read_object(request), AbortBody)
     if not call.rid and not call.abort_all:
         raise invalid("give the rid of a request, or abort_all", "rid")
-    return answer(
-        {"aborted": await request.app[GATEWAY].abort(None if call.abort_all else call.rid)}
-    )
+    found = await request.app[GATEWAY].abort(None if call.abort_all else call.rid)
+    return answer(AbortAnswer(found))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
     """Forget cached prefixes that nobody uses now."""
-    return answer({"flushed_pages": await request.app[GATEWAY].ring.flush_cache()})
+    return answer(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
 
 
 # --- probes ---------------------------------------------------------------------------------------
@@ -130,7 +171,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def livez(request: web.Request) -> web.Response:
     """This process can answer."""
-    return answer({"status": "alive"})
+    return answer(Status("alive"))
 
 
 async def readyz(request: web.Request) -> web.Response:
@@ -144,7 +185,7 @@ async def readyz(request: web.Request) -> web.Response:
         raise _unready(str(error)) from None
     if not info["ready"]:
         raise _unready("the model is being loaded")
-    return answer({"status": "ready"})
+    return answer(Status("ready"))
 
 
 def _unready(why: str) -> ApiError:

@@ -1,16 +1,9 @@
 """Server-sent events: one write for everything that has come at the same time."""
 
-import asyncio
-import logging
-
 import msgspec
 from aiohttp import web
 
 DONE = b"data: [DONE]\n\n"
-STALL_SECONDS = 30.0
-"""A client that takes nothing for so long is cut off."""
-SMALL_WRITE = 32 * 1024
-"""Bytes that go out at once where the client has taken all that came before."""
 
 _encode = msgspec.json.encode
 
@@ -33,27 +26,14 @@ class Events:
         await self._response.prepare(self._request)
 
     async def send(self, data: bytes) -> None:
-        """Raises ConnectionError where the client is gone, or does not read."""
-        transport = self._request.transport
-        if transport is None:
-            raise ConnectionResetError("the client has gone")
-        if len(data) < SMALL_WRITE and not transport.get_write_buffer_size():
-            await self._response.write(data)
-            return
-        try:
-            await asyncio.wait_for(self._response.write(data), STALL_SECONDS)
-        except asyncio.TimeoutError:
-            logging.warning("an HTTP client read nothing for %g s: cut off", STALL_SECONDS)
-            transport.abort()
-            raise SlowHttpReader from None
+        """Waits, now and then, until the client has taken what came before. Raises ConnectionError
+        where the client is gone."""
+        await self._response.write(data)
 
     async def close(self) -> web.StreamResponse:
+        """Wait until the client has taken everything."""
         await self._response.write_eof()
         return self._response
-
-
-class SlowHttpReader(ConnectionError):
-    """A client that did not read was cut off."""
 
 
 def event(body: bytes) -> bytes:

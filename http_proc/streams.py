@@ -8,7 +8,8 @@ from aiohttp import web
 from http_proc.batch import Batch
 from http_proc.errors import from_ring
 from http_proc.gateway import GATEWAY
-from http_proc.sse import DONE, Events, SlowHttpReader, event
+from http_proc.request_log import RECORD
+from http_proc.sse import DONE, Events, event
 from quadriga.completion import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 
@@ -31,7 +32,6 @@ async def stream(
     An error before the first piece is raised, so that it gets a status of its own; after it, the
     stream ends with an event that has the error. names: what the ring's fields are called here.
     """
-    metrics = request.app[GATEWAY].metrics
     items = await batch.take()
     events = Events(request)
     await events.open()
@@ -41,7 +41,7 @@ async def stream(
             for choice, chunk in items:
                 pieces.append(renderer.render(choice, chunk))
                 if chunk.completion is not None:
-                    metrics.count(chunk.completion)
+                    _ended(request, chunk.completion)
             if batch.is_over:
                 pieces += [renderer.last(), DONE]
             if data := b"".join(pieces):
@@ -50,17 +50,19 @@ async def stream(
                 return await events.close()
             items = await batch.take()
     except QuadrigaError as error:
-        metrics.count_error(error.code)
+        request.app[GATEWAY].metrics.count_error(error.code)
         await events.send(event(from_ring(error, names).body()) + DONE)
         return await events.close()
-    except SlowHttpReader:
-        metrics.slow_readers += 1
-        raise
 
 
 async def whole(request: web.Request, batch: Batch) -> list[Completion]:
     """Every choice's completion. Raises the first error."""
     completions = await batch.completions()
     for completion in completions:
-        request.app[GATEWAY].metrics.count(completion)
+        _ended(request, completion)
     return completions
+
+
+def _ended(request: web.Request, completion: Completion) -> None:
+    request.app[GATEWAY].metrics.count(completion)
+    request[RECORD].completions.append(completion)

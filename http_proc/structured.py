@@ -1,82 +1,92 @@
-"""What response_format and tool_choice ask of the text, as a JSON schema."""
+"""What a request asks of the text in other words than the ring's: response_format, vLLM's
+structured_outputs, and calls that must obey their tools."""
 
 from typing import Any
 
-from http_proc.errors import invalid
-from http_proc.schema import ChatRequest, Tool
+import msgspec
 
-ANY_OBJECT = {"type": "object"}
+from http_proc.call_grammars import ANY_OBJECT, forced_call, free_calls
+from http_proc.errors import invalid
+from http_proc.sampling import Sampling
+from http_proc.schema import ChatRequest, OpenAIRequest, ResponseFormat, StructuredOutputs
+from quadriga.grammar import FIELDS
+
 FORCED_FORMAT = "llama3"
 """How a forced call is written, whatever the model's own way: one JSON object, nothing around."""
 
 
-def answer_schema(call: ChatRequest) -> dict[str, Any] | None:
-    """The schema of response_format; None where any text will do. Raises ApiError."""
-    wanted = call.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return ANY_OBJECT
-    if wanted.type != "json_schema":
+def take_formats(sampling: Sampling, call: OpenAIRequest) -> Sampling:
+    """With what response_format and structured_outputs ask for. Raises ApiError."""
+    if call.response_format is not None:
+        wanted = _of_format(call.response_format)
+        sampling = obeying(sampling, "response_format", wanted)
+    if call.structured_outputs is not None:
+        wanted = _of_outputs(call.structured_outputs)
+        sampling = obeying(sampling, "structured_outputs", wanted)
+    return sampling
+
+
+def obeying(sampling: Sampling, name: str, wanted: dict[str, Any]) -> Sampling:
+    """With a grammar for which the request's field `name` asks. wanted: fields of SamplingParams.
+    Raises ApiError where another one is given."""
+    if not wanted:
+        return sampling
+    given = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)
+    if given is not None:
+        other = sampling.names.get(given, given)
         raise invalid(
-            f"response_format.type is {wanted.type!r}: it must be 'text', 'json_object' or"
-            " 'json_schema'",
-            "response_format",
+            f"{other} and {name} are both given, and a text can obey one: leave one out", name
         )
-    schema = (wanted.json_schema or {}).get("schema")
-    if not isinstance(schema, dict):
-        raise invalid(
-            "response_format.json_schema.schema is missing: it must be a JSON schema",
-            "response_format",
-        )
-    return schema
+    params = msgspec.structs.replace(sampling.params, **wanted)
+    return Sampling(params, {**sampling.names, **dict.fromkeys(wanted, name)})
 
 
-def forced_call_schema(call: ChatRequest) -> dict[str, Any] | None:
-    """The schema of a call that must be made, {"name", "arguments"}; None where there may be none.
-    Raises ApiError."""
-    if call.tool_choice in ("none", "auto"):
-        return None
-    tools = _forced_tools(call)
-    definitions: dict[str, Any] = {}
-    schema: dict[str, Any] = {"anyOf": [_call_schema(tool, definitions) for tool in tools]}
-    return schema | ({"$defs": definitions} if definitions else {})
+def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
+    match wanted.type:
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_schema": ANY_OBJECT}
+        case "json_schema":
+            schema = (wanted.json_schema or {}).get("schema")
+            if isinstance(schema, dict):
+                return {"json_schema": schema}
+            raise invalid(
+                "response_format.json_schema.schema is missing: it must be a JSON schema",
+                "response_format",
+            )
+        case "structural_tag":
+            tag = {"structures": wanted.structures or [], "triggers": wanted.triggers or []}
+            return {"structural_tag": tag}
+    raise invalid(
+        f"response_format.type is {wanted.type!r}: it must be 'text', 'json_object',"
+        " 'json_schema' or 'structural_tag'",
+        "response_format",
+    )
 
 
-def _forced_tools(call: ChatRequest) -> list[Tool]:
-    if call.tool_choice == "required":
-        if not call.tools:
-            raise invalid("tool_choice 'required' needs tools", "tool_choice")
-        return call.tools
-    choice = call.tool_choice if isinstance(call.tool_choice, dict) else {}
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise invalid(
-            "tool_choice must be 'none', 'auto', 'required' or"
-            ' {"type": "function", "function": {"name": …}}',
-            "tool_choice",
-        )
-    tools = [tool for tool in call.tools if tool.function.name == name]
-    if not tools:
-        raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
-    return tools
-
-
-def _call_schema(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
-    """What the parameters define goes where their references look for it: to the root."""
-    parameters = dict(tool.function.parameters or ANY_OBJECT)
-    own = parameters.pop("$defs", {})
-    if not isinstance(own, dict) or any(definitions.get(k, v) != v for k, v in own.items()):
-        raise invalid(
-            f"tool {tool.function.name!r} has $defs that are no map, or that another tool defines"
-            " otherwise; give them names of their own",
-            "tools",
-        )
-    definitions.update(own)
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
+def _of_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
+    """vLLM's names."""
+    fields = {
+        "json_schema": ANY_OBJECT if wanted.json_object else wanted.json,
+        "regex": wanted.regex,
+        "ebnf": wanted.grammar,
+        "choice": wanted.choice,
+        "structural_tag": wanted.structural_tag,
     }
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def take_calls(sampling: Sampling, call: ChatRequest, tool_format: str) -> tuple[Sampling, str]:
+    """With what is asked of the calls, and the format in which they then come, "" for none.
+    tool_format: the model's own. Raises ApiError."""
+    if call.tool_choice == "none":
+        return sampling, ""
+    if call.tool_choice != "auto":
+        return obeying(sampling, "tools", forced_call(call)), FORCED_FORMAT
+    if tool_format and any(tool.function.strict for tool in call.tools):
+        return obeying(sampling, "tools", free_calls(call, tool_format)), tool_format
+    return sampling, tool_format if call.tools else ""
