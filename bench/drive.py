@@ -51,15 +51,17 @@ async def drive(
     truncate: bool | None = None,
     on_done: Callable[[], None] = lambda: None,
     clock: Clock = time.time,
+    limit: int | None = None,
 ) -> Run:
     """Send every request when it is due, and wait for every end.
 
     gap: seconds from the end of a submit to the next; None: by each request's `at`, counted from
     the start of the run, so that a late request does not delay those after it. One that follows
     another always waits for that one's end. The clients of the requests share the connections in
-    turn. on_done is called once for each request that has ended.
+    turn. on_done is called once for each request that has ended. limit: so many are under way at
+    most; one that is due waits for the end of another.
     """
-    return await _Drive(clients, jobs, params, truncate, on_done, clock).run(gap)
+    return await _Drive(clients, jobs, params, truncate, on_done, clock, limit).run(gap)
 
 
 class _Drive:
@@ -73,12 +75,14 @@ class _Drive:
         truncate: bool | None,
         on_done: Callable[[], None],
         clock: Clock,
+        limit: int | None,
     ) -> None:
         self._jobs = jobs
         self._params = params
         self._truncate = truncate
         self._on_done = on_done
         self._clock = clock
+        self._room = asyncio.Semaphore(len(jobs) if limit is None else limit)
         self._connections = _connections(clients, jobs)
         self._followers = _followers(jobs)
         self._records: dict[int, Record] = {}
@@ -106,6 +110,7 @@ class _Drive:
         for index in sorted(self._roots(), key=lambda root: self._jobs[root].request.at):
             due = start + self._jobs[index].request.at
             await self._wait_until(due)
+            await self._room.acquire()
             self._send(index, self._jobs[index].prompt, due)
 
     async def _send_in_turn(self, start: float, gap: float) -> None:
@@ -113,6 +118,7 @@ class _Drive:
         due = start
         for index in self._roots():
             await self._wait_until(due)
+            await self._room.acquire()
             due = self._send(index, self._jobs[index].prompt, None).submit_end + gap
 
     def _roots(self) -> list[int]:
@@ -123,7 +129,7 @@ class _Drive:
         await asyncio.sleep(max(0.0, due - self._clock()))
 
     def _send(self, index: int, prompt: Prompt, due: float | None) -> Record:
-        """Submit a request; a task of its own reads the answer."""
+        """Submit a request, for which there is room; a task of its own reads the answer."""
         request = self._jobs[index].request
         params = msgspec.structs.replace(self._params, max_new_tokens=request.max_new_tokens)
         options = {"priority": request.priority} if request.priority else {}
@@ -143,7 +149,9 @@ class _Drive:
     async def _finish(
         self, record: Record, prompt: Prompt, chunks: AsyncIterator[Any] | QuadrigaError
     ) -> None:
-        self._ended(record, prompt, await _read(chunks, record, self._clock))
+        generated = await _read(chunks, record, self._clock)
+        self._room.release()
+        self._ended(record, prompt, generated)
 
     def _ended(self, record: Record, prompt: Prompt, generated: list[int]) -> None:
         """Let those go that wait for this one."""
@@ -163,6 +171,7 @@ class _Drive:
             return
         due = before.finished + job.request.at
         await self._wait_until(due)
+        await self._room.acquire()
         self._send(index, head + job.prompt if isinstance(job.prompt, list) else job.prompt, due)
 
     def _leave_out(self, index: int, before: Record) -> None:
@@ -210,6 +219,8 @@ async def _read(
             generated += chunk.token_ids
             record.token_times += chunk.token_times
             record.arrivals += [chunk.received_at] * len(chunk.token_ids)
+            if chunk.token_ids:
+                record.chunks.append(chunk.received_at)
             if chunk.completion is not None:
                 record.finished = chunk.received_at
                 _complete(record, chunk.completion)

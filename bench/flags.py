@@ -8,7 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bench.dataset_flags import add_dataset, take_dataset
 from bench.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags
+from bench.output_flags import add_output, check_files
 from bench.transport import DEFAULT_BASE_URL
 from bench.workload import DEFAULT_PROMPT
 from quadriga import config as server_flags
@@ -26,8 +28,8 @@ SWITCHES = {
 }
 """Switches that stay with the bench until the server has a flag of that name."""
 
-INFORMATIVE = ("endpoint", "model")
-"""Server flags that are allowed beside a running server."""
+INFORMATIVE = ("endpoint", "model", "curve_dir")
+"""Server flags that are allowed beside a running server. The keys are then the bench's own."""
 
 OPENAI_FLAGS = ("base_url", "openai_endpoint", "extra_body")
 TEXT_FLAGS = ("prompt", "prompt_repeats", "unique_prompts", "pretok")
@@ -46,12 +48,15 @@ EXCLUDES = {
     "random_input_len": ("prompt", "prompt_repeats"),
     "prefix_groups": ("unique_prompts",),
     "request_rate": INTERVAL_FLAGS,
-    "max_concurrency": (*ARRIVAL_FLAGS, *INTERVAL_FLAGS),
+    "max_concurrency": INTERVAL_FLAGS,
+    "output_file": ("save_result",),
 }
 """A flag, and those that mean nothing beside it."""
 
 NEEDS = {
+    "dataset_path": ("dataset_name",),
     "details": ("json",),
+    "output_details": ("output_file", "save_result"),
     "burstiness": ("request_rate",),
     "prefix_groups": ("random_input_len",),
     "prefix_len": ("prefix_groups",),
@@ -68,6 +73,7 @@ def read_flags(argv: list[str]) -> Namespace:
     """Every flag's value; server flags that are absent stay out. ConfigError for values that
     cannot work, alone or together."""
     arguments, given = _arguments(argv)
+    take_dataset(arguments, given)
     _check_numbers(arguments)
     _check_together(arguments, given)
     return arguments
@@ -103,12 +109,17 @@ def _arguments(argv: list[str]) -> tuple[Namespace, set[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m bench.serving", description=DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(
+        "python -m bench.serving",
+        usage="%(prog)s [FLAGS]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
     _add_transport(parser.add_argument_group("to whom"))
     _add_load(parser.add_argument_group("what is sent"))
     add_load_flags(parser.add_argument_group("what requests have in common"), SHARING_FLAGS)
     _add_pace(parser.add_argument_group("when it is sent"))
-    _add_output(parser.add_argument_group("what comes out"))
+    add_output(parser.add_argument_group("what comes out"))
     server_flags.add_flags(parser)
     switches = parser.add_argument_group("what the server shall use; the output says what it does")
     for name, text in SWITCHES.items():
@@ -127,7 +138,8 @@ def _add_transport(group: Any) -> None:
     group.add_argument(
         "--base-url",
         metavar="URL",
-        help=f"of an OpenAI-compatible server (default: {DEFAULT_BASE_URL})",
+        help=f"of an OpenAI-compatible server (default: {DEFAULT_BASE_URL}); its key, if it wants"
+        " one, is OPENAI_API_KEY of the environment",
     )
     group.add_argument("--openai-endpoint", choices=("completions", "chat"), default="completions")
     group.add_argument(
@@ -145,6 +157,7 @@ def _add_transport(group: Any) -> None:
 
 
 def _add_load(group: Any) -> None:
+    add_dataset(group)
     group.add_argument("--prompt", help=f"text of every request (default: {DEFAULT_PROMPT!r})")
     group.add_argument("--prompt-repeats", type=int, default=1, help="repeat the text N times")
     group.add_argument(
@@ -193,7 +206,7 @@ def _add_pace(group: Any) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="send what a trace file says, when it says so (format: bench/trace.py)",
+        help="send what a trace file says, when it says so (format: bench/trace.py, or Mooncake's)",
     )
     group.add_argument(
         "--warmup-runs",
@@ -204,34 +217,13 @@ def _add_pace(group: Any) -> None:
     group.add_argument("--repeat-runs", type=int, default=1, help="measured runs (default: 1)")
 
 
-def _add_output(group: Any) -> None:
-    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    group.add_argument(
-        "--save-trace",
-        type=Path,
-        metavar="FILE",
-        help="write what the first measured run sent; --trace sends it again, with the same --seed",
-    )
-    group.add_argument(
-        "--slo-ttft-ms", type=float, metavar="MS", help="limit of TTFT, to report the goodput"
-    )
-    group.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit of TPOT, likewise")
-    group.add_argument("--details", action="store_true", help="and the record of every request")
-    group.add_argument(
-        "--server-log",
-        type=Path,
-        metavar="FILE",
-        help="log of the bench's own server (default: its standard error)",
-    )
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_numbers(arguments: Namespace) -> None:
-    for name in ("prompt_repeats", "repeat_runs", "slo_ttft_ms", "slo_tpot_ms"):
+    for name in ("prompt_repeats", "repeat_runs"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
+        if not value > 0:
             raise ConfigError(f"{name} must be positive (it is {value})")
     for name in ("warmup_runs", "submit_interval_ms", "temperature"):
         value = getattr(arguments, name)
@@ -253,10 +245,7 @@ def _check_together(arguments: Namespace, given: Collection[str]) -> None:
         if name in given and not set(others) & set(given):
             choice = " or ".join(flag_name(other) for other in others)
             raise ConfigError(f"{flag_name(name)} has no effect without {choice}: add it")
-    for name in ("json", "save_trace", "server_log"):
-        path = getattr(arguments, name)
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag_name(name)} {path}: there is no directory {path.parent}")
+    check_files(arguments)
     if arguments.backend == "openai":
         _refuse_server_flags(arguments, arguments.base_url or DEFAULT_BASE_URL, ("model",))
     elif idle := [flag_name(name) for name in OPENAI_FLAGS if name in given]:
@@ -267,8 +256,7 @@ def _check_together(arguments: Namespace, given: Collection[str]) -> None:
 
 def _refuse_server_flags(arguments: Namespace, where: str, informative: Collection[str]) -> None:
     idle = [flag_name(n) for n in server_flags_in(arguments) if n not in informative]
-    if arguments.server_log is not None:
-        idle.append("--server-log")
+    idle += [flag_name(n) for n in ("config", "server_log") if getattr(arguments, n, None)]
     if idle:
         raise ConfigError(
             f"{', '.join(idle)} would have no effect on the server that runs at {where}: leave"

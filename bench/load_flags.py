@@ -10,21 +10,27 @@ from quadriga.flags import flag_name
 
 
 class LoadFlag(NamedTuple):
-    """kind: makes the value of its text. default: None where the flag has none to show."""
+    """kind: makes the value of its text. default: None where the flag has none to show. alias:
+    what other bench clients call it."""
 
     kind: type
     default: Any
     placeholder: str | None
     help: str
     choices: tuple[str, ...] | None = None
+    alias: str = ""
 
 
 LOAD_FLAGS = {
-    "num_requests": LoadFlag(int, 32, "N", "requests in all, with every turn of a chat"),
+    "num_requests": LoadFlag(
+        int, 32, "N", "requests in all, with every turn of a chat", alias="--num-prompts"
+    ),
     "random_input_len": LoadFlag(
         str, None, "SPEC", f"random token ids in place of a text, so many: {LENGTHS_FORM}"
     ),
-    "max_new_tokens": LoadFlag(str, "64", "SPEC", f"of each request: {LENGTHS_FORM}"),
+    "max_new_tokens": LoadFlag(
+        str, "64", "SPEC", f"of each request: {LENGTHS_FORM}", alias="--random-output-len"
+    ),
     "prefix_groups": LoadFlag(
         int, 0, "G", "groups of prompts, each with a random prefix of its own in common"
     ),
@@ -60,7 +66,11 @@ LOAD_FLAGS = {
         float, 1.0, "B", "of --request-rate: 1 is Poisson, less is burstier, inf is even"
     ),
     "max_concurrency": LoadFlag(
-        int, None, "N", "closed loop: N at a time, the next when one has ended"
+        int,
+        None,
+        "N",
+        "closed loop: N at a time, the next when one has ended; with --request-rate: no more than N"
+        " at a time, so that requests may leave later than that says",
     ),
 }
 
@@ -78,8 +88,9 @@ def add_load_flags(
     for name in names:
         flag, default = LOAD_FLAGS[name], defaults[name]
         group.add_argument(
-            flag_name(name),
+            *filter(None, (flag_name(name), flag.alias)),
             type=flag.kind,
+            dest=name,
             default=argparse.SUPPRESS,
             metavar=flag.placeholder,
             choices=flag.choices,

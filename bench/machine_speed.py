@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.floor import Product
-from quadriga.config import WorkerArgs
+from quadriga.worker_args import WorkerArgs
 from worker_proc.attention.base import AttentionShape
 from worker_proc.engine import Engine
 from worker_proc.engines import make_engine
@@ -31,7 +31,8 @@ class ReadSpeed:
     """Reads a large array with all of torch's threads, again and again."""
 
     def __init__(self, size: int = READ_BYTES) -> None:
-        self._array = empty(size).fill_(1).view(torch.float32)
+        # Not all the same: a host may keep equal pages once, and reading that one is too fast.
+        self._array = empty(size).view(torch.float32).uniform_()
 
     def measure(self) -> float:
         """Bytes per second."""

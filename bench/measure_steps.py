@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.cost_model import Features, MeasuredOn, features_of
 from quadriga.config import ServerConfig
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 
 if TYPE_CHECKING:
@@ -178,12 +178,13 @@ def make_bench(
     from worker_proc.main import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
-    from worker_proc.hardware import set_threads
+    from worker_proc.hardware import take_cores
     from worker_proc.kv_pool import pages_of_pool
     from worker_proc.models.registry import build_model
     from worker_proc.runner import make_runner
 
-    threads, files = set_threads(config.worker), resolve_model(config.model, show_progress=True)
+    threads = take_cores(config.worker).threads
+    files = resolve_model(config.model, show_progress=True)
     small = config.replace(
         max_total_tokens=MOST_ROWS * tokens_a_row, max_running_requests=MOST_ROWS
     )

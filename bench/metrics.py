@@ -4,11 +4,13 @@ All times are Unix seconds on one clock; all spreads are in milliseconds. A diff
 out negative (clocks were set, or two stamps were taken in the other order) counts as 0.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from bench.spread import MS, Spread, spread
+from quadriga.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -20,6 +22,7 @@ class Record:
     received, tokenized, admitted, first_token: stamped by the server.
     token_times: the end of the step that gave each token, stamped by the server.
     arrivals: when the client got each token; the tokens of one chunk arrive together.
+    chunks: when the client got each chunk that had a token.
     finished: when the client got the end marker.
     """
 
@@ -35,6 +38,7 @@ class Record:
     finished: float = 0.0
     token_times: list[float] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -59,13 +63,37 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Slo:
     """What a request must keep to count as good, in ms; None: no limit. A request of one token
-    has no TPOT, and keeps any."""
+    has no TPOT, and keeps any. e2el: from the submit to the end marker."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @classmethod
+    def parse(cls, limits: Sequence[str]) -> "Slo":
+        """ "ttft:200", "tpot:30" and "e2el:5000", any of them. ConfigError for anything else."""
+        found: dict[str, float] = {}
+        for limit in limits:
+            name, _, text = limit.partition(":")
+            try:
+                value = float(text)
+            except ValueError:
+                value = 0.0
+            if f"{name}_ms" not in cls.__slots__ or not 0 < value < math.inf:
+                raise ConfigError(
+                    f"goodput is {limit!r}: a limit is ttft, tpot or e2el, a colon and ms above 0,"
+                    " such as ttft:200"
+                )
+            found[f"{name}_ms"] = value
+        return cls(**found)
 
     def __bool__(self) -> bool:
-        return self.ttft_ms is not None or self.tpot_ms is not None
+        return bool(self.limits())
+
+    def limits(self) -> dict[str, float]:
+        """In ms, by their names on the command line."""
+        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
+        return {name: ms for name, ms in named.items() if ms is not None}
 
     def is_kept(self, record: Record) -> bool:
         """Failed requests keep nothing."""
@@ -73,7 +101,12 @@ class Slo:
             return False
         ttft = (record.first_received - record.submit_start) * MS
         tpot = max(_time_per_token(record), default=0.0) * MS
-        return _within(ttft, self.ttft_ms) and _within(tpot, self.tpot_ms)
+        e2el = (record.finished - record.submit_start) * MS
+        return (
+            _within(ttft, self.ttft_ms)
+            and _within(tpot, self.tpot_ms)
+            and _within(e2el, self.e2el_ms)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ cores with the server that it measures.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,8 @@ from quadriga.messages.public import Usage
 from quadriga.sampling import SamplingParams
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Not a flag, which everybody sees who lists the processes."""
 NO_ID = -1
 """The protocol has no token ids: a chunk stands for one token."""
 SILENT_SECONDS = 600.0
@@ -89,7 +92,7 @@ class OpenAIClient:
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=self._connect_timeout, sock_read=SILENT_SECONDS
             ),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **_authorization()},
         )
         return self
 
@@ -238,6 +241,11 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[_Event, 
                 yield _decode(payload), now
             except msgspec.DecodeError as error:
                 raise RequestFailed(f"{error} in the event {_short(payload)}") from None
+
+
+def _authorization() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _short(body: bytes) -> str:

@@ -1,5 +1,6 @@
 """What a command line of `bench.serving` means: the server, the load and what is measured."""
 
+import dataclasses
 import json
 import math
 from argparse import Namespace
@@ -7,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.datasets import read_sharegpt, sample
 from bench.flags import SWITCHES, read_flags, server_flags_in
 from bench.load_flags import trace_spec
 from bench.metrics import Slo
-from bench.trace import TraceSpec, generate, read_trace
+from bench.mooncake import read_requests
+from bench.output_flags import result_file
+from bench.tokenizing import tokenizer_of
+from bench.trace import TraceRequest, TraceSpec, generate
 from bench.transport import DEFAULT_BASE_URL, OpenAIServer
 from bench.workload import DEFAULT_PROMPT, Workload
 from quadriga import config as server_flags
-from quadriga.config import ServerConfig
+from quadriga.config import ModelArgs, ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sampling import SamplingParams
 
@@ -24,21 +29,25 @@ class Options:
     """One bench, validated.
 
     server: the bench's own server; None: the one at `endpoint` is measured, or `openai`.
+    curve_dir: the keys with which the bench connects, its own server's or a client's; "": none.
     model: as given on the command line, or "". tokenizer: likewise, where the model's is not it.
     spell: random token ids are sent as a text of as many tokens.
     spec: what the workload's requests were generated from; None: they are from a trace file.
-    gap: seconds between two submits; None: by the clock.
+    gap: seconds between two submits; None: by the clock. limit: requests under way at a time, of an
+    arrival rate; None: any number.
     """
 
     endpoint: str
     openai: OpenAIServer | None
     server: ServerConfig | None
+    curve_dir: str
     model: str
     tokenizer: str
     spell: bool
     workload: Workload
     spec: TraceSpec | None
     gap: float | None
+    limit: int | None
     params: SamplingParams
     truncate: bool | None
     pretok: bool
@@ -48,6 +57,9 @@ class Options:
     asked: tuple[str, ...]
     json_path: Path | None
     details: bool
+    result_path: Path | None
+    output_details: bool
+    plot: Path | None
     save_trace: Path | None
     server_log: Path | None
     flags: dict[str, Any]
@@ -62,21 +74,26 @@ def parse(argv: list[str]) -> Options:
     own = openai is None and not endpoint
     server = server_flags.from_namespace(arguments) if own else None
     if endpoint:
-        ServerConfig().replace(endpoint=endpoint).validate()
+        ServerConfig().replace(endpoint=endpoint, insecure=True).validate()
     spec = _spec(arguments) if arguments.trace is None else None
-    workload = _workload(arguments, spec)
+    if arguments.dataset_name == "sharegpt" and spec is not None:
+        workload = _conversations(arguments, spec, server)
+    else:
+        workload = _workload(arguments, spec)
     if openai is not None:
         _refuse_what_openai_cannot(arguments, workload)
     return Options(
         endpoint=endpoint,
         openai=openai,
         server=server,
+        curve_dir=server.front_door.curve_dir if server else server_given.get("curve_dir", ""),
         model=server_given.get("model", ""),
         tokenizer=arguments.tokenizer,
         spell=arguments.prompt_form == "text",
         workload=workload,
         spec=spec,
         gap=_gap(arguments),
+        limit=arguments.max_concurrency if arguments.request_rate < math.inf else None,
         params=SamplingParams(
             temperature=arguments.temperature,
             seed=arguments.seed,
@@ -86,10 +103,13 @@ def parse(argv: list[str]) -> Options:
         pretok=arguments.pretok,
         warmup_runs=arguments.warmup_runs,
         repeat_runs=arguments.repeat_runs,
-        slo=Slo(arguments.slo_ttft_ms, arguments.slo_tpot_ms),
+        slo=Slo.parse(arguments.goodput),
         asked=tuple(name for name in SWITCHES if getattr(arguments, name, False)),
         json_path=arguments.json,
         details=arguments.details,
+        result_path=result_file(arguments),
+        output_details=arguments.output_details,
+        plot=arguments.plot,
         save_trace=arguments.save_trace,
         server_log=arguments.server_log,
         flags={name: _as_json(value) for name, value in vars(arguments).items()},
@@ -124,8 +144,11 @@ def _refuse_what_openai_cannot(arguments: Namespace, workload: Workload) -> None
 
 
 def _spec(arguments: Namespace) -> TraceSpec:
-    """An absolute schedule is a rate, and an even one."""
+    """An absolute schedule is a rate, and an even one. Beside a rate, --max-concurrency makes no
+    closed loop."""
     values = vars(arguments)
+    if arguments.request_rate < math.inf:
+        values = values | {"max_concurrency": None}
     if arguments.submit_schedule == "absolute" and arguments.submit_interval_ms > 0:
         rate = 1000 / arguments.submit_interval_ms
         values = values | {"request_rate": rate, "burstiness": math.inf}
@@ -136,8 +159,37 @@ def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
     text = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     sends_ids = spec is None or spec.input_len is not None
     return Workload(
-        requests=read_trace(arguments.trace) if spec is None else list(generate(spec)),
+        requests=read_requests(arguments.trace) if spec is None else list(generate(spec)),
         text=None if sends_ids else " ".join([text] * arguments.prompt_repeats),
+        unique=arguments.unique_prompts,
+        repeat=arguments.same_prompts,
+        seed=arguments.seed,
+    )
+
+
+def _conversations(arguments: Namespace, spec: TraceSpec, server: ServerConfig | None) -> Workload:
+    """Prompts of a file, each with an answer as long as the file's unless --max-new-tokens says
+    how long. ConfigError, ModelError where no tokenizer is at hand to count them."""
+    named = arguments.tokenizer or getattr(arguments, "model", "")
+    if not named and server is None:
+        raise ConfigError("--dataset-name sharegpt counts tokens: add --tokenizer MODEL")
+    model = ModelArgs(model=named) if server is None else server.model
+    tokenizer = tokenizer_of(arguments.tokenizer, model)
+    samples = sample(
+        read_sharegpt(arguments.dataset_path),
+        arguments.num_requests,
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids),
+        arguments.seed,
+    )
+    requests: list[TraceRequest] = list(generate(spec))
+    if arguments.file_lengths:
+        requests = [
+            dataclasses.replace(request, max_new_tokens=chosen.answer_tokens)
+            for request, chosen in zip(requests, samples, strict=True)
+        ]
+    return Workload(
+        requests,
+        text=[chosen.prompt for chosen in samples],
         unique=arguments.unique_prompts,
         repeat=arguments.same_prompts,
         seed=arguments.seed,

@@ -1,4 +1,4 @@
-"""Draws a simulated run. The only file that needs matplotlib."""
+"""Draws a simulated run, on matplotlib."""
 
 import importlib
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def draw(path: Path, records: "Records", samples: Sequence["Sample"], start: flo
     ):
         amounts = [[getattr(sample, name) for sample in samples] for name in names]
         axes.stackplot(seconds, amounts, labels=[name.replace("pages_", "") for name in names])
-        _label(axes, title, "seconds", "")
+        label(axes, title, "seconds", "")
     figure.savefig(path)
 
 
@@ -50,7 +50,7 @@ def _ttft_over_time(axes: Any, records: "Records", start: float) -> None:
     for percent in (50, 95, 99):
         values = [np.percentile(ttft[places == place], percent) for place in filled]
         axes.plot(edges[filled] - start, values, label=f"p{percent}")
-    _label(axes, "TTFT by time of sending", "seconds", "ms")
+    label(axes, "TTFT by time of sending", "seconds", "ms")
 
 
 def _distributions(axes: Any, records: "Records") -> None:
@@ -63,7 +63,7 @@ def _distributions(axes: Any, records: "Records") -> None:
             share = np.linspace(0, 100, min(len(values), MOST_POINTS))
             axes.plot(np.maximum(np.percentile(values, share), 0.01), share, label=name)
     axes.set_xscale("log")
-    _label(axes, "distributions", "ms", "% of requests or gaps")
+    label(axes, "distributions", "ms", "% of requests or gaps")
 
 
 def _first_tokens(records: "Records") -> tuple[Floats, Floats]:
@@ -73,9 +73,12 @@ def _first_tokens(records: "Records") -> tuple[Floats, Floats]:
     return sent, (records["first_token"][got] - sent) * 1000
 
 
-def _label(axes: Any, title: str, x: str, y: str) -> None:
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """Title, names of the axes, legend and a faint grid."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(framealpha=0.95)
+    axes.set_axisbelow(True)
     axes.grid(alpha=0.3)

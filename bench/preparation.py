@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.options import Options
 from bench.spelling import Speller, spelled
+from bench.tokenizing import tokenizer_of
 from bench.workload import Job, pretokenize
 from quadriga.config import ModelArgs
-from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +29,7 @@ def preparation(options: Options, served: str = "") -> Preparation:
     """
     if not (options.pretok or options.spell or options.tokenizer):
         return Preparation(lambda jobs: jobs)
-    tokenizer = tokenizer_of(options, served)
+    tokenizer = tokenizer_of(options.tokenizer, _model(options, served))
     size = tokenizer.get_vocab_size()
     if options.pretok:
         return Preparation(lambda jobs: pretokenize(jobs, _encoder(tokenizer)), size)
@@ -40,23 +39,10 @@ def preparation(options: Options, served: str = "") -> Preparation:
     return Preparation(lambda jobs: jobs, size)
 
 
-def tokenizer_of(options: Options, served: str = "") -> "Tokenizer":
-    """That of --tokenizer, else the model's as the front door loads it."""
-    try:
-        from quadriga.model_source import resolve_model
-        from quadriga.text import load_tokenizer
-    except ImportError as error:
-        raise ConfigError(
-            f"a tokenizer is needed on this side, and {error.name} is not installed:"
-            " pip install 'quadriga[serve]', or use --random-input-len with --prompt-form ids"
-        ) from None
-    directory = Path(options.tokenizer)
-    if options.tokenizer and (directory / "tokenizer.json").is_file():
-        return load_tokenizer(directory)
-    model = ModelArgs(model=options.tokenizer or options.model or served)
-    if options.server is not None and not options.tokenizer:
-        model = options.server.model
-    return load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)
+def _model(options: Options, served: str) -> ModelArgs:
+    if options.server is not None:
+        return options.server.model
+    return ModelArgs(model=options.model or served)
 
 
 def _encoder(tokenizer: "Tokenizer") -> Callable[[str], list[int]]:

@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 from bench.quality_metrics import Score, Texts
 from bench.quality_text import manual_prose
 from quadriga import config as server_flags
-from quadriga.config import ServerConfig, WorkerArgs
+from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
 from quadriga.text import load_tokenizer
+from quadriga.worker_args import WorkerArgs
 
 WINDOW = 1024
 """Tokens of the text that are scored together, at most: the model's context may be shorter."""

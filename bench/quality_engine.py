@@ -8,10 +8,10 @@ from torch import Tensor
 
 from bench.quality_metrics import Texts
 from quadriga.config import ServerConfig
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 from quadriga.model_source import resolve_model
-from worker_proc.hardware import set_threads
+from worker_proc.hardware import take_cores
 from worker_proc.inputs import make_inputs
 from worker_proc.runner import Runner, make_runner
 
@@ -24,7 +24,7 @@ class Scorer:
 
     def __init__(self, config: ServerConfig, texts: Texts) -> None:
         """QuadrigaError where the model does not load."""
-        set_threads(config.worker)
+        take_cores(config.worker)
         self._texts = texts
         self._page_size = config.worker.page_size
         self._pages_a_prompt = self._pages(len(texts.prompts[0]) + texts.continued)

@@ -1,12 +1,8 @@
-"""The printed block of a run, and the JSON file of a whole bench."""
+"""The printed block of a run."""
 
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from bench.metrics import ClientSummary, Record, Sizes, Slo, Summary
@@ -43,14 +39,23 @@ def block(options: Options, result: Result) -> str:
 
 
 def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
-    pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
-    backend = _setting(options, info, "worker", "attention_backend")
     return [
         f"Model: {info.get('model', UNKNOWN)}",
         f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
         f"Pretok: {_pretok(options)}",
         f"Tokenize workers: {_setting(options, info, 'front_door', 'tokenize_workers')}",
         f"Stream interval: {_setting(options, info, 'detok', 'stream_interval')}",
+        *_feature_lines(options, info),
+    ]
+
+
+def _feature_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
+    """A server of somebody else's does not tell."""
+    if options.openai is not None:
+        return [f"{name}: {UNKNOWN}" for name in ("Paged attention", "CUDA Graph", "NVTX")]
+    pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
+    backend = _setting(options, info, "worker", "attention_backend")
+    return [
         f"Paged attention: on, always (backend {backend}{pages})",
         f"CUDA Graph: {_switch(info, 'cuda_graph', 'cuda_graph' in options.asked)}",
         f"NVTX: {_switch(info, 'nvtx', False)}",
@@ -161,36 +166,6 @@ def over_runs(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def write_json(
-    path: Path,
-    options: Options,
-    info: Mapping[str, Any],
-    results: Sequence[Result],
-    warmups: Sequence[Summary],
-) -> None:
-    """Everything that was measured, with what it was measured on. Times as in the dataclasses."""
-    document = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "flags": options.flags,
-        "server_flags": dataclasses.asdict(options.server) if options.server else None,
-        "server_info": dict(info),
-        "warmups": [dataclasses.asdict(summary) for summary in warmups],
-        "runs": [_run_as_dict(result, options.details) for result in results],
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def _run_as_dict(result: Result, details: bool) -> dict[str, Any]:
-    run: dict[str, Any] = {
-        "summary": dataclasses.asdict(result.summary),
-        "cost": dataclasses.asdict(result.cost),
-        "server_info": dict(result.info),
-    }
-    if details:
-        run["records"] = [dataclasses.asdict(record) for record in result.records]
-    return run
-
-
 def _pretok(options: Options) -> str:
     if options.workload.text is None:
         return "on (token ids of a trace)" if options.spec is None else "on (random token ids)"
@@ -207,10 +182,11 @@ def _schedule(options: Options) -> str:
     if spec.max_concurrency is not None:
         return f"{spec.think_time * MS:g} ms after an end / closed loop of {spec.max_concurrency}"
     interval = MS / spec.request_rate
+    most = "" if options.limit is None else f", {options.limit} at a time"
     if math.isinf(spec.request_rate) or math.isinf(spec.burstiness):
-        return f"{interval:g} ms / absolute"
+        return f"{interval:g} ms / absolute{most}"
     kind = "Poisson" if spec.burstiness == 1 else f"gamma of burstiness {spec.burstiness:g}"
-    return f"{interval:g} ms on average / {kind}"
+    return f"{interval:g} ms on average / {kind}{most}"
 
 
 def _rate(options: Options) -> str:
@@ -222,8 +198,7 @@ def _rate(options: Options) -> str:
 
 
 def _limits(slo: Slo) -> str:
-    limits = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms}
-    return ", ".join(f"{name} <= {ms:g} ms" for name, ms in limits.items() if ms is not None)
+    return ", ".join(f"{name.upper()} <= {ms:g} ms" for name, ms in slo.limits().items())
 
 
 def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:

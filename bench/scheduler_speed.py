@@ -16,7 +16,7 @@ from collections import deque
 import msgspec
 
 from bench.spread import percentile
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.to_scheduler import Submit
 from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams

@@ -9,7 +9,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ if not __package__:
 
 from tqdm import tqdm
 
-from bench import report
+from bench import conventional, report, report_files
 from bench.drive import Run, drive
 from bench.metrics import Summary, summarize
 from bench.options import Options, parse
@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench of a command line; the exit code."""
     try:
         options = parse(list(sys.argv[1:] if argv is None else argv))
+        draw = _plotter(options)
         prepared = preparation(options) if options.server else None
-        return run_until_signal(bench(options, prepared))
+        return run_until_signal(bench(options, prepared, draw))
     except (ConfigError, InvalidRequest, ModelError) as error:
         return _say(error, EXIT_USAGE)
     except QuadrigaError as error:
@@ -61,16 +62,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say("interrupted", EXIT_INTERRUPTED)
 
 
-async def bench(options: Options, prepared: Preparation | None = None) -> int:
-    """Start or find the server, run warm-ups and measured runs, print and write the results."""
+async def bench(
+    options: Options,
+    prepared: Preparation | None = None,
+    draw: Callable[[Result], None] = lambda result: None,
+) -> int:
+    """Start or find the server, run warm-ups and measured runs, print and write the results.
+
+    draw: is given the first measured run.
+    """
     async with AsyncExitStack() as stack:
         runs = await open_runs(options, stack, prepared)
         warmups = [await runs.warm_up(number) for number in range(options.warmup_runs)]
         results = [await runs.measure(number) for number in range(options.repeat_runs)]
     if len(results) > 1:
         print(report.over_runs(results))
+    if options.result_path is not None:
+        report_files.append_json(
+            options.result_path,
+            [conventional.document(options, result, report_files.now()) for result in results],
+        )
     if options.json_path is not None:
-        report.write_json(options.json_path, options, runs.info, results, warmups)
+        report_files.write_json(options.json_path, options, runs.info, results, warmups)
+    draw(results[0])
     failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
     return EXIT_FAILED_REQUESTS if failed else EXIT_OK
 
@@ -81,7 +95,7 @@ async def open_runs(
     """A server that serves, and connections to it; the stack closes them."""
     server, info = await _server(options, stack)
     clients = [
-        await stack.enter_async_context(connection(server, CONNECT_SECONDS))
+        await stack.enter_async_context(connection(server, CONNECT_SECONDS, options.curve_dir))
         for _ in range(_num_connections(server, options.workload.requests))
     ]
     if prepared is None:
@@ -121,7 +135,8 @@ class Runs:
             print(f"=== run {number + 1}/{runs} ===", flush=True)
         jobs = self._jobs(number)
         result, run = await self._run(jobs, "run")
-        print(report.block(self._options, result), flush=True)
+        print(report.block(self._options, result))
+        print(conventional.block(self._options, result), flush=True)
         if number == 0 and self._options.save_trace is not None:
             write_trace(self._options.save_trace, as_sent(jobs, run))
         return result
@@ -141,6 +156,7 @@ class Runs:
                 options.gap,
                 options.truncate,
                 on_done=lambda: bar.update(),
+                limit=options.limit,
             )
         after = await self._read()
         summary = summarize(run.records, run.submit_wall, options.slo)
@@ -154,6 +170,27 @@ class Runs:
         except QuadrigaError:
             info = {}
         return Reading(time.time(), info, cpu_seconds(pids_of(info, client.endpoint)))
+
+
+def _plotter(options: Options) -> Callable[[Result], None]:
+    """Draws a run into the file of --plot. ConfigError at once where that cannot work."""
+    path = options.plot
+    if path is None:
+        return lambda result: None
+    try:
+        from bench import run_plots
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
+        ) from None
+
+    def draw(result: Result) -> None:
+        rate = result.summary.throughput or 0.0
+        model, count = result.info.get("model") or options.model, result.summary.requests
+        title = f"{model} · {count} requests, {result.summary.failed} failed · {rate:.0f} tok/s"
+        run_plots.draw(path, result.records, title)
+
+    return draw
 
 
 def as_sent(jobs: Sequence[Job], run: Run) -> list[TraceRequest]:
@@ -183,21 +220,21 @@ async def _server(
     """Address and info of the server to measure, which serves from now on."""
     if options.server is None:
         running = options.openai or options.endpoint
-        info = await _ask(running, CONNECT_SECONDS, CONNECT_SECONDS)
+        info = await _ask(running, options.curve_dir, CONNECT_SECONDS, CONNECT_SECONDS)
         if not info.get("ready", True):
             raise ServerUnreachable(f"the server at {options.endpoint} is still starting")
         return running, info
     server = stack.enter_context(OwnServer(options.server, options.server_log))
     info = await server.wait_ready(
-        lambda: _ask(server.endpoint, START_CONNECT_SECONDS, START_INFO_SECONDS)
+        lambda: _ask(server.endpoint, options.curve_dir, START_CONNECT_SECONDS, START_INFO_SECONDS)
     )
     return server.endpoint, info
 
 
 async def _ask(
-    server: str | OpenAIServer, connect_timeout: float, info_timeout: float
+    server: str | OpenAIServer, curve_dir: str, connect_timeout: float, info_timeout: float
 ) -> dict[str, Any]:
-    async with connection(server, connect_timeout) as client:
+    async with connection(server, connect_timeout, curve_dir) as client:
         return await client.info(info_timeout)
 
 

@@ -22,6 +22,8 @@ from bench.cost_model import CostModel
 from bench.flags import server_flags_in
 from bench.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags, trace_spec
 from bench.metrics import Slo
+from bench.mooncake import read_requests
+from bench.output_flags import add_goodput
 from bench.simulated_report import block, comparison, figures
 from bench.simulated_run import World
 from bench.simulated_server import START
@@ -78,7 +80,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         gc.freeze()
         world.run(arrivals)
         wall = time.perf_counter() - began
-    slo = Slo(arguments.slo_ttft_ms, arguments.slo_tpot_ms)
+    slo = Slo.parse(arguments.goodput)
     run = figures(world, model.delays_ms.delivery, slo, wall)
     print(block(run, arguments.replicas, _source(arguments.cost_model, model)))
     if measured is not None:
@@ -100,7 +102,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             raise ConfigError(
                 f"{', '.join(drawn)} would change nothing about --trace: leave it out"
             )
-        requests = trace.read_trace(arguments.trace)
+        requests = read_requests(arguments.trace)
         indexed = sorted(
             enumerate(requests), key=lambda one: 0.0 if one[1].follows is not None else one[1].at
         )
@@ -163,7 +165,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     load = parser.add_argument_group("what is sent, and when")
     load.add_argument(
-        "--trace", type=Path, metavar="FILE", help="requests as recorded (format: bench/trace.py)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests as recorded (format: bench/trace.py, or Mooncake's)",
     )
     load.add_argument("--seed", type=int, default=0, help="of what is drawn")
     add_load_flags(load, defaults=DEFAULTS)
@@ -194,8 +199,7 @@ def _add_world(group: Any) -> None:
 
 def _add_output(group: Any) -> None:
     add = group.add_argument
-    add("--slo-ttft-ms", type=float, metavar="MS", help="a request counts as good up to this TTFT")
-    add("--slo-tpot-ms", type=float, metavar="MS", help="... and this time per output token")
+    add_goodput(group)
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run")
     add(

@@ -84,7 +84,9 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
     duration = float(records["finished"].max() - records["submitted"].min())
     prompt, cached = int(column["prompt_tokens"].sum()), int(column["cached_tokens"].sum())
     completion = int(column["completion_tokens"].sum())
-    good = int((_within(ttft, slo.ttft_ms) & _within(tpot, slo.tpot_ms)).sum())
+    latency = column["finished"] - column["submitted"]
+    kept = _within(ttft, slo.ttft_ms) & _within(tpot, slo.tpot_ms) & _within(latency, slo.e2el_ms)
+    good = int(kept.sum())
     steps, samples = sum(r.worker.steps for r in replicas), world.samples
     pages = sum(r.num_pages for r in replicas)
     return Figures(
@@ -103,7 +105,7 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
         ttft=spread(ttft),
         tpot=spread(tpot[several]),
         itl=spread(records.gaps.values),
-        latency=spread(column["finished"] - column["submitted"]),
+        latency=spread(latency),
         goodput=Goodput(good, good / records.length, good / duration if duration else None)
         if slo
         else None,
@@ -144,7 +146,7 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f"Latency p50/p95/p99: {_spread(run.latency)}",
             f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
             f"Request rate: {run.request_rate:.2f} requests/s",
-            "Goodput: n/a (no --slo-ttft-ms, no --slo-tpot-ms)"
+            "Goodput: n/a (no --goodput)"
             if goodput is None
             else f"Goodput: {goodput.rate or 0:.2f} requests/s ({goodput.share:.1%} of all)",
             f"Prefix cache hits: {run.cached_tokens} tokens ({run.cache_hit_rate:.1%})",

@@ -21,13 +21,14 @@ from bench.spread import MS
 from bench.trace import FIRST_ID, TraceRequest
 from quadriga.config import ServerConfig
 from quadriga.errors import PromptTooLong
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.to_detok import CloseText, StepOutput
 from quadriga.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
 from scheduler_proc.main import MESSAGES_A_ROUND, QUIETS_GATHERED
 from scheduler_proc.scheduler import Scheduler
+from worker_proc.saturation import ON_A_GPU, SIZES, choose
 
 Ints = npt.NDArray[np.int64]
 
@@ -176,6 +177,17 @@ class SimulatedWorker:
         return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
 
 
+def saturating_tokens(model: CostModel) -> int:
+    """What the worker would find out at its start."""
+    if model.measured_on.device != "cpu":
+        return ON_A_GPU
+
+    def seconds_of(tokens: int) -> float:
+        return model.step_ms(features_of(np.array([tokens]), np.zeros(1, np.int64), 1)) / MS
+
+    return choose(list(SIZES), seconds_of)
+
+
 # --- the process of the scheduler -----------------------------------------------------------------
 
 
@@ -214,7 +226,9 @@ class Replica:
             config.scheduler, frozenset(), self.worker, detok=self, clock=clock
         )
         on, page_size = model.measured_on, config.worker.page_size
-        self.scheduler.iterate([], [WorkerReady(num_pages, page_size, slots, on.dtype, on.device)])
+        ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device)
+        ready = msgspec.structs.replace(ready, prefill_tokens=saturating_tokens(model))
+        self.scheduler.iterate([], [ready])
 
     def take_message(self, message: SchedulerMessage) -> None:
         self._messages.append(message)
@@ -237,9 +251,9 @@ class Replica:
 
     def _gathers(self) -> bool:
         """While the worker has nothing to do, requests that come together are waited for."""
-        now, quiet = self._clock.now, self.scheduler.patience
+        now, quiet = self._clock.now, self.scheduler.pipeline.patience
         if self._gathered_at is None:
-            if not (self._messages and self.scheduler.idle and quiet > 0):
+            if not (self._messages and self.scheduler.pipeline.idle and quiet > 0):
                 return False
             self._gather_deadline = now + QUIETS_GATHERED * quiet
         elif now >= min(self._gathered_at, self._gather_deadline):
@@ -272,6 +286,7 @@ class Replica:
         for closed in message.closed:
             self.load -= 1
             self._on_close(closed, message.time)
+        self.scheduler.texts.settle([closed.seq for closed in message.closed])
 
     @property
     def info(self) -> dict[str, Any]:

@@ -37,14 +37,15 @@ class Connection(BenchClient, Protocol):
 
 
 def connection(
-    server: str | OpenAIServer, connect_timeout: float
+    server: str | OpenAIServer, connect_timeout: float, curve_dir: str = ""
 ) -> "AbstractAsyncContextManager[Connection]":
     """To the server: an endpoint of ours, or an OpenAI-compatible one. Seconds to connect in.
+    curve_dir: the keys for the former, where it asks for them.
 
     ConfigError where what it needs is not installed.
     """
     if isinstance(server, str):
-        return AsyncClient(server, connect_timeout)
+        return AsyncClient(server, connect_timeout, curve_dir=curve_dir)
     try:
         from bench.openai_client import OpenAIClient
     except ImportError as error:

@@ -33,16 +33,16 @@ class Workload:
     repeats another's would be served from the prefix cache, and measure nothing. What the prompts
     of one run share is the same in every run.
 
-    text: the prompt of all requests; None: token ids, as the requests say. Run 0 sends the text as
-    it is given; in other runs, and in front of every prompt where they shall be unique, stands a
-    word that differs from its first letter on. Literal ids are sent as they are in run 0, and as
-    others in other runs.
+    text: the prompt of all requests, or of each; None: token ids, as the requests say. Run 0 sends
+    the text as it is given; in other runs, and in front of every prompt where they shall be
+    unique, stands a word that differs from its first letter on. Literal ids are sent as they are in
+    run 0, and as others in other runs.
     repeat: every run sends what run 0 sends. Then the prefix cache serves them, as far as prompts
     fill pages; it does not where a prompt is shorter than one.
     """
 
     requests: Sequence[TraceRequest]
-    text: str | None = DEFAULT_PROMPT
+    text: str | Sequence[str] | None = DEFAULT_PROMPT
     unique: bool = False
     seed: int = 0
     repeat: bool = False
@@ -55,9 +55,10 @@ class Workload:
 
     def _texts(self, run: int) -> Sequence[Prompt]:
         count = len(self.requests)
+        texts = [self.text] * count if isinstance(self.text, str) else self.text or ()
         if self.unique:
-            return [f"{word(run * count + index)} {self.text}" for index in range(count)]
-        return [self.text or "" if run == 0 else f"{word(run - 1)} {self.text}"] * count
+            return [f"{word(run * count + index)} {text}" for index, text in enumerate(texts)]
+        return list(texts) if run == 0 else [f"{word(run - 1)} {text}" for text in texts]
 
     def _ids(self, run: int, vocab_size: int | None) -> Sequence[Prompt]:
         if vocab_size is None or vocab_size <= FIRST_ID:

@@ -55,6 +55,7 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
         repeat_runs=arguments.repeat_runs,
         logs=arguments.logs or Path(tempfile.mkdtemp(prefix="bench-peers-")),
     )
+    settings.logs.mkdir(parents=True, exist_ok=True)
     print(f"logs of the servers: {settings.logs}", file=sys.stderr)
     workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
     measured: list[Outcome] = []

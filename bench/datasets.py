@@ -1,0 +1,88 @@
+"""Conversations of a file as prompts, in the format that was ShareGPT's: a JSON list of objects,
+each with `conversations`, a list of `{"from": ..., "value": ...}`."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quadriga.errors import ConfigError
+
+SHORTEST = 4
+"""Tokens that prompt and answer must have each. These limits are those of other bench clients, so
+that all draw from the same conversations of a file."""
+LONGEST_PROMPT = 1024
+LONGEST = 2048
+"""Prompt and answer together."""
+
+
+class Exchange(NamedTuple):
+    """The first two turns of a conversation."""
+
+    prompt: str
+    answer: str
+
+
+class Sample(NamedTuple):
+    """A prompt to send, and how many tokens the answer had in the file."""
+
+    prompt: str
+    answer_tokens: int
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Turn] = []
+
+
+def read_sharegpt(path: Path) -> list[Exchange]:
+    """The exchanges of a file. ConfigError where it is no such file, or has none."""
+    try:
+        found: Any = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'{path} is no list of {{"conversations": [{{"from", "value"}}, ...]}}: {error}'
+        ) from None
+    turns = [conversation.conversations for conversation in found]
+    exchanges = [Exchange(t[0].value, t[1].value) for t in turns if len(t) >= 2]
+    if not exchanges:
+        raise ConfigError(f"{path} has no conversation of two turns")
+    return exchanges
+
+
+def sample(
+    exchanges: list[Exchange],
+    count: int,
+    count_tokens: Callable[[str], int],
+    seed: int,
+) -> list[Sample]:
+    """So many of them, in random order, the same for the same seed; none twice.
+
+    ConfigError where too few have a length that other bench clients would send, too.
+    """
+    shuffled = random.Random(f"{seed}/conversations").sample(exchanges, len(exchanges))
+    usable = _usable(shuffled, count_tokens)
+    samples = list(islice(usable, count))
+    if len(samples) < count:
+        raise ConfigError(
+            f"the file has {len(samples)} conversations of a usable length (prompts of {SHORTEST}"
+            f" to {LONGEST_PROMPT} tokens, {LONGEST} with the answer), and {count} are needed:"
+            " lower --num-requests"
+        )
+    return samples
+
+
+def _usable(exchanges: list[Exchange], count_tokens: Callable[[str], int]) -> Iterator[Sample]:
+    for exchange in exchanges:
+        prompt, answer = count_tokens(exchange.prompt), count_tokens(exchange.answer)
+        fits = prompt <= LONGEST_PROMPT and prompt + answer <= LONGEST
+        if fits and min(prompt, answer) >= SHORTEST:
+            yield Sample(exchange.prompt, answer)

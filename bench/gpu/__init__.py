@@ -1,0 +1,1 @@
+"""Measurements on a card, one command each."""

@@ -1,0 +1,90 @@
+"""Decode steps on a card against the least time that its memory allows, as graphs and without.
+
+    python -m bench.gpu.decode_floor --model gpt2 --load-format dummy
+    python -m bench.gpu.decode_floor                      # SmolLM2-135M, built in
+
+Takes the flags of a server. Prints, for batches of 1, 8, 64 and 256 rows with 128 and 1,000 tokens
+of context: ms of a step as a graph, ms launched kernel by kernel, the floor (weights and keys over
+the speed at which a large tensor is read here, see bench/floor.py), and graph over floor.
+"""
+
+import argparse
+import sys
+from statistics import median
+
+from bench.floor import Speed, floor
+from bench.measure_steps import Bench, Row
+from bench.model_work import work_of
+from quadriga import config as server_flags
+from quadriga.config import ServerConfig
+from quadriga.errors import QuadrigaError
+from quadriga.model_source import resolve_model
+
+BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
+STEPS, WARM_UP = 50, 5
+READ_BYTES = 2**30
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m bench.gpu.decode_floor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    server_flags.add_flags(parser)
+    try:
+        report(server_flags.from_namespace(parser.parse_args()))
+    except QuadrigaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def report(config: ServerConfig) -> None:
+    """Load the model twice, and print a line for each batch and context."""
+    rows = max(BATCHES)
+    config = config.replace(
+        max_batch_size=rows,
+        max_running_requests=rows,
+        max_total_tokens=rows * 2 ** (max(CONTEXTS) + STEPS).bit_length(),
+    )
+    graphs = times_of(config)
+    eager = times_of(config.replace(disable_cuda_graph=True))
+    files = resolve_model(config.model)
+    dtype, speed = describe(config)
+    work = work_of(files.config, "none", NUMBER_BYTES[dtype])
+    print(f"{config.model.shown_name} {dtype} · memory is read at {speed / 1e9:.0f} GB/s")
+    print(f"{'rows':>5}{'context':>9}{'graph ms':>10}{'eager ms':>10}{'floor ms':>10}{'ratio':>7}")
+    for (batch, context), ms in graphs.items():
+        rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
+        least = 1000 * sum(floor(work, (Row(context, 1),) * batch, rates).values())
+        print(f"{batch:>5}{context:>9}{ms:>10.3f}{eager[batch, context]:>10.3f}{least:>10.3f}"
+              f"{ms / least:>7.2f}")  # fmt: skip
+
+
+def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
+    """Median ms of a step, by (rows, context); launched one by one, as the card times them."""
+    from worker_proc.runner import make_runner
+
+    runner = make_runner(config, resolve_model(config.model, show_progress=True))
+    runner.warm_up()
+    bench, times = Bench(runner), {}
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            with bench.decoding(batch, context, STEPS + WARM_UP) as step:
+                times[batch, context] = median([step() for _ in range(STEPS + WARM_UP)][WARM_UP:])
+    return times
+
+
+def describe(config: ServerConfig) -> tuple[str, float]:
+    """The dtype, and bytes/s at which the device reads a large tensor."""
+    from bench.gpu.read_speed import bytes_per_second
+    from worker_proc.hardware import choose_device, choose_dtype
+
+    device = choose_device(config.worker.device)
+    dtype = choose_dtype(config.worker.dtype, device)
+    return str(dtype).removeprefix("torch."), bytes_per_second(device, READ_BYTES)
+
+
+if __name__ == "__main__":
+    main()

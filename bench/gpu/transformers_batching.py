@@ -1,0 +1,55 @@
+"""The same prompts through transformers' continuous batching, on the same card.
+
+    python -m bench.gpu.transformers_batching --load-format dummy
+
+Prints tokens/s. Beside it: `python -m bench.gpu.blocks --only width --model gpt2
+--load-format dummy`.
+"""
+
+import argparse
+import random
+import time
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m bench.gpu.transformers_batching",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="gpt2", help="Hub id or directory (default: gpt2)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"),
+                        help="dummy: GPT-2 with random weights")  # fmt: skip
+    parser.add_argument("--device", default="cuda", help="(default: cuda)")
+    parser.add_argument("--num-requests", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="(default: 32)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: 64)")
+    arguments = parser.parse_args()
+
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
+
+    model: Any
+    if arguments.load_format == "dummy":
+        model = AutoModelForCausalLM.from_config(GPT2Config(), dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+    model = model.to(arguments.device).eval()
+    source = random.Random(0)
+    prompts = [
+        [source.randrange(3, model.config.vocab_size) for _ in range(arguments.prompt_tokens)]
+        for _ in range(arguments.num_requests)
+    ]
+    settings = GenerationConfig(max_new_tokens=arguments.max_new_tokens, do_sample=False,
+                                eos_token_id=-1, pad_token_id=0)  # fmt: skip
+    for name, some in (("warm-up", prompts[:8]), ("measured", prompts)):
+        began = time.perf_counter()
+        outputs = model.generate_batch(inputs=some, generation_config=settings)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        print(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()
