@@ -1,5 +1,7 @@
 """Servers and checkpoints that several tests share."""
 
+import atexit
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,15 @@ import pytest
 from tests.gateway import running_gateway
 from tests.server import Server, running_server
 from tests.tiny_models import tiny_gpt2, tiny_llama
+
+
+def _silence_bindings() -> None:
+    """Triton's bindings count what they hold when the interpreter is gone, and complain of it in a
+    hundred lines behind the results."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+atexit.register(_silence_bindings)  # the first to be registered is the last to run
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,17 @@ class Server:
     run_dir: Path
     pids: dict[str, int]
 
+    def pid_of(self, name: str) -> int:
+        """The process of this name as it is now, which may be another one than at the start; 0
+        where there is none at this moment."""
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    return int(child.pid)
+            except psutil.NoSuchProcess:
+                continue
+        return 0
+
     def leftovers(self) -> list[str]:
         """Processes and files of this server that are still there."""
         alive = [f"{name} {pid}" for name, pid in self.pids.items() if is_alive(pid)]

@@ -30,19 +30,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_gpt2(directory: Path) -> Path:
-    """A GPT-2 of 2 layers, 4 heads of 12; context 128. Returns the directory."""
+def tiny_gpt2(directory: Path, **changes: Any) -> Path:
+    """A GPT-2 of 2 layers, 4 heads of 12; context 128. Returns the directory. changes: further
+    fields of GPT2Config."""
     end = write_tokenizer(directory)
-    config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_positions=CONTEXT_LENGTH,
-        n_embd=48,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=end,
-        eos_token_id=end,
-    )
-    return _save(GPT2LMHeadModel, config, directory)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": CONTEXT_LENGTH,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        **changes,
+    }
+    return _save(GPT2LMHeadModel, GPT2Config(**fields), directory)
 
 
 def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:

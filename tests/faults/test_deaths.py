@@ -1,4 +1,4 @@
-"""Whatever process dies, however: every client hears of it, and nothing is left behind."""
+"""Where nothing is started again, every client hears of any death, and nothing is left behind."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ class Crowd:
         self.started.wait(30)
 
     def _run(self) -> None:
-        with Client(self._endpoint) as client:
+        with Client(self._endpoint, reconnect_timeout=1.0) as client:
             first = client.stream([5, 6, 7], LONG)
             next(first)
             self.started.wait(30)
@@ -55,7 +55,8 @@ class Crowd:
 @pytest.fixture
 def own_server(llama_dir: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    with running_server(tmp_path / "log", *flags, "--max-total-tokens", "8192") as server:
+    flags += ["--max-total-tokens", "8192", "--max-restarts", "0"]
+    with running_server(tmp_path / "log", *flags) as server:
         yield server
 
 
@@ -98,7 +99,7 @@ def test_a_killed_launcher_leaves_no_process_and_no_socket_file(own_server: Serv
 def test_a_stop_signal_lets_running_requests_finish_and_refuses_new_ones(
     own_server: Server,
 ) -> None:
-    with Client(own_server.endpoint) as client:
+    with Client(own_server.endpoint, reconnect_timeout=1.0) as client:
         stream = client.stream([5, 6, 7], LONG)
         chunks = [next(stream)]
         own_server.process.send_signal(signal.SIGINT)
@@ -148,7 +149,7 @@ def test_a_client_goes_on_when_a_new_server_is_there(llama_dir: Path, tmp_path: 
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     flags = ["--model", str(llama_dir), "--worker-threads", "1", "--max-total-tokens", "1024"]
     with running_server(tmp_path / "first", *flags, endpoint=endpoint) as server:
-        client = Client(endpoint)
+        client = Client(endpoint, reconnect_timeout=1.0)
         assert error_of(client) is None
         server.process.kill()
         server.process.wait()

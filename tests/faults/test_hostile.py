@@ -6,38 +6,14 @@ import time
 
 import msgpack
 import pytest
-import zmq
 
 from quadriga.client import Client, SamplingParams
 from quadriga.messages.public import MAX_FRAME_BYTES
+from tests.faults.fuzz import fuzz_decoders, fuzz_public
+from tests.faults.raw_client import RawClient
 from tests.server import Server, settle
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-
-
-class RawClient:
-    """A DEALER that sends whatever it likes."""
-
-    def __init__(self, endpoint: str, receive_queue: int = 1000) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, os.urandom(16))
-        self.socket.rcvhwm = receive_queue
-        self.socket.sndhwm = 0
-        self.socket.linger = 0
-        self.socket.connect(endpoint)
-
-    def __enter__(self) -> "RawClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def send(self, *frames: bytes) -> None:
-        self.socket.send_multipart(frames)
-
-    def receive(self, seconds: float = 20.0) -> list:  # type: ignore[type-arg]
-        assert self.socket.poll(int(seconds * 1000)), "no answer"
-        return msgpack.unpackb(self.socket.recv())  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +64,19 @@ def test_a_flood_of_random_frames_disturbs_no_stream(server: Server) -> None:
         for _ in range(20_000):
             hostile.send(chosen.randbytes(chosen.randrange(40)))
         assert client.generate("The quick", GREEDY, timeout=30).token_ids == expected
+
+
+def test_messages_that_are_wrong_in_some_way_are_refused_and_counted(server: Server) -> None:
+    before = settle(server.endpoint)
+    for _ in fuzz_public(server.endpoint, 5_000):
+        pass
+    after = settle(server.endpoint)
+    assert after["pids"] == before["pids"]
+    assert after["refused"] - before["refused"] > 1_000
+
+
+def test_whatever_comes_a_decoder_gives_a_message_or_an_error() -> None:
+    fuzz_decoders(2_000)
 
 
 def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:

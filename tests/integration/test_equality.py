@@ -82,8 +82,8 @@ WAYS = {
     "chunks of 64, decode first": ["--chunked-prefill-size", "64", "--decode-first"],
     "chunks of 512, alternate": ["--chunked-prefill-size", "512", "--batch-mode", "alternate"],
     "whole prompts, mixed, no cache": ["--chunked-prefill-size", "-1", "--disable-radix-cache"],
-    "retracted at random": ["--debug-retract-probability", "0.2", "--chunked-prefill-size", "64"],
-    "retracted, no cache": ["--debug-retract-probability", "0.2", "--no-prefix-cache"],
+    "retracted at random": ["--fault", "retract:scheduler:every=5", "--chunked-prefill-size", "64"],
+    "retracted, no cache": ["--fault", "retract:scheduler:every=5", "--no-prefix-cache"],
     "static": ["--batching", "static", "--max-batch-size", "6"],
     "longest prefix first": ["--schedule-policy", "lpm", "--fair-clients"],
 }  # fmt: skip
@@ -101,7 +101,7 @@ def check(model: Any, prompts: list[list[int]], log: Path, *flags: str) -> None:
                 f" prompt lengths {wrong}"
             )
     assert (info["cached_tokens_total"] > 0) == info["prefix_cache"]
-    assert (info["retractions"] > 0) == ("--debug-retract-probability" in flags)
+    assert (info["retractions"] > 0) == ("--fault" in flags)
 
 
 _references: dict[str, list[list[int]]] = {}

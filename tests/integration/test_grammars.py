@@ -67,7 +67,7 @@ def nested(depth: int) -> dict[str, Any]:
 def retracting(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose requests have to give way to each other all the time."""
     flags = ["--model", str(llama_dir), "--device", "cpu", "--dtype", "float32"]
-    flags += ["--worker-threads", "1", "--debug-retract-probability", "0.1"]
+    flags += ["--worker-threads", "1", "--fault", "retract:scheduler:every=10"]
     log = tmp_path_factory.mktemp("grammars") / "log"
     with running_server(log, *flags) as running:
         yield running
@@ -87,6 +87,26 @@ def test_every_answer_obeys_its_grammar(server: Server) -> None:
         assert balanced is None or balanced[1].count("(") == depth
     assert all(c.text in ("yes", "no", "größe") for c in choice)
     assert all(c.finish_reason == "length" for c in free)
+
+
+def test_tokens_that_a_grammar_forces_take_no_step_each(server: Server) -> None:
+    texts = ["The quick brown fox jumps over the lazy dog", "A token is a piece of a word; a word"]
+    with Client(server.endpoint) as client:
+        before = client.info()["steps"]
+        jumped = client.generate(PROMPT, params(choice=texts))
+        steps = client.info()["steps"] - before
+        told = client.generate(PROMPT, params(choice=texts, logprobs=0))
+        cut = client.generate(PROMPT, params(choice=texts, max_new_tokens=4))
+        pieces = list(client.stream(PROMPT, params(choice=texts, n=3, stop=["fox", "piece"])))
+    assert jumped.text in texts and told.text in texts
+    assert steps < jumped.usage.completion_tokens // 2
+    assert told.logprobs is not None and len(told.logprobs) == len(told.token_ids)
+    assert cut.usage.completion_tokens == len(cut.token_ids) == 4
+    assert cut.finish_reason == "length" and any(text.startswith(cut.text) for text in texts)
+    for index in range(3):
+        own = "".join(piece.text for piece in pieces if piece.index == index)
+        assert own in ("The quick brown ", "A token is a ")
+    settle(server.endpoint)
 
 
 def test_answers_are_the_same_whoever_has_to_give_way(server: Server, retracting: Server) -> None:

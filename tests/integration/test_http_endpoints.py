@@ -123,7 +123,7 @@ def test_generate_tells_log_probabilities_as_sglang_does(gateway: str) -> None:
         ({"text": "a", "input_ids": [1]}, "text"),
         ({}, "text"),
         ({"text": "a", "sampling_params": {"n": "two"}}, "n"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"no_such": 0}}, "no_such"),
         ({"text": "a", "return_logprob": 1}, "return_logprob"),
         ({"input_ids": [1, [2]]}, "input_ids"),
@@ -133,6 +133,22 @@ def test_generate_tells_log_probabilities_as_sglang_does(gateway: str) -> None:
 def test_generate_names_the_field_that_is_wrong(gateway: str, body: Any, param: str) -> None:
     answer = call(f"{gateway}/generate", body)
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_generate_tells_log_probabilities_also_while_it_streams(gateway: str) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True}
+    body |= {"top_logprobs_num": 2, "logprob_start_len": 1}
+    whole = call(f"{gateway}/generate", body).json["meta_info"]
+    assert [entry[1] for entry in whole["input_token_logprobs"]] == [6, 7]
+    assert len(whole["output_token_logprobs"]) == len(whole["output_top_logprobs"]) == 6
+    events = events_of(call(f"{gateway}/generate", body | {"stream": True}).data)
+    for event in events:
+        meta, count = event["meta_info"], len(event["output_ids"])
+        assert meta["output_token_logprobs"] == whole["output_token_logprobs"][:count]
+        assert meta["input_top_logprobs"] == whole["input_top_logprobs"]
+    alone = call(f"{gateway}/generate", body | {"sampling_params": {"max_new_tokens": 0}}).json
+    assert (alone["text"], alone["output_ids"]) == ("", [])
+    assert alone["meta_info"]["input_token_logprobs"] == whole["input_token_logprobs"]
 
 
 def test_abort_request_ends_a_stream_with_what_it_had(gateway: str, server: Server) -> None:
@@ -173,14 +189,23 @@ def test_metrics_count_what_requests_took(gateway: str) -> None:
         assert found is not None, name
         return float(found[1])
 
-    before = {n: value(n) for n in ("generation_tokens_total", "request_generation_tokens_count",
-                                    "inter_token_latency_seconds_count")}  # fmt: skip
+    stages = ("tokenize", "queue", "prefill", "decode", "detokenize", "delivery", "inference")
+    once = [f"request_{stage}_time_seconds_count" for stage in stages]
+    once += ["request_params_n_count", "request_time_per_output_token_seconds_count"]
+    names = ("generation_tokens_total", "inter_token_latency_seconds_count",
+             "request_generation_tokens_count", *once)  # fmt: skip
+    before = {name: value(name) for name in names}
     call(f"{gateway}/generate", {"text": TEXT, "sampling_params": GREEDY})
     assert value("generation_tokens_total") == before["generation_tokens_total"] + 6
     assert value("request_generation_tokens_count") == before["request_generation_tokens_count"] + 1
     gaps = before["inter_token_latency_seconds_count"]
     assert value("inter_token_latency_seconds_count") == gaps + 5
-    assert value("kv_cache_usage_perc") == 0
+    assert value("kv_cache_usage_perc") == value("num_used_tokens") == 0
+    assert {value(name) - before[name] for name in once} == {1}
+    assert value("iteration_tokens_total_count") == value("steps_total")
+    assert value("iteration_tokens_total_sum") >= value("generation_tokens_total")
+    assert value("cache_config_info") == 1
+    assert value("per_stage_req_latency_seconds_count") > 0 < value("request_params_n_count")
     assert value("process_cpu_seconds_total") >= 0
 
 

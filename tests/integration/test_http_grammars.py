@@ -29,3 +29,40 @@ def test_openais_clients_have_response_format_and_the_other_grammars(gateway: st
     with pytest.raises(openai.BadRequestError, match="unclosed group") as refused:
         client.completions.create(model=MODEL, prompt="One", extra_body={"regex": "a("})
     assert refused.value.param == "regex"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "json_object"}}, r"\{"),
+        ({"guided_regex": r"\d{2}"}, r"\d{2}$"),
+        ({"guided_choice": ["yes", "no"]}, "(yes|no)$"),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, "[ab]$"),
+        ({"guided_json": {"const": 5}}, "5$"),
+        ({"structured_outputs": {"json": {"const": 5}}}, "5$"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "(yes|no)$"),
+        ({"structured_outputs": {"json_object": True}}, r"\{"),
+    ],
+)
+def test_vllms_and_openais_names_of_grammars(gateway: str, fields: Any, pattern: str) -> None:
+    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
+    answer = client.completions.create(
+        model=MODEL, prompt="One", seed=3, max_tokens=8, extra_body=fields
+    )
+    assert re.match(pattern, answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_regex": "a", "regex": "b"}, "one thing"),
+        ({"regex": "b", "response_format": {"type": "json_object"}}, "both given"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one grammar"),
+        ({"structured_outputs": {"whitespace_pattern": "a"}}, "whitespace_pattern"),
+        ({"structural_tag": {"structures": [], "triggers": []}}, "at least one structure"),
+    ],
+)
+def test_grammars_that_contradict_are_refused(gateway: str, fields: Any, said: str) -> None:
+    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.completions.create(model=MODEL, prompt="One", extra_body=fields)

@@ -27,7 +27,7 @@ def port() -> int:
 @pytest.fixture
 def own_server(llama_dir: Path, tmp_path: Path, port: int) -> Iterator[Server]:
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--max-total-tokens", "4096", "--port", str(port)]
+    flags += ["--max-total-tokens", "4096", "--port", str(port), "--max-restarts", "0"]
     with running_server(tmp_path / "log", *flags) as server:
         yield server
 

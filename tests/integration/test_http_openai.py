@@ -112,6 +112,48 @@ def test_log_probabilities_of_prompt_and_answer(client: openai.OpenAI) -> None:
     assert streamed == told.token_logprobs[3:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_scored_where_no_token_is_asked_for(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    prompts: list[list[int]] = [[5, 6, 7], [8, 9, 10, 11]]
+    fields: dict[str, Any] = {"logprobs": 1, "echo": True, "prompt": prompts, "n": 2}
+    scored = [(c.text, c.logprobs) for c in complete(client, **fields).choices]
+    told: dict[int, Any] = {}
+    if stream:
+        for chunk in complete(client, **fields, max_tokens=0, stream=True):
+            (choice,) = chunk.choices
+            assert choice.finish_reason == "length"
+            told[choice.index] = (choice.text, choice.logprobs)
+        assert told[1] == ("#$%", told[1][1]) and told[1][1].tokens == []
+    else:
+        answer = complete(client, **fields, max_tokens=0)
+        assert answer.usage.completion_tokens == 0
+        assert {choice.finish_reason for choice in answer.choices} == {"length"}
+        told = {choice.index: (choice.text, choice.logprobs) for choice in answer.choices}
+        assert told[1] == told[0]
+    for index, prompt in ((0, prompts[0]), (2, prompts[1])):
+        text, expected = scored[index]
+        count = len(prompt)
+        assert text.startswith(told[index][0])
+        assert told[index][1].token_logprobs == expected.token_logprobs[:count]
+        assert told[index][1].text_offset == expected.text_offset[:count]
+
+
+def test_a_prompts_log_probabilities_as_vllm_tells_them(client: openai.OpenAI) -> None:
+    wanted: dict[str, Any] = {"extra_body": {"prompt_logprobs": 2, **IGNORE_EOS}}
+    choice = complete(client, prompt=[5, 6, 7], **wanted, logprobs=0).choices[0]
+    scored = complete(client, prompt=[5, 6, 7], logprobs=2, echo=True).choices[0].logprobs
+    assert len(choice.logprobs.tokens) == 12, "those of the answer stay by themselves"
+    first, *others = choice.model_extra["prompt_logprobs"]
+    assert first is None
+    values = [told[str(number)]["logprob"] for told, number in zip(others, [6, 7], strict=True)]
+    assert values == scored.token_logprobs[1:3]
+    assert len(chat(client, **wanted).model_extra["prompt_logprobs"]) > 3
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        complete(client, stream=True, **wanted)
+
+
 def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 4}
     answer = chat(client, **fields).choices[0]
@@ -221,7 +263,8 @@ def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, server: Server
         ({"n": 128, "prompt": ["a"] * 9}, openai.BadRequestError, "prompt", "1152"),
         ({"best_of": 3}, openai.BadRequestError, "best_of", "only 1"),
         ({"suffix": "end"}, openai.BadRequestError, "suffix", "not supported"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature", "finite"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature", "from 0 to 1000000"),
+        ({"temperature": 1e39}, openai.BadRequestError, "temperature", "from 0 to 1000000"),
         ({"stop": [""]}, openai.BadRequestError, "stop", "empty string"),
         ({"seed": -5}, openai.BadRequestError, "seed", "from 0"),
         ({"extra_body": {"priority": 5000}}, openai.BadRequestError, "priority", "1000"),

@@ -1,4 +1,4 @@
-"""Every sampling parameter through four real processes, against transformers where it has them."""
+"""Every sampling parameter through four real processes; see test_processors.py, too."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
@@ -33,47 +32,6 @@ def params(**fields: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def model(llama_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llama_dir: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(llama_dir / "tokenizer.json"))
-
-
-@torch.inference_mode()
-def by_transformers(model: Any, tokenizer: Tokenizer, fields: dict[str, Any]) -> list[int]:
-    processors: dict[str, Any] = {}
-    if "repetition_penalty" in fields:
-        processors["repetition_penalty"] = fields["repetition_penalty"]
-    if "logit_bias" in fields:
-        processors["sequence_bias"] = [[[i], b] for i, b in fields["logit_bias"].items()]
-    if "bad_words" in fields:
-        texts = [text for word in fields["bad_words"] for text in (word, " " + word)]
-        processors["bad_words_ids"] = [tokenizer.encode(t).ids for t in texts]
-    if "allowed_token_ids" in fields:
-        allowed = set(fields["allowed_token_ids"])
-        processors["suppress_tokens"] = [i for i in range(512) if i not in allowed]
-    output = model.generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        **processors,
-    )
-    return output[0, len(PROMPT) :].tolist()
-
-
-@pytest.mark.parametrize("fields", PROCESSED, ids=lambda fields: next(iter(fields)))
-def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
-    server: Server, model: Any, tokenizer: Tokenizer, fields: dict[str, Any]
-) -> None:
-    expected = by_transformers(model, tokenizer, fields)
-    with Client(server.endpoint) as client:
-        plain = client.generate(PROMPT, params())
-        got = client.generate(PROMPT, params(**fields))
-    assert got.token_ids == expected
-    assert got.token_ids != plain.token_ids, "the parameter changes something here"
 
 
 @torch.inference_mode()
@@ -253,7 +211,7 @@ def test_retraction_changes_no_answer(server: Server, llama_dir: Path, tmp_path:
         ]  # fmt: skip
 
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--debug-retract-probability", "0.3", "--chunked-prefill-size", "17"]
+    flags += ["--fault", "retract:scheduler:every=3", "--chunked-prefill-size", "17"]
     with running_server(tmp_path / "log", *flags, "--max-queued-requests", "20") as shaken:
         got = asyncio.run(answers(shaken.endpoint))
         info = settle(shaken.endpoint)

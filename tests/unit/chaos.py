@@ -13,9 +13,11 @@ from typing import Any
 from quadriga.errors import ConfigError
 from quadriga.messages.to_scheduler import StopFound
 from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
-from tests.unit.simulation import World, abort, reference, submit
+from scheduler_proc.suspects import MOST_DEATHS
+from tests.unit.simulation import JUMPING, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
+PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
 
 
 @dataclass
@@ -84,7 +86,8 @@ class Chaos:
         assert tokens == expected[: len(tokens)], "a wrong token"
         if closed.finish_reason == "error":
             needed = len(asked.prompt) + asked.max_new_tokens - 1
-            assert asked.timed or needed > self.pool_tokens, closed.error
+            blamed = self.world.deaths >= MOST_DEATHS and "the worker died" in closed.error.message
+            assert asked.timed or blamed or needed > self.pool_tokens, closed.error
         elif closed.finish_reason != "abort" and not asked.stopped:
             assert tokens == expected, "tokens are missing"
 
@@ -111,7 +114,6 @@ def random_args(source: random.Random) -> SchedulerArgs:
             schedule_conservativeness=source.choice([0.1, 1.0, 3.0]),
             disable_radix_cache=source.random() < 0.2,
             plan_at_once=source.random() < 0.3,
-            debug_retract_probability=source.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
         )
         try:
             args.validate()
@@ -124,6 +126,8 @@ def random_life(source: random.Random, steps: int) -> Chaos:
     """Some load on some server, for at least so many steps and then until it is idle."""
     chaos = Chaos(random_args(source), source.randint(2, 16), source.choice([1, 2, 3, 4, 8]))
     rate = source.choice([0.1, 0.5, 1.5])
+    deadly = source.choice([0.0, 0.0, 0.01, 0.1])
+    retracting = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])
     for _ in range(steps):
         while source.random() < rate / (1 + rate):
             prefix = source.choice(PREFIXES)
@@ -140,8 +144,18 @@ def random_life(source: random.Random, steps: int) -> Chaos:
             chaos.abort(source.randint(0, len(chaos.asked)))
         if source.random() < 0.03:
             chaos.stop(source.randint(0, len(chaos.asked)))
+        if source.random() < retracting:
+            chaos.world.scheduler.retract_one(source.randrange(100))
+        if source.random() < deadly:
+            chaos.world.kill_worker()
+        if source.random() < deadly:
+            chaos.world.lose_detok()
+        if chaos.world.detok.session < 0 and source.random() < 0.5:
+            chaos.world.replace_detok()
         if not chaos.world.step():
             chaos.world.wake(chaos.world.worker.now + 0.01)
+    chaos.world.lose_detok()
+    chaos.world.replace_detok()
     chaos.finish()
     return chaos
 
@@ -163,6 +177,7 @@ def main() -> None:
         steps += chaos.world.scheduler.statistics.steps
         counts.update(c.finish_reason for c in chaos.world.detok.closed.values())
         info = chaos.world.scheduler.info()
+        counts["deaths of the worker"] += chaos.world.deaths
         counts["retractions"] += info["retractions"]  # type: ignore[operator]
         counts["cached tokens"] += info["cached_tokens_total"]  # type: ignore[operator]
         seed += 1

@@ -5,11 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
-
 from bench.server import free_port
-from http_proc.app import make_app
 from http_proc.gateway import Gateway
+from http_proc.listen import bind, listen, make_runner, tls_context
 from quadriga.completion import Completion, StreamChunk, Timings
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
@@ -86,10 +84,10 @@ async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tupl
     port = free_port()
     config = ServerConfig().replace(served_model_name="tiny", port=port, **flags)
     gateway = Gateway(config, ring)  # type: ignore[arg-type]
-    runner = web.AppRunner(make_app(gateway), handler_cancellation=True, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    runner = await make_runner(gateway)
+    server = await listen(runner, bind(config.http), tls_context(config.http), gateway)
     try:
-        yield f"http://127.0.0.1:{port}", gateway
+        yield config.http.url, gateway
     finally:
+        server.close()
         await runner.cleanup()

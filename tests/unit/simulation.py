@@ -4,16 +4,23 @@ from collections import deque
 
 import msgspec
 
-from quadriga.messages.ids import pack_ids, unpack_ids
-from quadriga.messages.to_detok import CloseText, StepOutput
-from quadriga.messages.to_scheduler import AbortRequest, SchedulerMessage, Submit
-from quadriga.messages.worker import NewSlot, StepPlan, StepResult, WorkerReady
+from quadriga.messages.arrays import pack_ids, unpack_ids
+from quadriga.messages.to_detok import AllTold, CloseText, ReplayText, StepOutput
+from quadriga.messages.to_scheduler import (
+    AbortRequest,
+    DetokReady,
+    SchedulerMessage,
+    Submit,
+    TextsEnded,
+)
+from quadriga.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.scheduler import Scheduler
 
 EOS = 2
-
+JUMPING = 100
+"""A prompt that begins so has a grammar, which forces tokens now and then."""
 
 STEP_SECONDS = 0.01
 
@@ -29,18 +36,26 @@ def token_of(state: int, length: int) -> int:
     return EOS if value % 23 == 0 else 3 + value % 97
 
 
+def forced_after(first: int, state: int) -> list[int]:
+    """The tokens that a grammar forces to follow, of a request that begins with this token."""
+    return [3 + (state + i) % 97 for i in range(state % 6)] if first == JUMPING else []
+
+
 def reference(prompt: list[int], max_new_tokens: int, ignore_eos: bool) -> list[int]:
     """What the simulated model gives to a request that is alone."""
     history = list(prompt)
     state = 0
     for token in prompt:
         state = state_after(state, token)
-    for _ in range(max_new_tokens):
+    while len(history) < len(prompt) + max_new_tokens:
         history.append(token_of(state, len(history)))
         if history[-1] == EOS and not ignore_eos:
             break
         state = state_after(state, history[-1])
-    return history[len(prompt) :]
+        for token in forced_after(history[0], state):
+            history.append(token)
+            state = state_after(state, token)
+    return history[len(prompt) :][:max_new_tokens]
 
 
 def next_token(prompt: list[int]) -> int:
@@ -49,6 +64,8 @@ def next_token(prompt: list[int]) -> int:
 
 class SimulatedWorker:
     """Runs plans one at a time, in simulated time, and checks every one of them.
+
+    poison: tokens for which `meets_poison` looks.
 
     It keeps the KV of each page and offset, as a real worker does, here a hash of all tokens up to
     there. Whoever attends reads all of its past: a page that is somebody else's, was overwritten
@@ -63,15 +80,19 @@ class SimulatedWorker:
         self.computed: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
+        self.jumped: set[int] = set()
         self.now = 1000.0
         self.free_at = 0.0
         self.stopped = False
+        self.session = 0
+        self.poison: frozenset[int] = frozenset()
         self.rows_of_steps: list[list[int]] = []
         self.tokens_of_steps: list[list[int]] = []
         self.modes: list[int] = []
 
     def send(self, message: msgspec.Struct) -> None:
         if isinstance(message, StepPlan):
+            assert message.session == self.session, "a plan for a worker that died"
             self.plans.append((self.now, message))
             assert len(self.plans) <= 2, "more than two plans are outstanding"
         else:
@@ -98,14 +119,36 @@ class SimulatedWorker:
         slots, counts = unpack_ids(plan.slots).tolist(), unpack_ids(plan.num_tokens).tolist()
         assert len(set(slots)) == len(slots)
         tokens = [self._row(slot, count) for slot, count in zip(slots, counts, strict=True)]
+        forced = [
+            ForcedRow(row, pack_ids(ids))
+            for row, slot in enumerate(slots)
+            if tokens[row] >= 0 and (ids := self._jump(slot))
+        ]
         self.rows_of_steps.append(slots)
         self.tokens_of_steps.append(counts)
         self.modes.append(plan.forward_mode)
         self.now = self.free_at = done_at
-        return StepResult(plan.step, pack_ids(tokens), done_at - STEP_SECONDS, done_at)
+        ids, session = pack_ids(tokens), self.session
+        began = done_at - STEP_SECONDS
+        return StepResult(plan.step, ids, began, done_at, session=session, forced=forced)
+
+    def meets_poison(self) -> bool:
+        """Whether the oldest plan computes a slot that has a token of `poison`."""
+        plan = self.plans[0][1]
+        known = {new.slot: unpack_ids(new.token_ids).tolist() for new in plan.new}
+        slots = unpack_ids(plan.slots).tolist()
+        return any(self.poison & set(known.get(s) or self.known[s]) for s in slots)
+
+    def die(self) -> None:
+        """Another worker takes its place, which has nothing."""
+        self.session += 1
+        for lost in (self.plans, self.known, self.states, self.computed, self.pages, self.kv):
+            lost.clear()
+        self.free_at = self.now
 
     def _admit(self, new: NewSlot) -> None:
         assert new.slot not in self.known, f"slot {new.slot} is given to two requests"
+        self.jumped.discard(new.slot)
         self.known[new.slot] = []
         self.states[new.slot] = []
         for token in unpack_ids(new.token_ids):
@@ -119,8 +162,18 @@ class SimulatedWorker:
         self.known[slot].append(token)
         states.append(state_after(states[-1] if states else 0, token))
 
+    def _jump(self, slot: int) -> list[int]:
+        forced = forced_after(self.known[slot][0], self.states[slot][-1])
+        for token in forced:
+            self._learn(slot, token)
+        if forced:
+            self.jumped.add(slot)
+        return forced
+
     def _row(self, slot: int, count: int) -> int:
         known, states, start = self.known[slot], self.states[slot], self.computed[slot]
+        if slot in self.jumped:
+            count = min(len(known), len(self.pages[slot]) * self.page_size) - start
         assert count >= 1
         assert start + count <= len(known), "a token is computed that nobody knows"
         self.computed[slot] = end = start + count
@@ -148,12 +201,23 @@ class Detok:
         self.open: dict[int, str] = {}
         self.tokens: dict[str, list[int]] = {}
         self.closed: dict[str, CloseText] = {}
+        self.replayed: list[ReplayText] = []
+        self.ended: list[int] = []
+        self.all_told = 0
+        self.session = 0
         self.stopped = False
 
     def send(self, message: msgspec.Struct) -> None:
+        if isinstance(message, AllTold):
+            self.all_told += self.session >= 0
+            return
         if not isinstance(message, StepOutput):
             self.stopped = True
             return
+        if message.session != self.session:
+            return
+        for replay in message.replayed:
+            self._take_replay(replay)
         for opened in message.opened:
             self.open[opened.seq] = opened.request_id
             self.tokens[opened.request_id] = []
@@ -163,6 +227,20 @@ class Detok:
             assert closed.request_id not in self.closed, "a request ended twice"
             self.open.pop(closed.seq, None)
             self.closed[closed.request_id] = closed
+            self.ended.append(closed.seq)
+
+    def _take_replay(self, replay: ReplayText) -> None:
+        """What was known of it must be a beginning of it."""
+        self.replayed.append(replay)
+        name, tokens = replay.opening.request_id, unpack_ids(replay.token_ids).tolist()
+        before = self.tokens.get(name, [])
+        assert tokens[: len(before)] == before
+        self.open[replay.opening.seq] = name
+        self.tokens[name] = tokens
+        if replay.closing is not None:
+            self.open.pop(replay.closing.seq)
+            self.closed[name] = replay.closing
+            self.ended.append(replay.closing.seq)
 
 
 class World:
@@ -175,11 +253,14 @@ class World:
         self.scheduler = Scheduler(
             args, frozenset({EOS}), self.worker, self.detok, lambda: self.worker.now
         )
-        ready = WorkerReady(num_pages, page_size, args.max_running_requests, "float32", "cpu")
-        self.scheduler.iterate([], [ready])
+        self._ready = WorkerReady(num_pages, page_size, args.max_running_requests, "float32", "cpu")
+        self.scheduler.iterate([], [self._ready])
+        self.deaths = 0
+        self._detok_sessions = 0
 
     def tell(self, *messages: SchedulerMessage) -> None:
         self.scheduler.iterate(messages, [])
+        self._acknowledge()
         self._check()
 
     def step(self) -> bool:
@@ -189,11 +270,43 @@ class World:
         if done_at is None:
             return False
         self.wake(done_at)
+        if self.worker.poison and self.worker.meets_poison():
+            self.kill_worker()
+            return True
         result = self.worker.run_one()
         assert result is not None
         self.scheduler.iterate([], [result])
+        self._acknowledge()
         self._check()
         return True
+
+    def _acknowledge(self) -> None:
+        """The detokenizer says which ends it has handed on."""
+        if self.detok.ended:
+            ended, self.detok.ended = self.detok.ended, []
+            self.scheduler.iterate([TextsEnded(ended)], [])
+
+    def lose_detok(self) -> None:
+        """The detokenizer dies: what it is told gets lost."""
+        self._detok_sessions += 1
+        self.detok.session = -1
+
+    def replace_detok(self) -> None:
+        """Another detokenizer takes its place."""
+        self.detok.session = self._detok_sessions
+        self.detok.open.clear()
+        self.scheduler.iterate([DetokReady(self.detok.session)], [])
+        self._acknowledge()
+        self._check()
+
+    def kill_worker(self) -> None:
+        """The worker dies, and another one takes its place."""
+        self.deaths += 1
+        last_words = self.worker.run_one() if self.deaths % 2 else None
+        self.worker.die()
+        ready = msgspec.structs.replace(self._ready, session=self.worker.session)
+        self.scheduler.iterate([], [ready] if last_words is None else [ready, last_words])
+        self._check()
 
     def wake(self, until: float) -> None:
         """Let simulated time pass."""

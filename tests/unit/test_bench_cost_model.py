@@ -10,7 +10,7 @@ from bench.cost_model import CostModel, Delays, Features, MeasuredOn, features_o
 from bench.fit_cost_model import calibrate, fit, main, non_negative_least_squares
 from bench.measure_steps import Bench, Row, design, features_of_case, measure
 from quadriga.errors import ConfigError
-from quadriga.messages.ids import unpack_ids
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.worker import StepPlan, StepResult
 
 MEASURED_ON = MeasuredOn(

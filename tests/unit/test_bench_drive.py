@@ -238,3 +238,26 @@ def test_cancelling_leaves_no_task_behind() -> None:
         return len(asyncio.all_tasks())
 
     assert asyncio.run(interrupt()) == 1
+
+
+def test_no_more_than_the_limit_are_under_way_however_many_are_due() -> None:
+    class Counting(FakeClient):
+        now = most = 0
+
+        async def _answer(self, prompt: Prompt) -> AsyncIterator[StreamChunk]:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            try:
+                async for chunk in super()._answer(prompt):
+                    yield chunk
+            finally:
+                self.now -= 1
+
+    limited, free = Counting(), Counting()
+    for client, limit in ((limited, 2), (free, None)):
+        result = run([job("x"), job("fail"), job("refuse"), *[job("y")] * 5], client,
+                     gap=None, limit=limit)  # fmt: skip
+        assert errors(result)[3:] == [None] * 5
+    assert (limited.most, free.most > 2) == (2, True)

@@ -89,6 +89,7 @@ class FakeServer:
     def __init__(self, reply: Reply = four_tokens) -> None:
         self.reply = reply
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.url = ""
 
     @asynccontextmanager
@@ -130,6 +131,7 @@ class FakeServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         if body.get("prompt") == "refuse":
             return web.json_response({"error": "no such model"}, status=404)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -280,6 +282,26 @@ def test_the_command_tells_of_failures_by_its_exit_code() -> None:
 def test_flags_that_cannot_work_are_refused(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(flags.split())
+
+
+def test_a_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    for key in ("", "secret"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        asyncio.run(measure(server, "x"))
+    assert server.keys == [None, "Bearer secret"]
+
+
+def test_a_foreign_server_gets_the_known_block_and_the_known_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.jsonl"
+    with FakeServer().in_a_thread() as server:
+        flags = f"--backend openai --base-url {server.url} --num-prompts 3 --random-output-len 4"
+        assert main([*flags.split(), "--output-file", str(path), "--no-stop-on-eos"]) == EXIT_OK
+    assert "Total generated tokens:                  12" in capsys.readouterr().out.splitlines()
+    found = json.loads(path.read_text())
+    assert (found["backend"], found["model_id"], found["completed"]) == ("openai", "tiny", 3)
 
 
 class WordTokenizer:

@@ -32,6 +32,15 @@ def test_an_endpoint_means_the_running_server() -> None:
     assert options.asked == ("paged_attn",)
 
 
+def test_keys_are_for_the_running_server_or_for_its_own() -> None:
+    remote = ["--endpoint", "tcp://10.0.0.1:7777"]
+    assert parse([*remote, "--curve-dir", "ann"]).curve_dir == "ann"
+    assert parse(remote).curve_dir == ""
+    own = parse(["--curve-dir", "keys"])
+    assert own.server is not None
+    assert own.curve_dir == own.server.front_door.curve_dir == "keys"
+
+
 def test_the_load_is_what_the_flags_say() -> None:
     flags = "--prompt Hi --prompt-repeats 3 --unique-prompts --num-requests 5 --max-new-tokens 9"
     pace = "--submit-interval-ms 20 --submit-schedule absolute --no-stop-on-eos --truncate"
@@ -96,7 +105,7 @@ def test_a_trace_is_read_and_says_all_but_the_sampling(tmp_path: Path) -> None:
 
 
 def test_limits_make_a_goodput() -> None:
-    assert parse(["--slo-ttft-ms", "200"]).slo == Slo(ttft_ms=200.0)
+    assert parse(["--goodput", "ttft:200", "e2el:5000"]).slo == Slo(ttft_ms=200.0, e2el_ms=5000.0)
     assert not parse([]).slo
 
 
@@ -122,7 +131,7 @@ def test_limits_make_a_goodput() -> None:
         ("--request-rate 0", "request_rate must be positive"),
         ("--request-rate fast", "invalid float value"),
         ("--request-rate 5 --submit-interval-ms 20", "leave --submit-interval-ms out"),
-        ("--max-concurrency 5 --request-rate 20", "leave --request-rate out"),
+        ("--max-concurrency 5 --submit-interval-ms 20", "leave --submit-interval-ms out"),
         ("--max-concurrency 0", "max_concurrency must be positive"),
         ("--turns 2", "--turns has no effect without --random-input-len"),
         ("--think-time 2", "--think-time has no effect without --turns or --max-concurrency"),
@@ -131,8 +140,9 @@ def test_limits_make_a_goodput() -> None:
         ("--prefix-len 2 --random-input-len 4", "no effect without --prefix-groups"),
         ("--max-new-tokens some", "max_new_tokens is 'some': it must be N, LOW:HIGH"),
         ("--random-input-len 0", "random_input_len must be positive"),
-        ("--slo-ttft-ms 0", "slo_ttft_ms must be positive"),
+        ("--goodput ttft:0", "goodput is .ttft:0.: a limit is ttft, tpot or e2el"),
         ("--json /no/such/place/x.json", "there is no directory"),
+        ("--plot run.jpeg2", r"--plot run.jpeg2: it must end in \.png, "),
         ("--endpoint tcp://127.0.0.1:7777 --page-size 4", "--page-size would have no effect"),
         ("--endpoint nowhere", "must be tcp://"),
         ("--num-req 3", "unrecognized arguments"),

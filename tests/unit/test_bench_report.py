@@ -10,7 +10,8 @@ import pytest
 
 from bench.metrics import Record, summarize
 from bench.options import parse
-from bench.report import Result, block, over_runs, write_json
+from bench.report import Result, block, over_runs
+from bench.report_files import write_json
 from bench.resources import BENCH, Reading, cost_between, cpu_seconds, is_local, pids_of
 
 KNOWN_LINES = [
@@ -106,6 +107,8 @@ def test_what_the_server_does_not_tell_is_not_made_up() -> None:
     lines = block(options, result(info={})).splitlines()
     assert "Model: n/a" in lines
     assert "Stream interval: n/a" in lines
+    foreign = block(parse(["--backend", "openai"]), result(info={})).splitlines()
+    assert {"Paged attention: n/a", "CUDA Graph: n/a", "NVTX: n/a"} < set(foreign)
     assert "Step gap p50/p99: n/a/n/a ms" in lines
 
 
@@ -149,9 +152,9 @@ def test_the_schedule_is_said_as_it_was_asked_for(flags: str, schedule: str, rat
 
 def test_goodput_is_there_with_limits_only() -> None:
     line = "Goodput (TTFT <= 200 ms, TPOT <= 50.5 ms): 0.0% of the requests, 0.00 requests/s"
-    assert line in lines_of("--slo-ttft-ms 200 --slo-tpot-ms 50.5")
+    assert line in lines_of("--goodput ttft:200 tpot:50.5")
     line = "Goodput (TTFT <= 200 ms): 100.0% of the requests, 2.00 requests/s"
-    assert line in lines_of("--slo-ttft-ms 200")
+    assert line in lines_of("--goodput ttft:200")
     assert not any("Goodput" in line for line in lines_of())
 
 

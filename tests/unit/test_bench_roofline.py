@@ -12,9 +12,10 @@ from bench.measure_steps import Bench, Row
 from bench.model_work import work_of
 from bench.roofline import Line, line_of, part_table, step_table
 from bench.roofline_steps import PARTS, REST, Kind, Round, StepTime, measure
-from quadriga.config import ServerConfig, WorkerArgs
+from quadriga.config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sources.gpt2_sizes import find_size, hugging_face_config
+from quadriga.worker_args import WorkerArgs
 from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.unit.worker_driver import runner_of
 from worker_proc.kernels.engine import NativeEngine

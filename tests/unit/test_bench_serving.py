@@ -4,87 +4,33 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from bench import serving
 from bench.drive import Run
 from bench.metrics import Record
 from bench.server import free_port
-from bench.serving import EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, as_sent, main
+from bench.serving import (
+    EXIT_FAILED_REQUESTS,
+    EXIT_INTERRUPTED,
+    EXIT_NO_SERVER,
+    EXIT_OK,
+    EXIT_USAGE,
+    as_sent,
+    main,
+)
 from bench.trace import TraceRequest, prompt_ids, write_trace
 from bench.workload import Job
-from quadriga import sockets
-from quadriga.messages.ids import pack_ids, unpack_ids
-from quadriga.messages.public import (
-    PROTOCOL_VERSION,
-    Abort,
-    Chunk,
-    Chunks,
-    ClientMessage,
-    End,
-    ErrorInfo,
-    Generate,
-    GetInfo,
-    Info,
-    Ping,
-    Pong,
-    Refused,
-    StageTimes,
-    Usage,
-)
+from quadriga.curve import make_client_keys, make_server_keys
+from quadriga.messages.arrays import unpack_ids
+from quadriga.messages.public import Generate
+from tests.unit.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class FakeServer(threading.Thread):
-    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(daemon=True)
-        self.endpoint = endpoint
-        self.requests: list[Generate] = []
-        self.aborts = 0
-        self.clients: set[bytes] = set()
-        self.stopping = False
-        self._socket = sockets.bind_front_door(endpoint)
-
-    def run(self) -> None:
-        decode = msgspec.msgpack.Decoder(ClientMessage).decode
-        while not self.stopping:
-            if self._socket.poll(20):
-                client, frame = self._socket.recv_multipart()
-                self.clients.add(client)
-                answer = self._answer(decode(frame))
-                if answer is not None:
-                    self._socket.send_multipart([client, sockets.encode(answer)])
-        self._socket.close(linger=0)
-
-    def _answer(self, message: ClientMessage) -> msgspec.Struct | None:
-        match message:
-            case Ping():
-                return Pong(PROTOCOL_VERSION, "one", 2**20)
-            case GetInfo():
-                return Info(message.request_id, {"model": "fake", "vocab_size": 500, "ready": True})
-            case Abort():
-                self.aborts += 1
-                return None
-            case _:
-                self.requests.append(message)
-                return self._complete(message)
-
-    def _complete(self, request: Generate) -> msgspec.Struct | None:
-        if "silent" in str(request.prompt):
-            return None
-        if "refuse" in str(request.prompt):
-            return Refused(request.request_id, ErrorInfo("queue_full", "no room"))
-        now = time.time()
-        end = End("length", Usage(4, 2, 0), StageTimes(now, now, now, now, now))
-        return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [now, now], end)])
 
 
 class ByteTokenizer:
@@ -120,7 +66,7 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
     assert bench(server, f"{flags} --json {path}") == EXIT_OK
     sent = [str(request.prompt) for request in server.requests]
     assert sent == ["b Hi"] * 3 + ["c Hi"] * 3 + ["Hi"] * 3 + ["a Hi"] * 3
-    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("===")]
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== ")]
     assert headings == [
         "=== warmup 1/2 ===",
         "=== warmup 2/2 ===",
@@ -136,6 +82,22 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
         6,
         6,
     ]
+
+
+def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "CONNECT_SECONDS", 0.5)
+    make_server_keys(tmp_path)
+    keys = make_client_keys(tmp_path, "ann")
+    locked = FakeServer(f"tcp://127.0.0.1:{free_port()}", tmp_path)
+    locked.start()
+    try:
+        assert bench(locked, f"--num-requests 1 --curve-dir {keys}") == EXIT_OK
+        assert bench(locked, "--num-requests 1") == EXIT_NO_SERVER
+    finally:
+        locked.stopping = True
+        locked.join()
 
 
 def test_requests_carry_what_the_flags_say(server: FakeServer) -> None:

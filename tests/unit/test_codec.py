@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.messages import public
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.public import Chunk, Chunks, End, Generate, StageTimes, Usage
 from quadriga.sampling import SamplingParams
 from quadriga.sockets import encode

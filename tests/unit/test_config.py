@@ -82,7 +82,8 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
         ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
         ("--schedule-conservativeness 0", "above 0 and at most 10"),
         ("--schedule-conservativeness nan", "above 0 and at most 10"),
-        ("--debug-retract-probability 1.1", "from 0 to 1"),
+        ("--fault retract:worker", "by the scheduler only"),
+        ("--fault delay:detok:every=0", "at least 1"),
     ],
 )
 def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
@@ -99,11 +100,18 @@ def test_decode_first_and_static_batching_are_modes() -> None:
 
 
 def test_the_step_budget_is_the_smaller_of_chunk_and_prefill_tokens() -> None:
-    assert parse().scheduler.prefill_budget("cpu") == 256
-    assert parse().scheduler.prefill_budget("cuda") == 8192
-    assert parse("--prefill-max-tokens", "100").scheduler.prefill_budget("cpu") == 100
+    assert parse().scheduler.prefill_budget(128) == 128
+    assert parse("--chunked-prefill-size", "64").scheduler.prefill_budget(128) == 64
+    assert parse("--prefill-max-tokens", "100").scheduler.prefill_budget(128) == 100
     whole = parse("--chunked-prefill-size", "-1").scheduler
-    assert whole.prefill_budget("cpu") == 16384 and whole.chunk_size("cpu") is None
+    assert whole.prefill_budget(128) == 16384 and whole.chunk_size(128) is None
+
+
+def test_only_a_measured_step_may_be_half_again_as_large() -> None:
+    assert parse().scheduler.prefill_slack(128) == 64
+    assert parse("--prefill-max-tokens", "150").scheduler.prefill_slack(128) == 22
+    assert parse("--chunked-prefill-size", "128").scheduler.prefill_slack(128) == 0
+    assert parse("--chunked-prefill-size", "-1").scheduler.prefill_slack(128) == 0
 
 
 def test_the_prefill_width_is_the_decode_width_where_unset() -> None:

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.public import ErrorInfo, StageTimes, Usage
-from quadriga.messages.to_detok import CloseText, OpenText, StepOutput
+from quadriga.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0
@@ -239,3 +239,48 @@ def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(tokens, stops, inte
     assert len(sent) == chunks[-1].end.usage.completion_tokens
     assert [chunk.end is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert len(found) <= 1 and (stream or len(chunks) == 1)
+
+
+def replay(text, close=None, asked=False, **options):
+    return ReplayText(opening(**options), pack_ids(ids(text)), [], close, asked)
+
+
+def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
+    for cut in range(1, 6):
+        steps = text_run("häßlich", closing(), stops=["ich"])
+        tokens = [output.token_ids for output in steps[:cut]]
+        whole = ReplayText(opening(stops=["ich"]), b"".join(tokens), [], None, False)
+        core = detokenizer()
+        first = core.process(StepOutput(9.0, [], [], b"", [], replayed=[whole]))
+        (again,) = first.again[ALICE]
+        assert again.text_offset == 0
+        assert again.token_times == [9.0] * cut
+        chunks, stops = play(core, steps[cut:])
+        texts = [again.text, *(chunk.text for chunk in chunks)]
+        assert "".join(texts) == "häßl"
+        assert first.stop_found + stops == [1]
+        assert chunks[0].text_offset == len(again.text)
+        assert chunks[-1].end.matched_stop == "ich"
+
+
+def test_a_text_that_has_ended_is_told_again_with_its_end():
+    core = detokenizer()
+    tokens = pack_ids([*ids("hey"), EOS])
+    close = closing(reason="stop", matched=EOS)
+    again = ReplayText(opening(skip=False), tokens, [], close, True)
+    deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[again]))
+    (chunk,) = deliveries.again[ALICE]
+    assert (chunk.text, chunk.end.finish_reason, chunk.end.matched_stop) == ("hey", "stop", EOS)
+    assert deliveries.ended == [1]
+    assert core.open_requests == 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_who_waits_for_the_whole_is_told_of_a_part_only_that_it_is_known(asked):
+    core = detokenizer()
+    deliveries = core.process(
+        StepOutput(9.0, [], [], b"", [], replayed=[replay("he", asked=asked, stream=False)])
+    )
+    assert [(c.text, c.token_ids) for c in deliveries.again.get(ALICE, [])] == [("", b"")] * asked
+    chunks, _ = play(core, [step(tokens=[(1, ids("y")[0])]), step(closed=[closing()])])
+    assert [chunk.text for chunk in chunks] == ["hey"]

@@ -10,10 +10,17 @@ import pytest
 import zmq
 
 from quadriga.endpoints import Endpoints
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.public import Info, ServerMessage
-from quadriga.messages.to_detok import CloseText, InfoReply, OpenText, StepOutput, StopDetok
-from quadriga.messages.to_scheduler import SchedulerMessage, StopFound
+from quadriga.messages.to_detok import (
+    AllTold,
+    CloseText,
+    InfoReply,
+    OpenText,
+    StepOutput,
+    StopDetok,
+)
+from quadriga.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound, TextsEnded
 from quadriga.sockets import encode
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
@@ -48,7 +55,7 @@ def ring(tmp_path):
 
 def receive(socket):
     """(the client's address, the public message)."""
-    client, frame = socket.recv_multipart()
+    client, frame, _ = socket.recv_multipart()
     return client, msgspec.msgpack.decode(frame, type=ServerMessage)
 
 
@@ -58,14 +65,19 @@ def ids(*tokens):
 
 def test_a_request_a_stop_string_an_info_and_the_end(ring):
     neighbours, process = ring
+    hello = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
+    assert isinstance(hello, DetokReady)
+    session = hello.session
     opened = [OpenText(1, b"me", "a", True, True, ["b"]), OpenText(2, b"you", "b", True, True, [])]
     close = CloseText(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
     info = Info("i", {"running": 1})
     for message in (
-        StepOutput(1.0, opened, [1, 2], ids("a", "Ġab"), []),
-        StepOutput(2.0, [], [1], ids("ab"), []),
-        StepOutput(3.0, [], [], b"", [close]),
+        StepOutput(0.5, [], [], b"", [close], session=session - 1),  # for one that died
+        StepOutput(1.0, opened, [1, 2], ids("a", "Ġab"), [], session=session),
+        StepOutput(2.0, [], [1], ids("ab"), [], session=session),
+        StepOutput(3.0, [], [], b"", [close], session=session),
         InfoReply(b"me", info),
+        AllTold(),
         StopDetok(),
     ):
         neighbours["detok"].send(encode(message))
@@ -78,9 +90,11 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring):
     assert (client, second.chunks[0].text) == (b"me", "a")
     stop = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
     assert stop == StopFound([1])
+    ended = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
+    assert ended == TextsEnded([1])
     _, third = receive(delivery)
     end = third.chunks[0].end
     assert (end.finish_reason, end.matched_stop) == ("stop", "b")
     assert receive(delivery) == (b"me", info)
-    assert delivery.recv_multipart() == [b"", b""]
+    assert delivery.recv_multipart() == [b"", b"", b""]
     assert process.wait(timeout=30) == 0

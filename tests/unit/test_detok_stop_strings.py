@@ -1,5 +1,6 @@
 """Stop strings: the way a text is cut into pieces never changes the result."""
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detok_proc.stop_regexes import TookTooLong
+from detok_proc.stop_regexes import FIRST_BUDGET, RegexMatcher, TookTooLong
 from detok_proc.stop_strings import StopStrings
 from quadriga.stop_regex import MAX_MATCH
 
@@ -137,6 +138,23 @@ def test_an_expression_that_takes_too_long_says_so():
     stops = StopStrings([], ["(a+)+$b", "(?:fooaaaaaaaaaaaa){e<=9}q"])
     with pytest.raises(TookTooLong, match="takes too long; simplify it"):
         stops.push("a" * 300)
+
+
+class Interrupted:
+    """A pattern during whose search the machine is busy with something else."""
+
+    def __init__(self, pattern):
+        self._pattern = regex.compile(pattern)
+
+    def search(self, *args, **options):
+        time.sleep(2 * FIRST_BUDGET)
+        return self._pattern.search(*args, **options)
+
+
+def test_time_that_others_take_does_not_count():
+    matcher = RegexMatcher(r"\d\d")
+    matcher._pattern = Interrupted(r"\d\d")
+    assert matcher.feed("abc12") == 5
 
 
 def test_a_match_longer_than_the_limit_is_not_seen_and_little_is_held_back():

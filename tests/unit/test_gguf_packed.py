@@ -12,9 +12,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from quadriga.config import ModelArgs, WorkerArgs
+from quadriga.config import ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.worker_args import WorkerArgs
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.test_kernels import CONTEXT, NUM_SLOTS, QUANTISED_WITHIN, Compared, drive

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import openai
 import pytest
 
-from http_proc import sse
 from quadriga.errors import (
     DeadlineExceeded,
     QuadrigaError,
@@ -113,14 +111,39 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
     run(ring, test)
 
 
-def test_strict_tools_that_need_not_be_called_are_refused() -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "strict": True}}]
+def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> None:
+    ring, other = ScriptedRing(CALLING), ScriptedRing(["x"], tool_format="llama3")
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    strict = {"name": "weather", "strict": True, "parameters": parameters}
+    tools: Any = [
+        {"type": "function", "function": strict},
+        {"type": "function", "function": {"name": "lax", "parameters": {"type": "array"}}},
+    ]
 
     async def test(client: openai.AsyncOpenAI, _: Any) -> None:
-        with pytest.raises(openai.BadRequestError, match="strict"):
-            await client.chat.completions.create(**ASK, tools=tools)
+        answer = await client.chat.completions.create(**ASK, tools=tools)
+        assert answer.choices[0].message.content == "Let me see."
+        tag = ring.submitted[0][1].structural_tag
+        first, second = tag["structures"]
+        assert tag["triggers"] == ["<tool_call>"]
+        assert first["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
+        assert first["schema"] == parameters and first["end"] == "}\n</tool_call>"
+        assert second["schema"] == {"type": "object"}
+        with pytest.raises(openai.BadRequestError, match="both given"):
+            await client.chat.completions.create(
+                **ASK, tools=tools, response_format={"type": "json_object"}
+            )
 
-    run(ScriptedRing(["x"]), test)
+    async def test_other(client: openai.AsyncOpenAI, _: Any) -> None:
+        await client.chat.completions.create(**ASK, tools=tools)
+        other.facts["tool_format"] = ""  # the front door refuses the tools then
+        await client.chat.completions.create(**ASK, tools=tools)
+        llama, none = (params for _, params, *_ in other.submitted)
+        assert '"parameters": {"type": "object"' in llama.ebnf
+        assert none.ebnf is None and none.structural_tag is None
+
+    run(ring, test)
+    run(other, test_other)
 
 
 def test_without_tools_the_same_answer_is_text() -> None:
@@ -191,6 +214,23 @@ def test_what_the_ring_says_becomes_a_status(
     run(ring, test)
 
 
+def test_openais_client_tries_again_when_the_queue_was_full() -> None:
+    ring = ScriptedRing(["a"])
+    ring.error = QueueFull("full")
+
+    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+        asking = asyncio.create_task(
+            client.with_options(max_retries=1).completions.create(model="tiny", prompt="x")
+        )
+        while not gateway.metrics.errors["queue_full"]:
+            await asyncio.sleep(0.01)
+        ring.error = None
+        assert (await asking).choices[0].text == "a"
+        assert len(ring.submitted) == 2
+
+    run(ring, test)
+
+
 def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
     ring = ScriptedRing(["a", "b", "c"])
     ring.error, ring.error_at = ServerFailed("worker_proc died"), 2
@@ -235,33 +275,5 @@ def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
         with pytest.raises(openai.InternalServerError, match="worker_proc died"):
             await request
         await gateway.drain(5.0)
-
-    run(ring, test)
-
-
-def test_a_client_that_does_not_read_is_cut_off_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sse, "STALL_SECONDS", 0.2)
-    ring = ScriptedRing(["a"])
-    ring.leaves_open = True
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
-        body = b'{"prompt": "x", "stream": true}'
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-        lazy = socket.socket()
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        lazy.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(lazy, ("127.0.0.1", gateway.args.port))
-        await loop.sock_sendall(lazy, head + body)
-        while not ring.sinks:
-            await asyncio.sleep(0)
-        while not gateway.metrics.slow_readers:
-            ring.sinks[0](chunk("a" * 100_000))
-            await asyncio.sleep(0.001)
-        assert ring.handles[0].aborted
-        assert gateway.live == 0
-        lazy.close()
 
     run(ring, test)

@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.config import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.worker_args import WorkerArgs
 from tests.tiny_models import tiny_llama
-from tests.unit.test_kernels import Compared, drive, load, native, reference
+from tests.unit.test_kernels import (
+    QUANTISED_WITHIN,
+    WITHIN,
+    Compared,
+    drive,
+    load,
+    native,
+    reference,
+    round_weights,
+)
 from worker_proc.engines import make_engine
 from worker_proc.kernels.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
 from worker_proc.torch_engine import TorchEngine
@@ -29,15 +38,22 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the level is one of x86-64")
-def test_a_cpu_without_avx512_gets_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    monkeypatch.setenv(ARCH_VARIABLE, "x86-64-v3")
+    """Of 256 bits, and of 128."""
+    monkeypatch.setenv(ARCH_VARIABLE, level)
     directory = tiny_llama(tmp_path / "model")
-    for dtype, within in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+    for dtype, within in WITHIN.items():
         engine = Compared(native(directory, dtype, 16), reference(directory, dtype, 16), within)
         drive(engine, dtype, 16, seed=3)
+        for bits in (8, 4):
+            theirs = reference(directory, dtype, 16)
+            round_weights(theirs, bits)
+            ours = native(directory, dtype, 16, bits=bits, int8=True)
+            drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=3)
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

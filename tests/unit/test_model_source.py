@@ -7,6 +7,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,17 @@ def test_the_builtin_name_gives_its_gguf(builtin):
     assert files.name == BUILTIN_MODEL
     assert files.location == str(builtin)
     assert again(files) == files
+
+
+def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file):
+    place = cache_directory() / "builtin" / Path(builtin_source.MEMBER).name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(gguf_file.read_bytes())
+    files = resolve_model(ModelArgs(BUILTIN_MODEL))
+    assert files.generation_config == {"eos_token_id": [1, 2], "temperature": 0.2, "top_p": 0.9}
+    assert again(files) == files
+    for other in (ModelArgs(BUILTIN_MODEL, load_format="dummy"), ModelArgs(str(gguf_file))):
+        assert resolve_model(other).generation_config == {"eos_token_id": [1, 2]}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium", "distilgpt2"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.to_scheduler import Submit
 from quadriga.sampling import SamplingParams
 from quadriga.scheduler_args import POLICIES, SchedulerArgs

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quadriga.client import AsyncClient
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.messages.to_scheduler import Submit
 from quadriga.model_source import ModelFiles
@@ -206,7 +206,7 @@ class Recorder:
 def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
     """What becomes of a client's message."""
     scheduler, port = Recorder(), Recorder()
-    door = FrontDoor(args, model(), None, scheduler, {})  # type: ignore[arg-type]
+    door = FrontDoor(args, 4096, model(), None, scheduler, {})  # type: ignore[arg-type]
     door.open(port)  # type: ignore[arg-type]
     door.on_public([b"client", message])
     (answer,) = scheduler.sent + [msgspec.msgpack.decode(sent, type=Refused) for sent in port.sent]

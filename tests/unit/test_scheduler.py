@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.messages.to_scheduler import AbortAll, Drain, StopFound
+from quadriga.messages.to_scheduler import AbortAll, Drain, Leave, StopFound
 from quadriga.messages.worker import DECODE, EXTEND, MIXED
 from quadriga.scheduler_args import BATCH_MODES, SchedulerArgs
 from scheduler_proc.kv_cache import KVCache
@@ -194,9 +194,12 @@ def test_drain_finishes_what_is_there_and_then_stops_worker_and_detokenizer() ->
     world.tell(submit("a", [9], 5, ignore_eos=True))
     world.tell(Drain())
     assert not world.scheduler.stopped
+    assert not world.detok.all_told
     world.run()
-    assert world.scheduler.stopped and world.worker.stopped and world.detok.stopped
     assert len(world.detok.tokens["a"]) == 5
+    assert world.detok.all_told == 1 and not world.scheduler.stopped
+    world.tell(Leave())
+    assert world.scheduler.stopped and world.worker.stopped and world.detok.stopped
 
 
 def test_abort_all_ends_everything_with_its_reason() -> None:

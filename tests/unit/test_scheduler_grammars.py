@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.grammar import GrammarForm
-from quadriga.messages.ids import pack_ids, unpack_ids
 from quadriga.messages.to_detok import StepOutput
 from quadriga.messages.to_scheduler import Submit
 from quadriga.messages.worker import (
@@ -56,6 +56,15 @@ def test_only_those_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> No
     assert first.rules is not None and second.rules is not None
     assert first.rules.grammar == second.rules.grammar == GRAMMAR.key
     assert unpack_ids(first.rules.stop_ids).tolist() == [2]
+
+
+def test_who_waits_for_a_grammar_is_counted_among_the_waiting() -> None:
+    bench = GrammarBench()
+    bench.ask("held")
+    bench.ask("held, too")
+    bench.ask("free", grammar=None)
+    info = bench.scheduler.info()
+    assert (info["waiting"], info["running"]) == (2, 1)
 
 
 def test_a_grammar_that_the_worker_cannot_compile_fails_its_requests_and_may_be_tried_again() -> (

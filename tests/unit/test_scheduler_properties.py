@@ -33,11 +33,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 8),
         at_once=st.booleans(),
         fair=st.booleans(),
-        retract=st.sampled_from([0.0, 0.0, 0.3]),
     )
     def start(
         self, policy, mode, width, prefill_width, running, budget, chunk, num_pages, page_size,
-        at_once, fair, retract,
+        at_once, fair,
     ) -> None:  # fmt: skip
         args = SchedulerArgs(
             max_batch_size=width,
@@ -49,7 +48,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule_policy=policy,
             plan_at_once=at_once,
             fair_clients=fair,
-            debug_retract_probability=retract,
         )
         args.validate()
         self.chaos = Chaos(args, num_pages, page_size)
@@ -75,6 +73,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.chaos.world
         if world.worker.done_at is None:
             world.wake(world.worker.now + seconds)
+
+    @rule(number=st.integers(0, 5))
+    def retract(self, number) -> None:
+        self.chaos.world.scheduler.retract_one(number)
 
     @precondition(lambda self: self.chaos.asked)
     @rule(data=st.data())

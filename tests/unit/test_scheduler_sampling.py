@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.messages.floats import pack_floats
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_floats, pack_ids, unpack_ids
 from quadriga.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.messages.to_detok import OpenText, StepOutput
 from quadriga.messages.to_scheduler import Submit

@@ -20,9 +20,11 @@ def vocabulary(llama_dir: Path) -> LLTokenizer:
     return load_vocabulary(text, VOCAB_SIZE, frozenset({0}))
 
 
-def slot(vocabulary: LLTokenizer, regex: str, *generated: int, stop: int = 0) -> SlotGrammar:
-    matcher = compile_grammar(vocabulary, to_library_form(Grammar("regex", regex)))
-    return SlotGrammar(matcher, np.array([stop]), np.array(generated, dtype=np.int64))
+def slot(
+    vocabulary: LLTokenizer, regex: str, *generated: int, stop: int = 0, jumps: bool = False
+) -> SlotGrammar:
+    matcher = compile_grammar(vocabulary, to_library_form(Grammar("regex", regex), vocabulary))
+    return SlotGrammar(matcher, np.array([stop]), np.array(generated, dtype=np.int64), jumps)
 
 
 def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
@@ -65,3 +67,28 @@ def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> Non
     assert [one.row for one in failed] == [8, 9]
     assert "no token is left" in failed[0].error
     assert allowed(rows[0].grammar, rows[1].grammar) == [{0, x}, set()]
+
+
+def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTokenizer) -> None:
+    (a,), (b,) = ids(vocabulary, "A"), ids(vocabulary, "B")
+    jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jumps=True)
+    assert jumping.forced(32) == [], "there is a choice"
+    assert jumping.advance(a) == ""
+    first, rest = jumping.forced(2), jumping.forced(32)
+    assert len(first) == 2
+    text = vocabulary.decode_str([*first, *rest])
+    assert vocabulary.tokenize_str(text) == [*first, *rest]
+    assert text and " quick brown fox".startswith(text)
+    stayed = slot(vocabulary, "(A|B) quick brown fox[XY]", b, *first, *rest)
+    assert allowed(jumping) == allowed(stayed)
+    assert stayed.forced(32) == [], "it was not asked to"
+
+
+def test_nothing_is_forced_at_the_end_nor_where_it_would_end_the_text(
+    vocabulary: LLTokenizer,
+) -> None:
+    (a,), (x,) = ids(vocabulary, "A"), ids(vocabulary, "X")
+    assert slot(vocabulary, "AX", a, x, jumps=True).forced(32) == []
+    assert slot(vocabulary, "(A|B)XXXX", a, stop=x, jumps=True).forced(32) == []
+    failed = slot(vocabulary, "AX", jumps=True)
+    assert failed.advance(x) != "" and failed.forced(32) == []

@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quadriga.config import ModelArgs, WorkerArgs
+from quadriga.config import ModelArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_ids
 from quadriga.messages.worker import NewSlot
 from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.worker_args import WorkerArgs
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
-from worker_proc.hardware import choose_device, choose_dtype, set_threads
+from worker_proc.hardware import choose_device, choose_dtype, take_cores
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.loader import load_model
 from worker_proc.models.base import Model
@@ -179,11 +180,16 @@ def test_a_device_that_nobody_knows_is_refused() -> None:
             choose_device(name)
 
 
+def test_bfloat16_is_the_default_where_the_kernels_compute() -> None:
+    assert choose_dtype("auto", CPU, native=True) == torch.bfloat16
+    assert choose_dtype("float32", CPU, native=True) == torch.float32
+
+
 def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
     before = torch.get_num_threads()
     try:
-        assert set_threads(WorkerArgs(worker_threads=1)) == torch.get_num_threads() == 1
-        assert set_threads(WorkerArgs()) >= 1
+        args = WorkerArgs(worker_threads=1, no_affinity=True)
+        assert take_cores(args).threads == torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

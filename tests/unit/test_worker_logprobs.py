@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.worker import EXTEND, MIXED, NewSlot, SlotRules, StepPlan, StepResult
 from tests.unit.worker_driver import prompts_of, runner_of
 

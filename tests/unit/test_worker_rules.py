@@ -23,8 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quadriga.messages.floats import pack_floats
-from quadriga.messages.ids import pack_ids
+from quadriga.messages.arrays import pack_floats, pack_ids
 from quadriga.messages.worker import SlotRules
 from worker_proc.rules import RowRules, Rules, apply_rules
 from worker_proc.sampler import SamplingRows, _least_kept

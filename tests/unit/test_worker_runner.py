@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, prompts_of, runner_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quadriga.config import ModelArgs, ServerConfig
-from quadriga.messages.ids import pack_ids, unpack_ids
+from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan
 from quadriga.model_source import resolve_model
 from worker_proc.runner import Runner, make_runner

@@ -1,0 +1,270 @@
+"""Kills every process of a server, in every way, at every moment, under load, and counts what the
+clients lost.
+
+python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals …] [--moments …]
+python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
+
+The streams are greedy, in float32, of a tiny model with random weights, and each is compared with
+the undisturbed run: lost (ended with an error), duplicated (longer than it should be), different.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.server import free_port
+from quadriga.client import AsyncClient, SamplingParams
+from quadriga.errors import QuadrigaError
+from tests.server import START_SECONDS, Server, kill_tree, launch, running_server, settle, stop
+from tests.tiny_models import tiny_llama
+
+PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "http_proc")
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
+MOMENTS = ("loading", "streams", "draining")
+STREAMS, CLIENTS = 64, 4
+GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
+PATIENCE = 60.0
+"""Seconds after which a stream counts as lost."""
+PATIENCE_AT_RANDOM = 600.0
+"""The same where somebody is killed again and again: the server is seldom whole then, for whoever
+dies often is started again only after some seconds."""
+SECONDS_BETWEEN_KILLS = 3.0
+
+Answer = tuple[list[int], str]
+
+
+@dataclass
+class Tally:
+    """What became of the streams of several rounds. seconds: from the kill to the end of the
+    longest silence after it; with random kills, that all streams of a round took."""
+
+    lost: int = 0
+    duplicated: int = 0
+    different: int = 0
+    streams: int = 0
+    seconds: list[float] = field(default_factory=list)
+    errors: set[str] = field(default_factory=set)
+
+    def take(self, answers: "list[Answer | QuadrigaError]", expected: list[Answer]) -> None:
+        for answer, right in zip(answers, expected, strict=True):
+            self.streams += 1
+            if isinstance(answer, QuadrigaError):
+                self.lost += 1
+                self.errors.add(f"{type(answer).__name__}: {answer}")
+            elif len(answer[0]) > len(right[0]):
+                self.duplicated += 1
+            elif answer != right:
+                self.different += 1
+
+    @property
+    def is_clean(self) -> bool:
+        return self.lost == self.duplicated == self.different == 0
+
+    def row(self) -> str:
+        seconds = self.seconds or [0.0]
+        return (
+            f"{self.streams:8} {self.lost:5} {self.duplicated:10} {self.different:9}"
+            f" {statistics.median(seconds):8.2f} {max(seconds):6.2f}"
+        )
+
+
+class Load:
+    """Streams of several clients. under_way: each has a token. arrivals: when chunks came."""
+
+    def __init__(self, endpoint: str, patience: float = PATIENCE) -> None:
+        self._endpoint = endpoint
+        self._patience = patience
+        self.under_way = asyncio.Event()
+        self.arrivals: list[float] = []
+        self._streaming = 0
+
+    async def run(self) -> "list[Answer | QuadrigaError]":
+        patience = self._patience
+        clients = [AsyncClient(self._endpoint, patience, patience) for _ in range(CLIENTS)]
+        try:
+            await asyncio.gather(*(client.connect() for client in clients))
+            return list(
+                await asyncio.gather(*(self._one(clients[n % CLIENTS], n) for n in range(STREAMS)))
+            )
+        finally:
+            self.under_way.set()
+            await asyncio.gather(*(client.close() for client in clients))
+
+    async def _one(self, client: AsyncClient, number: int) -> "Answer | QuadrigaError":
+        ids: list[int] = []
+        text = ""
+        try:
+            stream = client.stream([3 + number] * (1 + number % 40), GREEDY, timeout=self._patience)
+            async for chunk in stream:
+                self.arrivals.append(time.monotonic())
+                self._streaming += not ids and bool(chunk.token_ids)
+                ids += chunk.token_ids
+                text += chunk.text
+                if self._streaming == STREAMS:
+                    self.under_way.set()
+        except QuadrigaError as error:
+            return error
+        return ids, text
+
+    def silence_after(self, moment: float) -> float:
+        """Seconds from the moment to the end of the longest time without a chunk that followed."""
+        later = [moment, *sorted(t for t in self.arrivals if t > moment)]
+        gaps = [(later[n + 1] - later[n], later[n + 1]) for n in range(len(later) - 1)]
+        return max(gaps)[1] - moment if gaps else 0.0
+
+
+class Matrix:
+    """The server that is killed, and how it answers undisturbed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = 0
+        self._flags = ["--model", str(tiny_llama(directory / "model")), "--dtype", "float32"]
+        self._flags += ["--worker-threads", "1", "--max-total-tokens", "16384"]
+        self._flags += ["--max-restarts", "1000000", "--watchdog-timeout", "3"]
+        with self.server() as server:
+            answers = asyncio.run(Load(server.endpoint).run())
+        self.expected = [a for a in answers if not isinstance(a, QuadrigaError)]
+        assert len(self.expected) == STREAMS, "the undisturbed run failed"
+
+    def _next_flags(self) -> list[str]:
+        self._number += 1
+        return [*self._flags, "--port", str(free_port())]
+
+    @contextmanager
+    def server(self) -> Iterator[Server]:
+        flags = self._next_flags()
+        with running_server(self._directory / f"log-{self._number}", *flags) as server:
+            yield server
+
+    async def disturbed(
+        self, endpoint: str, tally: Tally, disturb: Callable[[], Awaitable[None]]
+    ) -> None:
+        """One run of the load, with something that happens once all streams are under way."""
+        load = Load(endpoint)
+        running = asyncio.create_task(load.run())
+        await load.under_way.wait()
+        moment = time.monotonic()
+        await disturb()
+        tally.take(await running, self.expected)
+        tally.seconds.append(load.silence_after(moment))
+
+    def streams(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+        with self.server() as server:
+
+            async def kill() -> None:
+                await _kill(server, name, number)
+
+            for _ in range(rounds):
+                asyncio.run(self.disturbed(server.endpoint, tally, kill))
+
+    def draining(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+        for _ in range(rounds):
+            with self.server() as server:
+
+                async def stop_and_kill(server: Server = server) -> None:
+                    server.process.send_signal(signal.SIGTERM)
+                    await _kill(server, name, number)
+
+                asyncio.run(self.disturbed(server.endpoint, tally, stop_and_kill))
+
+    def loading(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+        for _ in range(rounds):
+            flags = self._next_flags()
+            endpoint, log = f"tcp://127.0.0.1:{free_port()}", self._directory / f"l{self._number}"
+            process = launch(endpoint, *flags, log=log)
+            try:
+                server = Server(process, endpoint, log, self._directory, {})
+                asyncio.run(_kill(server, name, number))
+                killed_at = time.monotonic()
+                while "quadriga ready" not in log.read_text():
+                    assert time.monotonic() < killed_at + START_SECONDS, log.read_text()
+                    assert process.poll() is None, log.read_text()
+                    time.sleep(0.02)
+                tally.seconds.append(time.monotonic() - killed_at)
+                tally.take(asyncio.run(Load(endpoint).run()), self.expected)
+                stop(process)
+            finally:
+                kill_tree(process)
+
+    def at_random(self, names: list[str], seconds: float, tally: Tally) -> int:
+        """Kill somebody every three seconds under load. How often."""
+        chosen, kills = random.Random(0), 0
+
+        async def kill_again_and_again(server: Server) -> None:
+            nonlocal kills
+            while True:
+                await asyncio.sleep(SECONDS_BETWEEN_KILLS)
+                name, number = chosen.choice(names), signal.Signals[chosen.choice(SIGNALS)]
+                await _kill(server, name, number)
+                kills += 1
+
+        async def run(server: Server) -> None:
+            killer = asyncio.create_task(kill_again_and_again(server))
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                began = time.monotonic()
+                load = Load(server.endpoint, PATIENCE_AT_RANDOM)
+                tally.take(await load.run(), self.expected)
+                tally.seconds.append(time.monotonic() - began)
+            killer.cancel()
+
+        with self.server() as server:
+            asyncio.run(run(server))
+            settle(server.endpoint, START_SECONDS)  # whoever was killed last has to be there again
+        return kills
+
+
+async def _kill(server: Server, name: str, number: int) -> None:
+    """As soon as there is a process of this name."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (pid := server.pid_of(name)):
+        assert time.monotonic() < deadline, f"no {name} is there"
+        await asyncio.sleep(0.005)
+    os.kill(pid, number)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 where nothing was lost."""
+    parser = argparse.ArgumentParser("python -m tests.faults.kill_matrix")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--processes", nargs="*", choices=PROCESSES, default=list(PROCESSES))
+    parser.add_argument("--signals", nargs="*", choices=SIGNALS, default=list(SIGNALS))
+    parser.add_argument("--moments", nargs="*", choices=MOMENTS, default=list(MOMENTS))
+    parser.add_argument("--random", type=float, metavar="SECONDS", help="random kills instead")
+    options = parser.parse_args(arguments)
+    print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
+    clean = True
+    with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
+        matrix = Matrix(Path(directory))
+        if options.random:
+            tally = Tally()
+            kills = matrix.at_random(options.processes, options.random, tally)
+            clean = _print(f"{kills} times somebody", tally)
+        else:
+            for name in options.processes:
+                for kind in options.signals:
+                    for moment in options.moments:
+                        tally, number = Tally(), signal.Signals[kind]
+                        getattr(matrix, moment)(name, number, options.rounds, tally)
+                        clean &= _print(f"{name} {kind} {moment}", tally)
+    return int(not clean)
+
+
+def _print(what: str, tally: Tally) -> bool:
+    print(f"{what:42} {tally.row()}", *sorted(tally.errors), sep="\n    ", flush=True)
+    return tally.is_clean
+
+
+if __name__ == "__main__":
+    sys.exit(main())

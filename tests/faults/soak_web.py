@@ -1,0 +1,108 @@
+"""The soak's load at the web gateway."""
+
+import asyncio
+import json
+import random
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from tests.faults.soak_load import PATIENCE, SCHEMA, Shape, Thing, Writer, Wrong
+
+
+class WebCaller:
+    """One of those who come by HTTP. url: without a slash at the end."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, shape: Shape, chosen: random.Random
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._shape = shape
+        self._chosen = chosen
+        self._writer = Writer(shape, chosen)
+        self.things: dict[Thing, int] = {
+            self.web_stream: 10,
+            self.web_chat: 8,
+            self.web_vanish: 4,
+            self.web_schema: 2,
+            self.web_several: 1,
+            self.web_too_long: 1,
+            self.web_questions: 1,
+        }
+
+    def _fields(self, **fields: Any) -> dict[str, Any]:
+        temperature = self._chosen.choice([0.0, 0.8, 1.0])
+        common = {"max_tokens": self._writer.new_tokens(), "ignore_eos": True}
+        return common | {"temperature": temperature} | fields
+
+    def _post(self, path: str, fields: dict[str, Any], patience: float = PATIENCE) -> Any:
+        timeout = aiohttp.ClientTimeout(total=patience)
+        return self._session.post(f"{self._url}/v1/{path}", json=fields, timeout=timeout)
+
+    async def _ask(self, path: str, fields: dict[str, Any], status: int = 200) -> Any:
+        async with self._post(path, fields) as response:
+            answer = await response.json()
+            if response.status != status:
+                raise Wrong(f"status {response.status}: {answer}")
+            return answer
+
+    async def web_stream(self) -> str:
+        options = {"include_usage": True}
+        fields = self._fields(prompt=self._writer.text(), stream=True, stream_options=options)
+        async with self._post("completions", fields) as response:
+            events = [line async for line in response.content if line.startswith(b"data: ")]
+        if len(events) < 2 or events[-1].strip() != b"data: [DONE]":
+            raise Wrong(f"status {response.status}, a stream without an end: {events[-1:]}")
+        usage = json.loads(events[-2].removeprefix(b"data: "))["usage"]
+        if usage["completion_tokens"] != fields["max_tokens"]:
+            raise Wrong(f"{fields['max_tokens']} tokens were asked for: {usage}")
+        return "web: finished"
+
+    async def web_chat(self) -> str:
+        messages = [{"role": "user", "content": self._writer.text()}]
+        answer = await self._ask("chat/completions", self._fields(messages=messages))
+        if answer["choices"][0]["finish_reason"] != "length":
+            raise Wrong(f"a chat ended too early: {answer}")
+        return "web: finished"
+
+    async def web_vanish(self) -> str:
+        """Close the connection in mid-stream, or before anything came."""
+        fields = self._fields(prompt=self._writer.text(), stream=True)
+        fields["max_tokens"] = self._shape.longest // 2
+        patience = PATIENCE if self._chosen.random() < 0.7 else 0.02
+        with suppress(asyncio.TimeoutError):
+            async with self._post("completions", fields, patience) as response:
+                await response.content.readline()
+                response.close()
+        return "web: vanished"
+
+    async def web_schema(self) -> str:
+        described = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+        messages = [{"role": "user", "content": self._writer.text()}]
+        fields = self._fields(messages=messages, response_format=described, ignore_eos=False)
+        choice = (await self._ask("chat/completions", fields))["choices"][0]
+        if choice["finish_reason"] == "stop":
+            json.loads(choice["message"]["content"])
+        return "web: finished"
+
+    async def web_several(self) -> str:
+        fields = self._fields(prompt=self._writer.text(), n=2)
+        answer = await self._ask("completions", fields)
+        if answer["usage"]["completion_tokens"] != 2 * fields["max_tokens"]:
+            raise Wrong(f"{fields['max_tokens']} tokens of two choices were asked for: {answer}")
+        return "web: finished"
+
+    async def web_too_long(self) -> str:
+        prompt = self._writer.ids(self._shape.context_length + 1)
+        await self._ask("completions", self._fields(prompt=prompt), status=400)
+        return "web: refused: too long"
+
+    async def web_questions(self) -> str:
+        for path in ("readyz", "metrics", "v1/models"):
+            async with self._session.get(f"{self._url}/{path}") as response:
+                await response.read()
+                if response.status != 200:
+                    raise Wrong(f"{path} answered with status {response.status}")
+        return "web: answered"

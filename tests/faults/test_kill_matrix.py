@@ -1,0 +1,8 @@
+"""A corner of the kill matrix; all of it: python -m tests.faults.kill_matrix."""
+
+from tests.faults.kill_matrix import main
+
+
+def test_a_process_killed_while_the_server_loads_or_stops_costs_nothing() -> None:
+    flags = ["--rounds", "1", "--signals", "SIGKILL", "--moments", "loading", "draining"]
+    assert main([*flags, "--processes", "worker_proc", "scheduler_proc"]) == 0

@@ -1,0 +1,174 @@
+"""A process that dies is started again, and the streams go on as if nothing had happened."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.errors import RequestFailed
+from quadriga.process import EXIT_OK
+from tests.server import Server, running_server, settle, wait_until
+
+STREAMS = 16
+POISON = 499
+"""A token with which no other request begins."""
+GREEDY = SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)
+SEEDED = SamplingParams(
+    temperature=1.0, seed=5, max_new_tokens=150, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
+
+
+@pytest.fixture(scope="module")
+def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--max-restarts", "100", "--watchdog-timeout", "1"]
+    with running_server(tmp_path_factory.mktemp("restarts") / "log", *flags) as server:
+        yield server
+
+
+async def crowd(endpoint: str, under_way: asyncio.Event) -> list[Completion]:
+    """Streams of many requests; the event says that each of them has its first tokens."""
+    streaming = 0
+    async with AsyncClient(endpoint) as client:
+
+        async def one(number: int) -> Completion:
+            nonlocal streaming
+            params = SEEDED if number % 4 == 0 else GREEDY
+            text = ""
+            async for chunk in client.stream([3 + number] * (5 + number), params):
+                streaming += not text
+                text += chunk.text or " "
+                if streaming == STREAMS:
+                    under_way.set()
+            assert chunk.completion is not None
+            return chunk.completion
+
+        return list(await asyncio.gather(*(one(number) for number in range(STREAMS))))
+
+
+async def crowd_with_a_death(server: Server, name: str, number: int) -> list[Completion]:
+    under_way = asyncio.Event()
+    task = asyncio.create_task(crowd(server.endpoint, under_way))
+    await under_way.wait()
+    os.kill(server.pid_of(name), number)
+    return await task
+
+
+@pytest.fixture(scope="module")
+def undisturbed(own_server: Server) -> list[Completion]:
+    return asyncio.run(crowd(own_server.endpoint, asyncio.Event()))
+
+
+def same(one: list[Completion], other: list[Completion]) -> bool:
+    return [(c.token_ids, c.text, c.finish_reason) for c in one] == [
+        (c.token_ids, c.text, c.finish_reason) for c in other
+    ] and all(
+        probable(c) == pytest.approx(probable(d), abs=1e-3) for c, d in zip(one, other, strict=True)
+    )
+
+
+def probable(completion: Completion) -> list[float]:
+    """Log-probabilities of the prompt and of the text, where they were asked for."""
+    told = [*(completion.prompt_logprobs or ())[1:], *(completion.logprobs or ())]
+    return [token.logprob for token in told]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("worker_proc", signal.SIGKILL),
+        ("worker_proc", signal.SIGSEGV),
+        ("detok_proc", signal.SIGKILL),
+        ("tokenizer_proc", signal.SIGKILL),
+        ("scheduler_proc", signal.SIGKILL),
+    ],
+)
+def test_streams_are_the_same_as_undisturbed_when_a_process_dies(
+    own_server: Server, undisturbed: list[Completion], name: str, number: signal.Signals
+) -> None:
+    before = own_server.pid_of(name)
+    assert same(asyncio.run(crowd_with_a_death(own_server, name, number)), undisturbed)
+    assert own_server.pid_of(name) not in (0, before)
+    assert settle(own_server.endpoint)["pages_held"] == 0
+    assert f"{name} died (killed by {number.name})" in own_server.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["worker_proc", "detok_proc", "tokenizer_proc", "scheduler_proc"])
+def test_a_process_that_hangs_is_found_its_stacks_are_written_down_and_it_is_replaced(
+    own_server: Server, undisturbed: list[Completion], name: str
+) -> None:
+    written = own_server.log.read_text().count("most recent call first")
+    assert same(asyncio.run(crowd_with_a_death(own_server, name, signal.SIGSTOP)), undisturbed)
+    wait_until(lambda: f"{name} died (hung: " in own_server.log.read_text(), 10)
+    assert own_server.log.read_text().count("most recent call first") > written
+    wait_until(lambda: own_server.pid_of(name), 10)
+
+
+def test_a_reload_takes_the_weights_anew_and_no_stream_notices(
+    own_server: Server, undisturbed: list[Completion]
+) -> None:
+    before = own_server.pid_of("worker_proc")
+
+    async def crowd_with_a_reload() -> list[Completion]:
+        under_way = asyncio.Event()
+        task = asyncio.create_task(crowd(own_server.endpoint, under_way))
+        await under_way.wait()
+        own_server.process.send_signal(signal.SIGHUP)
+        return await task
+
+    assert same(asyncio.run(crowd_with_a_reload()), undisturbed)
+    wait_until(lambda: own_server.pid_of("worker_proc") not in (0, before), 10)
+
+
+@pytest.mark.parametrize("names", [("worker_proc", "detok_proc"), ("tokenizer_proc",)])
+def test_a_death_while_the_server_stops_costs_no_stream_its_end(
+    llama_dir: Path, undisturbed: list[Completion], tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    with running_server(tmp_path / "log", *flags, "--max-total-tokens", "8192") as server:
+
+        async def stop_and_kill() -> list[Completion]:
+            under_way = asyncio.Event()
+            task = asyncio.create_task(crowd(server.endpoint, under_way))
+            await under_way.wait()
+            server.process.send_signal(signal.SIGTERM)
+            for name in names:
+                os.kill(server.pid_of(name), signal.SIGKILL)
+            return await task
+
+        assert same(asyncio.run(stop_and_kill()), undisturbed)
+        assert server.process.wait(20) == EXIT_OK
+
+
+def test_a_detokenizer_that_dies_as_the_server_stops_holds_nobody_up(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--max-total-tokens", "8192"]
+    with running_server(tmp_path / "log", *flags) as server:
+        os.kill(server.pid_of("detok_proc"), signal.SIGKILL)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == EXIT_OK
+
+
+def test_a_poisonous_request_fails_by_name_and_the_others_finish(
+    llama_dir: Path, undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--fault", f"segv:worker:token={POISON}"]
+
+    async def poisoned(endpoint: str) -> list[Completion]:
+        async with AsyncClient(endpoint) as client:
+            under_way = asyncio.Event()
+            task = asyncio.create_task(crowd(endpoint, under_way))
+            await under_way.wait()
+            with pytest.raises(RequestFailed, match="the worker died 3 times in a row"):
+                await client.generate([POISON], GREEDY)
+            return await task
+
+    with running_server(tmp_path / "log", *flags) as server:
+        assert same(asyncio.run(poisoned(server.endpoint)), undisturbed)
+        assert server.log.read_text().count("worker_proc died") == 3

@@ -1,0 +1,19 @@
+"""Some seconds of the soak; an hour of it: python -m tests.faults.soak."""
+
+from pathlib import Path
+
+from tests.faults.soak import run
+
+GENEROUS_MB = 40.0
+"""In so short a time caches still fill."""
+
+
+def test_under_a_mixed_load_nothing_gets_lost_and_nothing_is_left(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    soak = run(llama_dir, 10.0, tmp_path)
+    assert not soak.tally.wrong
+    assert soak.tally.outcomes.total() > 100
+    assert not [problem for problem in soak.problems if "MB more" not in problem]
+    for name, (first, last) in soak.footprints().items():
+        assert last.megabytes - first.megabytes < GENEROUS_MB, name

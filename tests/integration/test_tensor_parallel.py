@@ -1,0 +1,97 @@
+"""A worker of several processes: the tokens of one, and one rank's death is the worker's."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.client import AsyncClient, SamplingParams
+from quadriga.config import ModelArgs, ServerConfig
+from quadriga.errors import ConfigError
+from quadriga.model_source import resolve_model
+from quadriga.worker_args import WorkerArgs
+from tests.integration.test_equality import NEW_TOKENS, reference
+from tests.server import is_alive, running_server, wait_until
+from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.unit.worker_driver import prompts_of
+from worker_proc.ranks import check_ranks
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--worker-threads", "1", "--page-size", "4"]
+
+PROMPTS = prompts_of([1, 5, 30, 60])
+
+
+async def generate(endpoint: str, prompts: list[list[int]]) -> list[list[int]]:
+    async with AsyncClient(endpoint) as client:
+        handles = [client.submit(prompt, GREEDY) for prompt in prompts]
+        return [(await handle.completion()).token_ids for handle in handles]
+
+
+def references(directory: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return [reference(model, prompt) for prompt in PROMPTS]
+
+
+def ranks_of(worker: int) -> list[int]:
+    return [child.pid for child in psutil.Process(worker).children()]
+
+
+def twelve_heads(directory: Path) -> Path:
+    return tiny_gpt2(directory, n_head=12, n_embd=96)
+
+
+def nine_heads(directory: Path) -> Path:
+    return tiny_llama(
+        directory,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        hidden_size=144,
+        intermediate_size=192,
+        attention_bias=True,
+    )
+
+
+@pytest.mark.timeout(90)
+def test_three_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
+    directory = nine_heads(tmp_path / "model")
+    expected, log = references(directory), tmp_path / "log"
+    with running_server(log, "--model", str(directory), "--tp", "3", *FLAGS) as server:
+        ranks = ranks_of(server.pids["worker_proc"])
+        assert len(ranks) == 2
+        assert asyncio.run(generate(server.endpoint, PROMPTS)) == expected
+    assert not [pid for pid in ranks if is_alive(pid)]
+
+
+@pytest.mark.timeout(90)
+def test_two_ranks_do_too_and_when_one_is_killed_the_worker_starts_again(tmp_path: Path) -> None:
+    directory = twelve_heads(tmp_path / "model")
+    expected, log = references(directory), tmp_path / "log"
+    with running_server(log, "--model", str(directory), "--tp", "2", *FLAGS) as server:
+        assert asyncio.run(generate(server.endpoint, PROMPTS)) == expected
+        worker = server.pids["worker_proc"]
+        (rank,) = ranks_of(worker)
+        os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: not is_alive(worker), 10)
+        assert asyncio.run(generate(server.endpoint, PROMPTS)) == expected
+    assert "rank 1 of the worker died (killed by SIGKILL)" in log.read_text()
+
+
+def test_ranks_must_divide_the_heads(tmp_path: Path) -> None:
+    files = resolve_model(ModelArgs(model=str(nine_heads(tmp_path))))
+    with pytest.raises(ConfigError, match=r"tp is 2: .* 9 heads, 3 key and .*; possible: 1, 3"):
+        check_ranks(WorkerArgs(tp=2, device="cpu"), files)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"quantization": "int8"}, {"attention_backend": "native"}, {"kv_cache_dtype": "int8"}],
+)
+def test_what_works_with_one_process_only_is_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"tp is 2: .* works with one process only"):
+        ServerConfig().replace(tp=2, **flags).validate()

@@ -1,0 +1,30 @@
+"""A server whose worker computes with Triton's kernels: on a card, or in the interpreter."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.integration.test_equality import NEW_TOKENS, reference
+from tests.integration.test_tensor_parallel import generate
+from tests.server import running_server
+from tests.tiny_models import tiny_llama
+from tests.triton_device import DEVICE
+from tests.unit.worker_driver import prompts_of
+
+
+@pytest.mark.timeout(90)
+def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path) -> None:
+    directory, log = tiny_llama(tmp_path / "model", num_hidden_layers=1), tmp_path / "log"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = prompts_of([3, 20])
+    flags = ["--model", str(directory), "--device", DEVICE.type, "--attention-backend", "triton"]
+    flags += ["--dtype", "float32", "--worker-threads", "1", "--chunked-prefill-size", "16"]
+    flags += ["--max-batch-size", "4", "--max-running-requests", "4"]
+    with running_server(log, *flags, "--max-total-tokens", "512") as server:
+        answers = asyncio.run(generate(server.endpoint, prompts))
+    assert answers == [reference(model, prompt) for prompt in prompts]
+    assert all(len(answer) == NEW_TOKENS for answer in answers)
+    assert "triton backend" in log.read_text()

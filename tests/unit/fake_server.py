@@ -1,0 +1,82 @@
+"""A front door that answers by itself."""
+
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quadriga import sockets
+from quadriga.curve import SERVER, load_pair
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.public import (
+    PROTOCOL_VERSION,
+    Abort,
+    Chunk,
+    Chunks,
+    ClientMessage,
+    End,
+    ErrorInfo,
+    Generate,
+    GetInfo,
+    Info,
+    Ping,
+    Pong,
+    Refused,
+    StageTimes,
+    Usage,
+)
+
+
+class FakeServer(threading.Thread):
+    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered.
+    keys: a server's directory; who does not know its public key gets nothing."""
+
+    def __init__(self, endpoint: str, keys: Path | None = None) -> None:
+        super().__init__(daemon=True)
+        self.endpoint = endpoint
+        self.requests: list[Generate] = []
+        self.aborts = 0
+        self.clients: set[bytes] = set()
+        self.stopping = False
+        self._keys = keys
+        self._socket = sockets.bind_front_door(endpoint, self._prepare)
+
+    def _prepare(self, socket: "zmq.Socket[bytes]") -> None:
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = load_pair(self._keys, SERVER)
+
+    def run(self) -> None:
+        decode = msgspec.msgpack.Decoder(ClientMessage).decode
+        while not self.stopping:
+            if self._socket.poll(20):
+                client, frame = self._socket.recv_multipart()
+                self.clients.add(client)
+                answer = self._answer(decode(frame))
+                if answer is not None:
+                    self._socket.send_multipart([client, sockets.encode(answer)])
+        self._socket.close(linger=0)
+
+    def _answer(self, message: ClientMessage) -> msgspec.Struct | None:
+        match message:
+            case Ping():
+                return Pong(PROTOCOL_VERSION, "one", 2**20)
+            case GetInfo():
+                return Info(message.request_id, {"model": "fake", "vocab_size": 500, "ready": True})
+            case Abort():
+                self.aborts += 1
+                return None
+            case _:
+                self.requests.append(message)
+                return self._complete(message)
+
+    def _complete(self, request: Generate) -> msgspec.Struct | None:
+        if "silent" in str(request.prompt):
+            return None
+        if "refuse" in str(request.prompt):
+            return Refused(request.request_id, ErrorInfo("queue_full", "no room"))
+        now = time.time()
+        end = End("length", Usage(4, 2, 0), StageTimes(now, now, now, now, now))
+        return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [now, now], end)])

@@ -1,0 +1,193 @@
+"""What the front door refuses because there is too much to do: at once, and with a hint."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from http_proc.errors import from_ring
+from quadriga.config import FrontDoorArgs
+from quadriga.errors import QueueFull
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.public import (
+    ErrorInfo,
+    Generate,
+    Refused,
+    SentChunks,
+    ServerGone,
+    ServerMessage,
+)
+from quadriga.messages.to_detok import Delivered
+from quadriga.messages.to_scheduler import Drain, Leave, Submit
+from quadriga.sampling import SamplingParams
+from quadriga.sockets import Unreachable, encode
+from tests.unit.test_requests import Recorder, model
+from tokenizer_proc.front_door import FrontDoor
+from tokenizer_proc.load import MOST_BYTES_IN_WORK, Load
+
+
+class Port(Recorder):
+    """Where the front door's answers go. missing: clients that cannot be reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: set[bytes] = set()
+
+    def send(self, *message: Any) -> bool:
+        if message[0] in self.missing:
+            raise Unreachable
+        return super().send(*message)
+
+    def last(self) -> ServerMessage:
+        message: ServerMessage = msgspec.msgpack.decode(self.sent[-1], type=ServerMessage)
+        return message
+
+
+class Door:
+    """A front door without sockets."""
+
+    def __init__(self, max_queued: int = 4, **flags: Any) -> None:
+        self.scheduler, self.port = Recorder(), Port()
+        args = FrontDoorArgs(**flags)
+        self.door = FrontDoor(args, max_queued, model(), None, self.scheduler, {})  # type: ignore[arg-type]
+        self.door.open(self.port)  # type: ignore[arg-type]
+
+    def ask(self, name: str, client: bytes = b"c", **fields: Any) -> None:
+        message = Generate(1, name, "", prompt_token_ids=pack_ids([1]), **fields)
+        self.door.on_public([client, encode(message)])
+
+    def hear(self, client: bytes = b"c", ended: tuple[str, ...] = (), waiting: int = 0) -> None:
+        told = encode(Delivered(list(ended), waiting))
+        self.door.on_delivery([client, encode(SentChunks([])), told])
+
+    @property
+    def submitted(self) -> list[str]:
+        return [m.request_id for m in self.scheduler.sent if isinstance(m, Submit)]
+
+
+def test_past_the_queue_a_request_is_refused_before_it_is_tokenised_with_a_hint() -> None:
+    door = Door(max_queued=3)
+    for name in "abcd":
+        door.ask(name)
+    assert door.submitted == ["a", "b", "c"]
+    refused = door.port.last()
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.error.code) == ("d", "queue_full")
+    assert "3 requests are waiting and --max-queued-requests is 3" in refused.error.message
+    assert refused.error.retry_after == 1
+    door.hear(waiting=2)
+    door.ask("e")
+    door.ask("f")
+    assert door.submitted == ["a", "b", "c", "e"]
+
+
+def test_choices_count_as_they_wait() -> None:
+    door = Door(max_queued=3)
+    door.ask("a", params=SamplingParams(n=2))
+    door.ask("b", params=SamplingParams(n=2))
+    door.ask("c")
+    assert door.submitted == ["a", "c"]
+
+
+def test_a_request_that_was_accepted_is_never_refused_when_it_is_sent_again() -> None:
+    door = Door(max_queued=1)
+    door.ask("a")
+    door.door.drain()
+    door.ask("a", resent=True)
+    assert door.submitted == ["a", "a"]
+    assert isinstance(door.scheduler.sent[1], Drain)
+    assert door.scheduler.sent[2].resent
+
+
+def test_a_front_door_leaves_when_all_is_told_on_its_own_demand() -> None:
+    door = Door()
+    door.door.on_delivery([b"", b"", b""])  # the answer to one that died
+    assert not door.door.ended.is_set()
+    door.door.drain()
+    door.door.on_delivery([b"", b"", b""])
+    assert door.door.ended.is_set()
+    assert [type(message) for message in door.scheduler.sent] == [Drain, Leave]
+
+
+def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
+    door = Door(max_queued=100, max_requests_per_client=2)
+    for name in "abc":
+        door.ask(name)
+    refused = door.port.last()
+    assert isinstance(refused, Refused)
+    assert "this client has 2 open requests" in refused.error.message
+    door.ask("x", client=b"other")
+    door.hear(ended=("a",))
+    door.ask("d")
+    assert door.submitted == ["a", "b", "x", "d"]
+
+
+def test_a_request_is_open_until_its_last_choice_has_ended() -> None:
+    door = Door(max_queued=100, max_requests_per_client=1)
+    door.ask("a", params=SamplingParams(n=2))
+    door.hear(ended=("a",))
+    door.ask("b")
+    door.hear(ended=("a",))
+    door.ask("c")
+    assert door.submitted == ["a", "c"]
+
+
+def test_refused_and_lost_requests_are_not_counted() -> None:
+    door = Door(max_queued=100, max_requests_per_client=1)
+    door.ask("a", params=SamplingParams(max_new_tokens=1000))  # over the context
+    door.ask("b")
+    door.port.missing.add(b"c")
+    door.hear()
+    door.port.missing.clear()
+    door.ask("d")
+    assert door.submitted == ["b", "d"]
+
+
+def test_a_client_of_an_earlier_front_door_may_still_come_back() -> None:
+    door = Door()
+    door.port.missing.add(b"c")
+    door.hear()
+    assert door.scheduler.sent == [], "nothing is aborted"
+
+
+def test_prompts_that_are_being_encoded_are_bounded_in_bytes() -> None:
+    load = Load(1000, None)
+    load.check(b"c", 1, 2 * MOST_BYTES_IN_WORK)  # alone, it is the frame's size that bounds it
+    load.let_in(b"c", "a", 1, MOST_BYTES_IN_WORK - 10)
+    load.check(b"c", 1, 10)
+    with pytest.raises(QueueFull, match="are being encoded"):
+        load.check(b"c", 1, 11)
+    load.worked_off(MOST_BYTES_IN_WORK - 10)
+    load.check(b"c", 1, 11)
+
+
+def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
+    now = 0.0
+    load = Load(40, None, lambda: now)
+    load.report(40)
+    for _ in range(10):
+        now += 0.5
+        load.ended(b"c", ["x"])
+    with pytest.raises(QueueFull) as caught:
+        load.check(b"c", 1, 1)
+    assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
+    error = ErrorInfo.of(caught.value).exception()
+    assert isinstance(error, QueueFull)
+    assert error.retry_after == 5
+    answer = from_ring(error, {})
+    assert (answer.status, answer.headers()) == (429, {"Retry-After": "5"})
+
+
+def test_the_end_is_told_to_every_client() -> None:
+    async def run() -> None:
+        door = Door()
+        door.ask("a")
+        door.door.drain()
+        door.door.on_delivery([b"", b"", b""])
+        last = door.port.last()
+        assert isinstance(last, ServerGone)
+        assert last.error.code == "server_stopping"
+        assert door.door.ended.is_set()
+
+    asyncio.run(run())

@@ -1,0 +1,145 @@
+"""How often a process is started again, who is asked whether it is there, and --fault."""
+
+import signal
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga import faults
+from quadriga.errors import ConfigError
+from quadriga.fault_args import parse_faults
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.worker import NewSlot, StepPlan
+from quadriga.process import BEAT, Lifeline
+from quadriga.restarts import WINDOW, Restarts
+from quadriga.watchdog import Watchdog
+
+
+def test_the_first_restart_comes_at_once_and_each_further_one_later_up_to_the_limit() -> None:
+    restarts = Restarts(9)
+    delays = [restarts.delay_after_death("worker_proc", 100.0 + n) for n in range(10)]
+    assert delays == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None]
+    assert restarts.delay_after_death("detok_proc", 110.0) == 0.0
+    assert restarts.delay_after_death("worker_proc", 111.0 + WINDOW) == 0.0
+
+
+def test_with_no_restarts_allowed_the_first_death_is_one_too_many() -> None:
+    assert Restarts(0).delay_after_death("worker_proc", 0.0) is None
+
+
+@dataclass
+class AskedChild:
+    asked_at: float | None = None
+    orders: list[str] = field(default_factory=list)
+
+    def order(self, word: str) -> None:
+        self.orders.append(word)
+
+
+def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> None:
+    watchdog = Watchdog(4.0)
+    lively, silent = AskedChild(), AskedChild()
+    found: list[Any] = []
+    now = 100.0
+    while not found:
+        found = watchdog.ask([lively, silent], now)  # type: ignore[list-item]
+        lively.asked_at = None
+        assert watchdog.next is not None
+        now = watchdog.next
+    assert found == [silent]
+    assert silent.orders == [BEAT]
+    assert 104.0 <= now <= 106.0
+
+
+def test_a_watchdog_without_timeout_asks_nobody() -> None:
+    child = AskedChild()
+    assert Watchdog(0.0).next is None
+    assert Watchdog(0.0).ask([child], 100.0) == []  # type: ignore[list-item]
+    assert child.orders == []
+
+
+def test_an_attended_process_answers_only_where_it_takes_its_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lifeline, "_leave", lambda self: None)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5)
+    lifeline = Lifeline(theirs, tmp_path)
+    ours.sendall(b"beat\n")
+    assert b"beat" in ours.recv(100)
+    lifeline.attend()
+    ours.sendall(b"beat\ndrain\n")
+    ours.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        ours.recv(100)
+    orders: list[tuple[str, str]] = []
+    while not orders:
+        orders = lifeline.take_orders()
+    assert orders == [("drain", "")]
+    ours.settimeout(5)
+    assert b"beat" in ours.recv(100)
+    ours.close()
+    for thread in threading.enumerate():
+        if thread.name == "lifeline":
+            thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "text", ["kill", "kill:gpu", "melt:worker", "kill:worker:when=3", "kill:worker:after=x"]
+)
+def test_a_fault_that_is_none_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="fault"):
+        parse_faults(text)
+
+
+class Listed:
+    """An inbox that has everything already."""
+
+    socket = None
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+
+    def drain(self, most: int = 1 << 30) -> Any:
+        return iter(self._messages)
+
+
+def test_a_fault_strikes_the_process_and_the_message_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    inbox: Any = Listed(["a", "b", "c"])
+    assert faults.faulty_inbox(inbox, "detok", "kill:worker") is inbox
+    dropped = faults.faulty_inbox(inbox, "detok", "drop:detok:after=2")
+    assert list(dropped.drain()) == ["a", "c"]
+    stopped = faults.faulty_inbox(inbox, "worker", "stop:worker:after=3steps,delay:worker:ms=0")
+    assert list(stopped.drain()) == ["a", "b", "c"]
+    assert sent == [signal.SIGSTOP]
+
+
+def test_a_retraction_is_asked_for_at_each_nth_message_and_all_of_them_get_through() -> None:
+    inbox: Any = Listed([1, 2, 3, 4, 5])
+    asked: list[str] = []
+    fault = "retract:scheduler:every=2"
+    retracting = faults.faulty_inbox(inbox, "scheduler", fault, lambda: asked.append("one"))
+    assert list(retracting.drain()) == [1, 2, 3, 4, 5]
+    assert len(asked) == 2
+
+
+def test_a_poison_strikes_each_plan_that_brings_a_request_which_begins_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    plans = [
+        StepPlan(n, 0, b"", b"", [NewSlot(0, pack_ids(ids), 0, b"", 0.0, -1, 1.0, 0)], b"")
+        for n, ids in enumerate([[5, 6], [99, 5], [7, 99], [99]])
+    ]
+    inbox: Any = Listed(plans)
+    list(faults.faulty_inbox(inbox, "worker", "segv:worker:token=99").drain())
+    assert sent == [signal.SIGSEGV] * 2

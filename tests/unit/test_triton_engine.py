@@ -1,0 +1,108 @@
+"""The engine for a card against plain torch, over whole models and steps of every kind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.errors import ConfigError
+from tests.integration.test_equality import reference
+from tests.tiny_models import tiny_llama
+
+from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+
+from tests.unit.worker_driver import Driver, prompts_of, runner_of
+
+TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
+
+
+def generated(
+    directory: Path, lengths: list[int], count: int, chunk: int, **flags: object
+) -> list[list[int]]:
+    driver = Driver(runner_of(directory, **flags))
+    requests = [driver.add(prompt) for prompt in prompts_of(lengths)]
+    driver.generate(requests, count, chunk)
+    return [request.output for request in requests]
+
+
+def test_greedy_tokens_equal_those_of_transformers(gpt2_dir: Path) -> None:
+    """Prompts in chunks beside rows that decode. The Llama family: tests/integration."""
+    model = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.float32)
+    lengths = [1, 30, 7]
+    expected = [reference(model, prompt)[:4] for prompt in prompts_of(lengths)]
+    assert generated(gpt2_dir, lengths, 4, chunk=16, **TRITON) == expected
+
+
+def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:
+    outputs = []
+    for flags in (TRITON, {"attention_backend": "torch"}):
+        driver = Driver(runner_of(gpt2_dir, **flags))
+        requests = [
+            driver.add(prompt, temperature=0.8, seed=seed)
+            for seed, prompt in enumerate(prompts_of([3, 5]))
+        ]
+        requests.append(driver.add([1, 2], temperature=0.7, top_p=0.9, seed=9))
+        driver.generate(requests, 4)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def logits_of(directory: Path, others: int, chunk: int) -> torch.Tensor:
+    """Every row of logits [rows, vocab_size] that three tokens of one prompt need, and of others in
+    the same steps."""
+    flags = {**TRITON, "dtype": "bfloat16", "enable_deterministic_inference": True}
+    runner = runner_of(directory, **flags)
+    compute, seen = runner.engine.logits, []
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(hidden))
+        return seen[-1]
+
+    runner.engine.logits = watched  # type: ignore[method-assign]
+    driver = Driver(runner)
+    prompts = [*prompts_of([40]), *prompts_of([1, 9, 20][:others], seed=1)]
+    driver.generate([driver.add(prompt) for prompt in prompts], 3, chunk)
+    return torch.cat(seen)
+
+
+def test_deterministic_logits_depend_neither_on_the_batch_nor_on_chunks(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    among_others = logits_of(directory, others=3, chunk=15)
+    for row in logits_of(directory, others=0, chunk=100):
+        assert (among_others == row).all(-1).any()
+
+
+def test_fp8_keeps_keys_and_values_in_a_byte(llama_dir: Path) -> None:
+    runner = runner_of(llama_dir, **TRITON, kv_cache_dtype="fp8")
+    driver = Driver(runner)
+    request = driver.add(prompts_of([9])[0])
+    driver.generate([request], 3)
+    assert len(request.output) == 3
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a card")
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"attention_backend": "triton", "quantization": "int8"}, "native kernels of a CPU"),
+        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "needs a card"),
+        ({"attention_backend": "torch", "kv_cache_dtype": "fp8"}, "needs a card"),
+        ({"enable_deterministic_inference": True}, "needs a card"),
+        ({"device": "cuda"}, "CUDA devices here"),
+    ],
+)
+def test_what_a_card_alone_can_do_is_refused_without_one(
+    flags: dict[str, object], complaint: str, gpt2_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        runner_of(gpt2_dir, **flags)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a card")
+def test_triton_on_a_cpu_is_refused_outside_its_interpreter(
+    gpt2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="needs a CUDA device, but the device is cpu"):
+        runner_of(gpt2_dir, **TRITON)

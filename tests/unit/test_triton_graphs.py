@@ -1,0 +1,126 @@
+"""Decode steps that are replayed: padding, batch sizes, and the same tokens as without."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_models import tiny_llama
+
+from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+
+from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.gpu.engine import TritonEngine
+from worker_proc.gpu.graphs import (
+    GREEDY,
+    Capture,
+    Captured,
+    CudaCapture,
+    Decoded,
+    DecodeGraphs,
+    batch_sizes,
+)
+from worker_proc.runner import Runner
+
+CPU = torch.device("cpu")
+
+
+def capture_on_a_cpu(run: Callable[[], Decoded]) -> Captured:
+    """What a graph does: the same again, from the same places to the same places."""
+    decoded = run()
+
+    def replay() -> None:
+        for place, result in zip(decoded, run(), strict=True):
+            place.copy_(result)
+
+    return replay, decoded
+
+
+def capture() -> Capture:
+    return CudaCapture() if DEVICE.type == "cuda" else capture_on_a_cpu
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 17, 64, 100, 512])
+def test_batch_sizes_reach_the_largest_and_pad_little(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for rows in range(1, most + 1):
+        padded = min(size for size in sizes if size >= rows)
+        assert padded - rows <= max(3, rows / 8)
+
+
+def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
+    seen: list[list[list[int]]] = []
+
+    def decode(inputs: torch.Tensor, drawing: bool) -> Decoded:
+        seen.append(inputs.tolist())
+        return Decoded(inputs.t().float(), inputs[1] + 100 * drawing)
+
+    progress: list[tuple[int, int]] = []
+    graphs = DecodeGraphs(
+        decode, [1, 4], CPU, capture_on_a_cpu, lambda *done: progress.append(done)
+    )
+    assert [len(inputs[0]) for inputs in seen] == [4, 4, 1, 1], "the largest are captured first"
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert graphs.take(4) and not graphs.take(5)
+    slots, positions = np.array([7, 3]), np.array([5, 9])
+    decoded = graphs.run(slots, positions, np.array([True, True]))
+    assert seen[-1] == [[7, 3, -1, -1], [5, 9, 0, 0], [1, 1, 1, 1]]
+    assert decoded.token_ids.tolist() == [5, 9] and len(decoded.hidden) == 2
+    decoded = graphs.run(slots, positions, np.array([True, False]))
+    assert seen[-1][GREEDY] == [1, 0, 1, 1]
+    assert decoded.token_ids.tolist() == [105, 109]
+
+
+def runner_with(
+    directory: Path, capture: Capture | None, flash: bool = False, **flags: object
+) -> Runner:
+    """On whatever device there is, with graphs of steps of up to 3 rows."""
+    flags = {"device": str(DEVICE), "attention_backend": "triton", **flags}
+    plain = runner_of(directory, max_total_tokens=512, disable_cuda_graph=True, **flags)
+    table, deterministic = plain.table, "enable_deterministic_inference" in flags
+    assert isinstance(plain.engine, TritonEngine)
+    engine = TritonEngine(
+        plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
+        deterministic, batch_sizes(3), capture, flash=flash,
+    )  # fmt: skip
+    engine.prepare(table)
+    return Runner(engine, table, plain.dtype)
+
+
+def tokens_of(runner: Runner) -> list[list[int]]:
+    """Greedy rows, drawn rows, and one with a filter; steps of one to four rows."""
+    driver = Driver(runner)
+    prompts = prompts_of([5, 9, 3, 2])
+    requests = [driver.add(prompts[0]), driver.add(prompts[1])]
+    driver.generate(requests, 2)
+    requests.append(driver.add(prompts[2], temperature=0.8, seed=4))
+    driver.generate(requests, 3)
+    requests.append(driver.add(prompts[3], temperature=0.8, top_k=5, seed=5))
+    driver.generate(requests[:1], 4)
+    driver.generate(requests[2:], 3)
+    driver.generate(requests, 4)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_replayed_steps_give_the_tokens_of_steps_that_are_not(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    flags = {"enable_deterministic_inference": True} if deterministic else {}
+    replayed = tokens_of(runner_with(directory, capture(), **flags))
+    assert replayed == tokens_of(runner_with(directory, None, **flags))
+
+
+def test_a_token_of_a_prompt_is_not_taken_for_a_row_that_decodes(gpt2_dir: Path) -> None:
+    """Chunks of one token of a prompt, whose next token is known."""
+    outputs = []
+    for capturing in (capture(), None):
+        driver = Driver(runner_with(gpt2_dir, capturing))
+        requests = [driver.add(prompt) for prompt in prompts_of([4, 6])]
+        driver.generate(requests, 3, chunk=1)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]

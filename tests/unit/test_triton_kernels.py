@@ -1,0 +1,234 @@
+"""Each Triton kernel against plain torch, over random shapes and pages."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+
+from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
+from worker_proc.gpu.kernels.matmul import multiply
+from worker_proc.gpu.kernels.rotate_write import rotate_and_write
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, note, swiglu
+from worker_proc.models.layers import Embedding, LayerNorm, RMSNorm, Rope
+from worker_proc.models.llama import inverse_frequencies
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+WITHIN = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
+"""Of the norm: sums are added in another order, and bfloat16 keeps 8 bits."""
+SLOTS, CONTEXT = 5, 128
+
+
+def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    difference = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-9)
+    return bool(difference <= WITHIN[dtype])
+
+
+def draw(*size: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(size))
+    return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+
+def ints(values: list[int] | list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+@dataclass
+class Case:
+    """Heads, and rows of (slot, tokens computed, tokens now) over pages in random places."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    rows: list[tuple[int, int, int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, _, count in self.rows)
+
+    def page_table(self) -> Tensor:
+        """Of a pool with one spare page at its end."""
+        pages = list(range(SLOTS * CONTEXT // self.page_size))
+        random.Random(1).shuffle(pages)
+        return ints(pages).view(SLOTS, -1)
+
+    def pool(self, dtype: torch.dtype) -> Tensor:
+        pages = SLOTS * CONTEXT // self.page_size + 1
+        return draw(2, pages, self.page_size, self.kv_heads, self.head_dim, dtype=dtype)
+
+    def blocks(self) -> Tensor:
+        """[4, blocks]: slot, first position, first token, queries of each."""
+        most = queries_of_block(self.heads // self.kv_heads, 2)
+        blocks, token = [], 0
+        for slot, computed, count in self.rows:
+            for begin in range(0, count, most):
+                blocks.append([slot, computed + begin, token + begin, min(most, count - begin)])
+            token += count
+        return ints(blocks).t().contiguous()
+
+    def expected(self, q: Tensor, pool: Tensor) -> Tensor:
+        """Row by row, by torch's own attention in float32."""
+        table, parts, token = self.page_table(), [], 0
+        for slot, computed, count in self.rows:
+            length = computed + count
+            k, v = (
+                x.float()[table[slot]].flatten(0, 1)[:length].transpose(0, 1)
+                for x in (pool[0], pool[1])
+            )
+            mask = torch.ones(count, length, dtype=torch.bool, device=DEVICE).tril(computed)
+            query = q[token : token + count].float().transpose(0, 1)
+            out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+            parts.append(out.transpose(0, 1).flatten(1))
+            token += count
+        return torch.cat(parts)
+
+
+MIXED = [
+    Case(4, 4, 12, 4, [(0, 3, 1), (3, 0, 9), (1, 50, 70)]),
+    Case(6, 2, 16, 16, [(2, 0, 1), (4, 127, 1), (0, 0, 100)]),
+    Case(9, 3, 64, 1, [(1, 5, 5), (2, 64, 64)]),
+    Case(8, 1, 24, 32, [(0, 63, 2), (1, 0, 66)]),
+]
+DECODE = [
+    Case(4, 4, 12, 4, [(0, 3, 1), (3, 0, 1), (1, 64, 1)]),
+    Case(9, 3, 64, 16, [(2, 120, 1), (4, 127, 1)]),
+    Case(20, 1, 16, 1, [(0, 63, 1)]),
+]
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
+    case: Case, dtype: torch.dtype
+) -> None:
+    q, pool = draw(case.tokens, case.heads, case.head_dim, dtype=dtype), case.pool(dtype)
+    out = q.new_full((case.tokens, case.heads * case.head_dim), float("nan"))
+    attend_over_pages(q, pool, case.page_table(), case.blocks(), out)
+    assert close(out, case.expected(q, pool), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_decode_rows_attend_alike_however_their_keys_are_split(
+    case: Case, dtype: torch.dtype, splits: int
+) -> None:
+    q, pool = draw(case.tokens, case.heads, case.head_dim, dtype=dtype), case.pool(dtype)
+    out = q.new_full((case.tokens + 1, case.heads * case.head_dim), float("nan"))
+    rows = [*((slot, computed) for slot, computed, _ in case.rows), (-1, 0)]
+    blocks = ints([list(row) for row in rows]).t().contiguous()
+    padded = torch.cat((q, q[:1]))
+    attend_over_pages(padded, pool, case.page_table(), blocks, out, splits)
+    assert close(out[:-1], case.expected(q, pool), dtype)
+    assert out[-1].eq(0).all(), "a row that stands for nothing gives zeros"
+
+
+def test_a_query_attends_alike_whatever_chunk_it_comes_in() -> None:
+    whole = Case(6, 2, 16, 4, [(2, 0, 100)])
+    q, pool, table = draw(100, 6, 16), whole.pool(FLOAT32), whole.page_table()
+    out = torch.empty(100, 96, device=DEVICE)
+    attend_over_pages(q, pool, table, whole.blocks(), out)
+    for begin, end in ((0, 37), (37, 38), (38, 100)):
+        part = Case(6, 2, 16, 4, [(2, begin, end - begin)])
+        chunk = torch.empty(end - begin, 96, device=DEVICE)
+        attend_over_pages(q[begin:end], pool, table, part.blocks(), chunk)
+        assert chunk.equal(out[begin:end])
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (6, 2, 16), (3, 1, 64)])
+def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
+    heads: int, kv_heads: int, dim: int, rotated: bool, dtype: torch.dtype
+) -> None:
+    case = Case(heads, kv_heads, dim, 4, [])
+    slots, positions = ints([3, -1, 0, 3]), ints([17, 5, 0, 18])
+    qkv, pool = draw(4, heads + 2 * kv_heads, dim, dtype=dtype), case.pool(dtype)
+    rope = Rope(inverse_frequencies(dim, {"rope_theta": 100.0}), CONTEXT, DEVICE)
+    expected, expected_pool = qkv.float().clone(), pool.clone()
+    turning = expected[:, : heads + kv_heads]
+    if rotated:
+        cosines, sines = (x[positions].unsqueeze(1) for x in (rope.cosines, rope.sines))
+        first, second = turning.chunk(2, -1)
+        turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+        expected[:, : heads + kv_heads] = turned
+    pages = case.page_table()[slots, positions // 4]
+    for row in (0, 2, 3):
+        kv = expected[row, heads:].to(dtype).unflatten(0, (2, kv_heads))
+        expected_pool[:, pages[row], positions[row] % 4] = kv
+    rotate_and_write(qkv, pool, case.page_table(), slots, positions, rope if rotated else None)
+    real = [0, 2, 3]
+    assert close(qkv[real, :heads], expected[real, :heads], dtype)
+    assert close(pool, expected_pool, dtype)
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("adding", [True, False])
+def test_the_residual_is_added_to_and_normalised(
+    kind: type, adding: bool, dtype: torch.dtype
+) -> None:
+    norm = kind(100, 1e-5).to(DEVICE, dtype)
+    norm.weight.copy_(draw(100))
+    if kind is LayerNorm:
+        norm.bias.copy_(draw(100, seed=1))
+    residual, added = draw(3, 100), draw(3, 100, dtype=dtype, seed=2) if adding else None
+    expected = residual + (added.float() if added is not None else 0.0)
+    normed = add_and_norm(residual, added, norm)
+    weight = norm.weight.float()
+    reference = (
+        F.layer_norm(expected, (100,), weight, norm.bias.float(), 1e-5)
+        if kind is LayerNorm
+        else F.rms_norm(expected, (100,), weight, 1e-5)
+    )
+    assert normed.dtype == dtype
+    assert close(residual, expected, FLOAT32)
+    assert close(normed, reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_activations(dtype: torch.dtype) -> None:
+    x = 3 * draw(5, 300, dtype=dtype)
+    gate, up = x.float().chunk(2, -1)
+    assert close(swiglu(x), F.silu(gate) * up, dtype)
+    assert close(gelu_(x.clone()), F.gelu(x.float(), approximate="tanh"), dtype)
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("with_positions", [True, False])
+def test_embedding_looks_up_what_is_known_of_a_slot(
+    with_positions: bool, dtype: torch.dtype
+) -> None:
+    tokens, places = Embedding(50, 100).to(DEVICE, dtype), Embedding(8, 100).to(DEVICE, dtype)
+    tokens.weight.copy_(draw(50, 100))
+    places.weight.copy_(draw(8, 100))
+    known = torch.arange(24, device=DEVICE, dtype=torch.int32).view(3, 8)
+    slots, positions = ints([2, 0, -1]), ints([1, 7, 0])
+    x = embed(known, slots, positions, tokens, places if with_positions else None)
+    expected = tokens.weight[known[slots, positions]].float()
+    if with_positions:
+        expected += places.weight[positions].float()
+    assert close(x[:2], expected[:2], FLOAT32)
+    assert x[2].eq(0).all()
+
+
+def test_what_was_chosen_is_noted_behind_its_position() -> None:
+    known = torch.zeros(3, 8, device=DEVICE, dtype=torch.int32)
+    note(known, ints([7, 8, 9]), ints([2, -1, 0]), ints([1, 3, 6]))
+    assert known.nonzero().tolist() == [[0, 7], [2, 2]]
+    assert (known[2, 2], known[0, 7]) == (7, 9)
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_a_product_by_itself_has_the_rows_that_it_has_among_others(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(37, 90, dtype=dtype), draw(70, 90, dtype=dtype), draw(70, dtype=dtype)
+    product = multiply(x, weight, bias)
+    assert close(product, F.linear(x.float(), weight.float(), bias.float()), dtype)
+    for row in np.random.default_rng(0).choice(37, 3):
+        assert multiply(x[row : row + 1], weight, bias).equal(product[row : row + 1])
