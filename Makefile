@@ -7,14 +7,18 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: setup serve test lint clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.for-tests
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.for-serving: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[serve]'
+	touch $@
+
+$(VENV)/.for-tests: $(VENV)/.for-serving
 	$(PIP) install -c constraints.txt -e '.[serve,test]'
 	touch $@
 
-serve: setup
+serve: $(VENV)/.for-serving
 	$(BIN)/python launcher.py $(FLAGS)
 
 test: setup
