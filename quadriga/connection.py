@@ -27,11 +27,6 @@ PINGS_PER_SOCKET = 5
 """So many attempts without an answer, and the next is made through a socket of its own: one whose
 reconnecting has got stuck does not keep a client from a server that is there."""
 
-QUIET = 5.0
-"""Seconds without a message after which a client asks whether it is still heard."""
-ANSWER_WITHIN = 10.0
-"""Seconds after which, without an answer, the connection counts as lost."""
-
 _SILENT = (
     "somebody is there but says nothing: does one side use keys and the other not?"
     " see docs/security.md"
@@ -77,8 +72,6 @@ class Connection:
         self._pong: asyncio.Future[Pong] | None = None
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._search: asyncio.Task[None] | None = None
-        self._pulse: asyncio.Task[None] | None = None
-        self._heard = time.monotonic()
         self._breaks = 0
         self._curve_dir = curve_dir
         self._refusal = ""
@@ -98,7 +91,6 @@ class Connection:
             raise ServerUnreachable(
                 f"no answer from {self.endpoint} within {timeout} s; {why}"
             ) from None
-        self._pulse = asyncio.get_running_loop().create_task(self._feel_the_pulse())
 
     def _connect(self) -> None:
         socket = sockets.connect_front_door(self.endpoint, self._identity.bytes, self._prepare)
@@ -125,9 +117,8 @@ class Connection:
 
     async def close(self, linger: float) -> None:
         """linger: seconds that unsent messages may take."""
-        for task in (self._search, self._pulse):
-            if task is not None:
-                task.cancel()
+        if self._search is not None:
+            self._search.cancel()
         self._disconnect(linger)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -162,7 +153,6 @@ class Connection:
         self._refusal = ""
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        self._heard = time.monotonic()
         try:
             message: ServerMessage = self._decode(frames[0])
         except msgspec.DecodeError as error:
@@ -183,27 +173,6 @@ class Connection:
             self._port.receive(most=ALL_THAT_CAME)
         self._events.interrupted()
         self._look_for_it()
-
-    async def _feel_the_pulse(self) -> None:
-        """A connection may be deaf without being lost, and then nobody else would notice."""
-        while True:
-            await asyncio.sleep(QUIET)
-            if self._is_away or time.monotonic() - self._heard < QUIET:
-                continue
-            asked = time.monotonic()
-            self.send(Ping(PROTOCOL_VERSION))
-            await asyncio.sleep(ANSWER_WITHIN)
-            if self._port is not None:
-                self._port.receive(most=ALL_THAT_CAME)
-            if self._heard < asked and not self._is_away:
-                self._disconnect(linger=0)
-                self._connect()
-                self._broke()
-
-    @property
-    def _is_away(self) -> bool:
-        """The server is being looked for, or was given up."""
-        return self._lost is not None or (self._search is not None and not self._search.done())
 
     def _find_again(self) -> None:
         """A connection came up: of a server that had been given up?"""

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from bench.server import free_port
 from quadriga import connection
@@ -260,48 +259,6 @@ def test_a_socket_that_has_stopped_reconnecting_is_replaced(
             door.say(Replay([chunk(message.request_id, 0, "ab", [1, 2], the_end(2))]))
             assert (await handle.completion()).text == "ab"
             assert socket.closed
-            door.close()
-
-    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
-
-
-def test_a_connection_that_is_deaf_without_being_lost_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, seconds in (("QUIET", 0.05), ("ANSWER_WITHIN", 0.2), ("PING_EVERY", 0.5)):
-        monkeypatch.setattr(connection, name, seconds)
-
-    def nothing() -> list[bytes]:
-        raise zmq.Again
-
-    async def run() -> None:
-        async with client_and_door() as (client, door):
-            handle = client.submit("x")
-            message = await door.next()
-            port = client._connection._port
-            assert port is not None
-            monkeypatch.setattr(port, "_next", nothing)
-            assert await door.next() == msgspec.structs.replace(message, resent=True)
-            assert port.socket.closed
-            door.say(Replay([chunk(message.request_id, 0, "ab", [1, 2], the_end(2))]))
-            assert (await handle.completion()).text == "ab"
-            door.close()
-
-    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
-
-
-def test_a_server_that_has_nothing_to_say_for_long_is_not_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, seconds in (("QUIET", 0.02), ("ANSWER_WITHIN", 1.0)):
-        monkeypatch.setattr(connection, name, seconds)
-
-    async def run() -> None:
-        async with client_and_door() as (client, door):
-            port = client._connection._port
-            await asyncio.sleep(2.5)
-            assert client._connection._port is port
-            assert client._connection._search is None
             door.close()
 
     asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
