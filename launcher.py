@@ -65,7 +65,9 @@ class Launcher:
         quiet = config.launch.no_status_line or not terminal.is_ours()
         self._flags = config.replace(**location, no_status_line=quiet).to_argv()
         final = ["scheduler_proc"] if config.scheduler.no_journal else []
-        self._children = Children(self._flags, [str(HERE)], config.launch, final)
+        self._children = Children(
+            self._flags, [str(HERE)], config.launch, final, informed="tokenizer_proc"
+        )
 
     def run(self) -> int:
         """Start, serve until a signal or a death for good, stop. Returns the exit code."""

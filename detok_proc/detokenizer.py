@@ -88,7 +88,7 @@ class Detokenizer:
             self._close(closing, deliveries.again, deliveries.ended)
         elif stream.is_over:
             deliveries.stop_found.append(seq)
-        if closing is None and (stream.streams or replay.asked):
+        if closing is None:
             chunk = stream.take() if stream.streams else stream.nothing()
             deliveries.again.setdefault(stream.client, []).append(chunk)
 

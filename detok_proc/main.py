@@ -6,7 +6,7 @@ import time
 
 from detok_proc.detokenizer import Detokenizer
 from quadriga.faults import FaultyInbox, faulty_inbox
-from quadriga.messages.public import Info, PlainChunk, SentChunks, SentReplay
+from quadriga.messages.public import Info, SentChunks, SentReplay
 from quadriga.messages.to_detok import (
     AllTold,
     Delivered,
@@ -16,7 +16,7 @@ from quadriga.messages.to_detok import (
     StepOutput,
     StopDetok,
 )
-from quadriga.messages.to_scheduler import DetokReady, StopFound, TextsEnded
+from quadriga.messages.to_scheduler import DetokReady, StopFound
 from quadriga.model_source import resolve_model
 from quadriga.process import Child, Lifeline, run_child
 from quadriga.sockets import Inbox, Outbox, Poller, encode
@@ -92,18 +92,17 @@ def _with_own_pid(info: Info) -> Info:
 def deliver(
     output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
-    """One message to each client that this step gave something, and one to the scheduler."""
+    """One message to each client that this step gave something, the last of them with word of
+    all ends for the scheduler; and what it is to end."""
     deliveries = detokenizer.process(output)
-    for client, chunks in deliveries.again.items():
-        delivery.send_frames(client, encode(SentReplay(chunks)), _told(chunks, output))
-    for client, chunks in deliveries.by_client.items():
-        delivery.send_frames(client, encode(SentChunks(chunks)), _told(chunks, output))
-    if deliveries.ended:
-        scheduler.send(TextsEnded(deliveries.ended))
+    messages: list[tuple[bytes, SentReplay | SentChunks]] = [
+        *((client, SentReplay(chunks)) for client, chunks in deliveries.again.items()),
+        *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
+    ]
+    for number, (client, message) in enumerate(messages, start=1):
+        ended = [chunk.request_id for chunk in message.chunks if chunk.end is not None]
+        settled = deliveries.ended if number == len(messages) else []
+        told = Delivered(ended, output.waiting, settled)
+        delivery.send_frames(client, encode(message), encode(told))
     if deliveries.stop_found:
         scheduler.send(StopFound(deliveries.stop_found))
-
-
-def _told(chunks: list[PlainChunk], output: StepOutput) -> bytes:
-    ended = [chunk.request_id for chunk in chunks if chunk.end is not None]
-    return encode(Delivered(ended, output.waiting))

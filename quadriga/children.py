@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quadriga.child_process import EXIT_GRACE, ChildProcess, start_child
 from quadriga.config import LaunchArgs
-from quadriga.process import EXIT_OK
+from quadriga.process import EXIT_OK, REPLACED
 from quadriga.restarts import Restarts
 from quadriga.terminal import line_start
 from quadriga.watchdog import Watchdog
@@ -46,15 +46,21 @@ class Children:
     """Starts processes, watches them and says what happens. Iterates over all that were started.
 
     python_path: where the processes' own packages are. final: those that are not started again, for
-    what dies with them is lost.
+    what dies with them is lost. informed: the one that is told when another was replaced.
     """
 
     def __init__(
-        self, flags: list[str], python_path: list[str], args: LaunchArgs, final: list[str]
+        self,
+        flags: list[str],
+        python_path: list[str],
+        args: LaunchArgs,
+        final: list[str],
+        informed: str,
     ) -> None:
         self._flags = flags
         self._python_path = python_path
         self._final = final
+        self._informed = informed
         self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
         self._children: dict[str, ChildProcess] = {}
         self._due: dict[str, float] = {}
@@ -150,6 +156,7 @@ class Children:
             return self._death_of(child)
         if child.ready is not None and not was_ready and child.is_another:
             say(f"{child.name} is there again, {time.monotonic() - child.started_at:.1f} s later")
+            self._children[self._informed].order(REPLACED, child.name)
         if child.stuck is not None:
             (name, why), child.stuck = child.stuck, None
             stuck = self._children[name]

@@ -43,8 +43,9 @@ DRAIN = "drain"
 ABORT = "abort"
 FAIL = "fail"
 BEAT = "beat"
+REPLACED = "replaced"
 """Orders of the launcher: finish and leave; end every request and leave; tell the clients why;
-say that you are there."""
+say that you are there; a process of this name has died, and another one is ready."""
 NICENESS = 10
 """Of a process that gives way."""
 DUMP_SIGNAL = signal.SIGUSR1

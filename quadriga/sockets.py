@@ -56,10 +56,21 @@ class Outbox:
     """A connected PUSH socket. Sending never blocks."""
 
     def __init__(self, address: str) -> None:
-        self.socket = _socket(zmq.PUSH)
-        self.socket.sndhwm = 0
-        self.socket.reconnect_ivl = RECONNECT_MS
-        self.socket.connect(address)
+        self._address = address
+        self.socket = self._connected()
+
+    def _connected(self) -> "zmq.Socket[bytes]":
+        socket = _socket(zmq.PUSH)
+        socket.sndhwm = 0
+        socket.reconnect_ivl = RECONNECT_MS
+        socket.connect(self._address)
+        return socket
+
+    def renew(self) -> None:
+        """Whoever listens there is another one: what is sent from now on reaches it, and what was
+        not sent yet need not."""
+        self.socket.close(linger=0)
+        self.socket = self._connected()
 
     def send(self, message: msgspec.Struct) -> None:
         self.socket.send(encode(message))

@@ -18,11 +18,8 @@ class LiveRequests:
         self._by_client: dict[bytes, dict[str, list[Request]]] = {}
 
     def add(self, message: Submit) -> list[Request]:
-        """A request for each choice that a message asks for; none where its client has sent it
-        again and it is under way."""
+        """A request for each choice that a message asks for. None of its name may be under way."""
         mine = self._by_client.setdefault(message.client, {})
-        if message.request_id in mine:
-            return []
         choices = mine[message.request_id] = []
         for index in range(message.params.n):
             request = Request.from_submit(self._next_seq, message, self._eos_ids, index)

@@ -23,6 +23,7 @@ from quadriga.messages.to_scheduler import (
     Drain,
     Inspect,
     Leave,
+    NewFrontDoor,
     SchedulerMessage,
     StopFound,
     Submit,
@@ -53,7 +54,7 @@ from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
 from scheduler_proc.statistics import Statistics
 from scheduler_proc.suspects import blame, worker_died
-from scheduler_proc.texts import Texts, replay_text
+from scheduler_proc.texts import Texts
 
 
 class Scheduler:
@@ -287,6 +288,8 @@ class Scheduler:
             case TextsEnded():
                 self.texts.settle(message.seqs)
                 self._journal.settled(message.seqs)
+            case NewFrontDoor():
+                self.texts.tell_ends(self._num_waiting)
             case Inspect():
                 self._detok.send(self._report.answer(message))
             case Drain():
@@ -301,20 +304,16 @@ class Scheduler:
                     self._finish(request, "abort", error=error)
 
     def _accept(self, message: Submit) -> None:
-        if message.resent:
-            whose = (message.client, message.request_id)
-            known = [replay_text(request, asked=True) for request in self._requests.of(*whose)]
-            known += self.texts.ended(*whose)
-            self.texts.replay(known, self._num_waiting)
-            if known:
-                return
+        if self._is_known(message):
+            return
+        self.texts.begins(message.client, message.request_id)
         requests = self._requests.add(message)
         self._journal.accepted(message, requests)
         if message.resent:
-            new = [replay_text(request, asked=True) for request in requests]
-            self.texts.replay(new, self._num_waiting)
+            self.texts.tell(requests, [], self._num_waiting)
         try:
-            self._check_queue(len(requests))
+            if not message.again:
+                self._check_queue(len(requests))
         except QuadrigaError as error:
             for request in requests:
                 self._fail(request, error)
@@ -325,6 +324,16 @@ class Scheduler:
                 self._grammars.arrived(request)
             if not self._grammars.is_held_back(request):
                 self._enqueue(request)
+
+    def _is_known(self, message: Submit) -> bool:
+        """It was accepted before. A client that has sent it again is told all there is of it."""
+        name = (message.client, message.request_id)
+        live = self._requests.of(*name)
+        if not message.resent:
+            return bool(live) or (message.again and self.texts.has_ended(*name, message.received))
+        ended = self.texts.ended(*name)
+        self.texts.tell(live, ended, self._num_waiting)
+        return bool(live or ended)
 
     def _check_queue(self, count: int) -> None:
         limit = self._args.max_queued_requests

@@ -1,8 +1,8 @@
 """The detokenizer as the scheduler sees it: what it is told, and what it must be told again.
 
-Another detokenizer knows nothing, and what was on its way to the one that died is lost. So a
-request that has ended is kept until the detokenizer has handed its end on, and then a while longer,
-for clients whose connection was lost.
+Another detokenizer knows nothing, and what was on its way to or from the one that died is lost. So
+a request that has ended is kept until the front door has its end, and then a while longer, for
+clients whose connection was lost.
 """
 
 from collections import OrderedDict
@@ -29,8 +29,8 @@ class Remembered(NamedTuple):
     """A request that has ended, as its client would be told of it: encoded, which takes a fraction
     of the memory."""
 
-    client: bytes
-    request_id: str
+    name: tuple[bytes, str]
+    received: float
     replay: bytes
 
 
@@ -45,11 +45,13 @@ class Texts:
         self._unsettled: dict[int, Request] = {}
         self._remembered: OrderedDict[int, Remembered] = OrderedDict()
         self._remembered_bytes = 0
+        self._asked: set[int] = set()
+        self._numbers: dict[tuple[bytes, str], list[int]] = {}
 
     @property
     def settled(self) -> bool:
         """Every end has been handed on."""
-        return not self._unsettled
+        return not self._unsettled and not self._asked
 
     def flush(self, waiting: int) -> None:
         """Send what there is. waiting: requests in the waiting queue."""
@@ -62,47 +64,59 @@ class Texts:
     def close(self, request: Request) -> None:
         """It has ended; its reason is set."""
         self.output.closed.append(close_text(request))
-        self._unsettled[request.seq] = request
+        self._keep(request)
 
     def recall(self, request: Request, settled: bool) -> None:
         """It ended at another scheduler. settled: its end was handed on."""
-        self._unsettled[request.seq] = request
+        self._keep(request)
         if settled:
             self.settle([request.seq])
 
+    def _keep(self, request: Request) -> None:
+        """What was aborted when its client was lost is not wanted back as it was."""
+        self._unsettled[request.seq] = request
+        if request.finish_reason != "abort":
+            self._numbers.setdefault((request.client, request.request_id), []).append(request.seq)
+
     def settle(self, seqs: list[int]) -> None:
-        """The detokenizer has handed these ends on. What was aborted when its client was lost is
-        not wanted back as it was."""
+        """The front door has these ends."""
+        self._asked.difference_update(seqs)
         for seq in seqs:
             request = self._unsettled.pop(seq, None)
             if request is not None and request.finish_reason != "abort":
                 self._remember(request)
 
     def _remember(self, request: Request) -> None:
-        replay = _encode(replay_text(request, asked=True))
-        self._remembered[request.seq] = Remembered(request.client, request.request_id, replay)
+        replay = _encode(replay_text(request))
+        name = (request.client, request.request_id)
+        self._remembered[request.seq] = Remembered(name, request.received, replay)
         self._remembered_bytes += len(replay)
         while (
             len(self._remembered) > MOST_REMEMBERED
             or self._remembered_bytes > MOST_REMEMBERED_BYTES
         ):
-            _, forgotten = self._remembered.popitem(last=False)
+            seq, forgotten = self._remembered.popitem(last=False)
             self._remembered_bytes -= len(forgotten.replay)
+            self._asked.discard(seq)
+            if seq in (numbers := self._numbers.get(forgotten.name, [])):
+                numbers.remove(seq)
+            if not numbers:
+                self._numbers.pop(forgotten.name, None)
 
-    def ended(self, client: bytes, request_id: str) -> list[ReplayText]:
-        """The choices of a client's request that have ended, as far as they are remembered, as it
-        is told of them again."""
-        whose = (client, request_id)
-        unsettled = [
-            replay_text(request, asked=True)
-            for request in self._unsettled.values()
-            if (request.client, request.request_id) == whose and request.finish_reason != "abort"
-        ]
-        return unsettled + [
-            _decode(one.replay)
-            for one in self._remembered.values()
-            if (one.client, one.request_id) == whose
-        ]
+    def ended(self, client: bytes, request_id: str) -> list[int]:
+        """The numbers of a request's choices that have ended, as far as they are remembered."""
+        return list(self._numbers.get((client, request_id), ()))
+
+    def has_ended(self, client: bytes, request_id: str, received: float) -> bool:
+        """Whether one did of the request that came at this time."""
+        known = (
+            self._unsettled.get(n) or self._remembered[n] for n in self.ended(client, request_id)
+        )
+        return any(one.received == received for one in known)
+
+    def begins(self, client: bytes, request_id: str) -> None:
+        """A request of this name: nobody asks any more for what ended under it before."""
+        self._numbers.pop((client, request_id), None)
 
     # --- again ------------------------------------------------------------------------------------
 
@@ -110,26 +124,34 @@ class Texts:
         """A detokenizer is there, the first one or another. What was not sent yet goes with the
         rest: `live` requests as far as they have come, and the ends that were not handed on. Of a
         request without a token its client may know one all the same, which a scheduler that died
-        had told and not written down: it hears that the telling begins anew."""
+        had told and not written down: it hears that the telling begins anew. And whoever had asked
+        for his requests, while no detokenizer was there, is answered."""
         self.output = RoundOutput()
         self._session = ready.session
-        everything = [*live, *self._unsettled.values()]
-        self.replay([replay_text(request, asked=False) for request in everything], waiting)
+        self.tell(live, [*self._unsettled, *self._asked], waiting)
 
-    def replay(self, told: list[ReplayText], waiting: int) -> None:
-        """Tell these from their first token on."""
+    def tell_ends(self, waiting: int) -> None:
+        """Those that were not handed on, once more: a front door has died."""
+        self.tell([], [*self._unsettled, *self._asked], waiting)
+
+    def tell(self, live: Iterable[Request], ended: list[int], waiting: int) -> None:
+        """All that there is of these requests, from their first token on. ended: by number."""
         self.flush(waiting)
-        self.output.replayed += told
+        self.output.replayed += [replay_text(request) for request in live]
+        for seq in ended:
+            if seq in self._unsettled:
+                self.output.replayed.append(replay_text(self._unsettled[seq]))
+            else:
+                self._asked.add(seq)
+                self.output.replayed.append(_decode(self._remembered[seq].replay))
         self.flush(waiting)
 
 
-def replay_text(request: Request, asked: bool) -> ReplayText:
-    """All that there is of a request up to now. asked: its client wants to hear of it, whatever
-    there is."""
+def replay_text(request: Request) -> ReplayText:
+    """All that there is of a request up to now."""
     return ReplayText(
         opening=open_text(request),
         token_ids=pack_ids(request.tokens[request.num_prompt :]),
         logprobs=request.told,
         closing=close_text(request) if request.finished else None,
-        asked=asked,
     )

@@ -1,7 +1,8 @@
 """The public socket: takes requests in, hands results out, and keeps no state of a request.
 
-What it does keep: who is there (clients.py), how many requests each of them has open (load.py), and
-the requests that are being encoded at this moment.
+What it does keep: who is there (clients.py), how many requests each of them has open (load.py), the
+requests that are being encoded at this moment, and as they were sent those that the scheduler has
+not ended (outstanding.py).
 """
 
 import asyncio
@@ -38,11 +39,12 @@ from quadriga.messages.to_detok import Delivered
 from quadriga.messages.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
-    AbortRequest,
     Drain,
     Inspect,
     Leave,
+    NewFrontDoor,
     Submit,
+    TextsEnded,
 )
 from quadriga.model_source import ModelFiles
 from quadriga.sockets import AsyncPort, Outbox, encode
@@ -53,6 +55,7 @@ from tokenizer_proc.conversions import convert
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.grammars import GrammarDoor
 from tokenizer_proc.load import Load
+from tokenizer_proc.outstanding import Outstanding
 from tokenizer_proc.sampling_defaults import sampling_defaults
 
 RETURN_SECONDS = 2.0
@@ -102,6 +105,7 @@ class FrontDoor:
         self._grammars = GrammarDoor(model)
         self._instance = uuid.uuid4().hex
         self._load = Load(max_queued, args.max_requests_per_client)
+        self._outstanding = Outstanding(scheduler)
         self.clients = Clients(self._client_is_lost)
         self._arrivals: dict[tuple[bytes, str], Arrival] = {}
         self._refused = 0
@@ -113,6 +117,7 @@ class FrontDoor:
     def open(self, port: AsyncPort) -> None:
         self.clients.open(port)
         if self._awaits_clients:
+            self._scheduler.send(NewFrontDoor())
             asyncio.get_running_loop().call_later(RETURN_SECONDS, self._clients_are_back)
 
     # --- in ---------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ class FrontDoor:
 
     def _pass_on(self, arrival: Arrival, ids: "Callable[[], array[int]]") -> None:
         try:
-            self._scheduler.send(self._submission(arrival, ids()))
+            self._outstanding.submit(self._submission(arrival, ids()))
         except QuadrigaError as error:
             self._settle(arrival, error)
         except Exception as error:
@@ -201,7 +206,7 @@ class FrontDoor:
             self._settle(arrival, InvalidRequest(f"prompt cannot be encoded: {error}", "prompt"))
         else:
             if arrival.aborted:
-                self._scheduler.send(AbortRequest(*arrival.key))
+                self._outstanding.abort(*arrival.key, CLIENT)
             self._settle(arrival)
 
     def _submission(self, arrival: Arrival, ids: "array[int]") -> Submit:
@@ -242,7 +247,7 @@ class FrontDoor:
         for arrival in self._arrivals.values():
             if arrival.client == client and request_id in ("", arrival.message.request_id):
                 arrival.aborted = True
-        self._scheduler.send(AbortRequest(client, request_id, by))
+        self._outstanding.abort(client, request_id, by)
 
     def _client_is_lost(self, client: bytes) -> None:
         self._load.forget(client)
@@ -261,6 +266,9 @@ class FrontDoor:
             self._load.report(delivered.waiting)
         if delivered.ended:
             self._load.ended(client, delivered.ended)
+            self._outstanding.ended(client, delivered.ended)
+        if delivered.settled:
+            self._scheduler.send(TextsEnded(delivered.settled))
         self.clients.deliver(client, payload)
 
     def _answer(self, client: bytes, message: msgspec.Struct) -> None:
@@ -269,6 +277,14 @@ class FrontDoor:
     def _refuse(self, client: bytes, request_id: str, error: QuadrigaError) -> None:
         self._refused += 1
         self._answer(client, Refused(request_id, ErrorInfo.of(error)))
+
+    # --- another scheduler ------------------------------------------------------------------------
+
+    def scheduler_was_replaced(self) -> None:
+        """It may not know of everything that the one before was sent."""
+        self._scheduler.renew()
+        self._outstanding.send_again()
+        self._pass_drain_on()
 
     # --- the end ----------------------------------------------------------------------------------
 

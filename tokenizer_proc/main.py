@@ -12,7 +12,7 @@ from quadriga.curve import Guard
 from quadriga.errors import ServerFailed
 from quadriga.faults import faulty_callback
 from quadriga.model_source import resolve_model
-from quadriga.process import DRAIN, FAIL, Child, run_child
+from quadriga.process import DRAIN, FAIL, REPLACED, Child, run_child
 from quadriga.sockets import AsyncPort, ConnectionWatch, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
 from tokenizer_proc.chat import ChatTemplate
@@ -82,6 +82,8 @@ def _take_orders(child: Child, door: FrontDoor) -> None:
     for order, argument in child.lifeline.take_orders():
         if order == DRAIN:
             door.drain()
+        elif order == REPLACED and argument == "scheduler_proc":
+            door.scheduler_was_replaced()
         elif order == FAIL:
             door.clients.tell_all(ServerFailed(argument))
             door.ended.set()

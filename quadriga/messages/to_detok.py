@@ -65,14 +65,13 @@ class CloseText(msgspec.Struct, array_like=True, frozen=True):
 class ReplayText(msgspec.Struct, array_like=True, frozen=True):
     """All of a request up to now, for a detokenizer that has not seen it, or a client that has
     missed some of it. token_ids: what was generated; logprobs: of these tokens, in order, where
-    they are told; closing: None where it goes on; asked: the client waits for an answer.
+    they are told; closing: None where it goes on.
     """
 
     opening: OpenText
     token_ids: bytes
     logprobs: list[LogprobBlock]
     closing: CloseText | None
-    asked: bool
 
 
 class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
@@ -120,11 +119,13 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     """What the front door must know of a message that it hands out unread.
 
     ended: ids of the client's requests that it ends, each as often as choices of it end. waiting:
-    requests in the waiting queue, where the message tells.
+    requests in the waiting queue, where the message tells. settled: the scheduler's numbers of
+    those, of any client, whose ends have come with this message or with one before it.
     """
 
     ended: list[str] = []
     waiting: int | None = None
+    settled: list[int] = []
 
 
 DetokMessage = StepOutput | InfoReply | NewScheduler | AllTold | StopDetok

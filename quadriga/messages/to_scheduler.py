@@ -12,7 +12,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
 
     params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
     queue_deadline, deadline: Unix seconds; None where there is none. grammar: that of the params,
-    which do not have it any more. resent: as in Generate.
+    which do not have it any more. resent: as in Generate. again: another scheduler was told of it,
+    and this one perhaps was not.
     """
 
     client: bytes
@@ -28,6 +29,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     bad_words: list[bytes] = []
     grammar: GrammarForm | None = None
     resent: bool = False
+    again: bool = False
 
 
 CLIENT, CLIENT_LOST, SERVER_STOPPING = "client", "client_lost", "server_stopping"
@@ -56,9 +58,13 @@ class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
 
 
 class TextsEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The detokenizer has handed on the ends of these requests."""
+    """The front door has the ends of these requests."""
 
     seqs: list[int]
+
+
+class NewFrontDoor(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
+    """The one before it died, perhaps with ends that nobody was told of."""
 
 
 class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
@@ -88,5 +94,14 @@ class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
 
 
 SchedulerMessage = (
-    Submit | AbortRequest | StopFound | DetokReady | TextsEnded | Inspect | Drain | Leave | AbortAll
+    Submit
+    | AbortRequest
+    | StopFound
+    | DetokReady
+    | TextsEnded
+    | NewFrontDoor
+    | Inspect
+    | Drain
+    | Leave
+    | AbortAll
 )

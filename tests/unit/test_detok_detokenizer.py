@@ -241,15 +241,15 @@ def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(tokens, stops, inte
     assert len(found) <= 1 and (stream or len(chunks) == 1)
 
 
-def replay(text, close=None, asked=False, **options):
-    return ReplayText(opening(**options), pack_ids(ids(text)), [], close, asked)
+def replay(text, close=None, **options):
+    return ReplayText(opening(**options), pack_ids(ids(text)), [], close)
 
 
 def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
     for cut in range(1, 6):
         steps = text_run("häßlich", closing(), stops=["ich"])
         tokens = [output.token_ids for output in steps[:cut]]
-        whole = ReplayText(opening(stops=["ich"]), b"".join(tokens), [], None, False)
+        whole = ReplayText(opening(stops=["ich"]), b"".join(tokens), [], None)
         core = detokenizer()
         first = core.process(StepOutput(9.0, [], [], b"", [], replayed=[whole]))
         (again,) = first.again[ALICE]
@@ -267,7 +267,7 @@ def test_a_text_that_has_ended_is_told_again_with_its_end():
     core = detokenizer()
     tokens = pack_ids([*ids("hey"), EOS])
     close = closing(reason="stop", matched=EOS)
-    again = ReplayText(opening(skip=False), tokens, [], close, True)
+    again = ReplayText(opening(skip=False), tokens, [], close)
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[again]))
     (chunk,) = deliveries.again[ALICE]
     assert (chunk.text, chunk.end.finish_reason, chunk.end.matched_stop) == ("hey", "stop", EOS)
@@ -275,12 +275,11 @@ def test_a_text_that_has_ended_is_told_again_with_its_end():
     assert core.open_requests == 0
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_who_waits_for_the_whole_is_told_of_a_part_only_that_it_is_known(asked):
+def test_who_waits_for_the_whole_is_told_of_a_part_only_that_it_is_known():
     core = detokenizer()
     deliveries = core.process(
-        StepOutput(9.0, [], [], b"", [], replayed=[replay("he", asked=asked, stream=False)])
+        StepOutput(9.0, [], [], b"", [], replayed=[replay("he", stream=False)])
     )
-    assert [(c.text, c.token_ids) for c in deliveries.again.get(ALICE, [])] == [("", b"")] * asked
+    assert [(c.text, c.token_ids) for c in deliveries.again[ALICE]] == [("", b"")]
     chunks, _ = play(core, [step(tokens=[(1, ids("y")[0])]), step(closed=[closing()])])
     assert [chunk.text for chunk in chunks] == ["hey"]

@@ -15,12 +15,13 @@ from quadriga.messages.public import Info, ServerMessage
 from quadriga.messages.to_detok import (
     AllTold,
     CloseText,
+    Delivered,
     InfoReply,
     OpenText,
     StepOutput,
     StopDetok,
 )
-from quadriga.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound, TextsEnded
+from quadriga.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound
 from quadriga.sockets import encode
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
@@ -55,8 +56,14 @@ def ring(tmp_path):
 
 def receive(socket):
     """(the client's address, the public message)."""
-    client, frame, _ = socket.recv_multipart()
-    return client, msgspec.msgpack.decode(frame, type=ServerMessage)
+    return receive_with_ends(socket)[:2]
+
+
+def receive_with_ends(socket):
+    """The same, and the numbers of those whose ends have come by now."""
+    client, frame, told = socket.recv_multipart()
+    message = msgspec.msgpack.decode(frame, type=ServerMessage)
+    return client, message, msgspec.msgpack.decode(told, type=Delivered).settled
 
 
 def ids(*tokens):
@@ -90,9 +97,8 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring):
     assert (client, second.chunks[0].text) == (b"me", "a")
     stop = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
     assert stop == StopFound([1])
-    ended = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
-    assert ended == TextsEnded([1])
-    _, third = receive(delivery)
+    _, third, settled = receive_with_ends(delivery)
+    assert settled == [1]
     end = third.chunks[0].end
     assert (end.finish_reason, end.matched_stop) == ("stop", "b")
     assert receive(delivery) == (b"me", info)

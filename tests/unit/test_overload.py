@@ -11,6 +11,7 @@ from quadriga.config import FrontDoorArgs
 from quadriga.errors import QueueFull
 from quadriga.messages.arrays import pack_ids
 from quadriga.messages.public import (
+    Abort,
     ErrorInfo,
     Generate,
     Refused,
@@ -19,7 +20,14 @@ from quadriga.messages.public import (
     ServerMessage,
 )
 from quadriga.messages.to_detok import Delivered
-from quadriga.messages.to_scheduler import Drain, Leave, Submit
+from quadriga.messages.to_scheduler import (
+    CLIENT,
+    AbortRequest,
+    Drain,
+    Leave,
+    Submit,
+    TextsEnded,
+)
 from quadriga.sampling import SamplingParams
 from quadriga.sockets import Unreachable, encode
 from tests.unit.test_requests import Recorder, model
@@ -57,8 +65,14 @@ class Door:
         message = Generate(1, name, "", prompt_token_ids=pack_ids([1]), **fields)
         self.door.on_public([client, encode(message)])
 
-    def hear(self, client: bytes = b"c", ended: tuple[str, ...] = (), waiting: int = 0) -> None:
-        told = encode(Delivered(list(ended), waiting))
+    def hear(
+        self,
+        client: bytes = b"c",
+        ended: tuple[str, ...] = (),
+        waiting: int = 0,
+        settled: tuple[int, ...] = (),
+    ) -> None:
+        told = encode(Delivered(list(ended), waiting, list(settled)))
         self.door.on_delivery([client, encode(SentChunks([])), told])
 
     @property
@@ -108,6 +122,31 @@ def test_a_front_door_leaves_when_all_is_told_on_its_own_demand() -> None:
     door.door.on_delivery([b"", b"", b""])
     assert door.door.ended.is_set()
     assert [type(message) for message in door.scheduler.sent] == [Drain, Leave]
+
+
+def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> None:
+    door = Door(max_queued=100)
+    door.ask("both", params=SamplingParams(n=2))
+    for name in ("ended", "half", "aborted", "open"):
+        door.ask(name, params=SamplingParams(n=1 + (name == "half")))
+    door.ask("of another", client=b"d")
+    door.hear(ended=("half", "ended"), settled=(7, 8))
+    assert door.scheduler.sent[-1] == TextsEnded([7, 8])
+    door.door.on_public([b"c", encode(Abort(1, "aborted"))])
+    door.door.drain()
+    before = door.scheduler.sent.copy()
+    door.door.scheduler_was_replaced()
+    submits = {m.request_id: m for m in before if isinstance(m, Submit)}
+    assert door.scheduler.sent == [
+        *(msgspec.structs.replace(submits[n], again=True) for n in ("both", "half", "aborted")),
+        AbortRequest(b"c", "aborted", CLIENT),
+        *(msgspec.structs.replace(submits[n], again=True) for n in ("open", "of another")),
+        Drain(),
+    ]
+    door.hear(ended=("both", "both", "half", "aborted", "open"))
+    door.hear(client=b"d", ended=("of another",))
+    door.door.scheduler_was_replaced()
+    assert door.scheduler.sent == [Drain()]
 
 
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:

@@ -199,6 +199,9 @@ class Recorder:
         self.sent.append(message[-1])
         return True
 
+    def renew(self) -> None:
+        self.sent.clear()
+
     def raise_if_lost(self) -> None:
         pass
 

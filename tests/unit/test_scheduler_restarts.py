@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.logprobs import LogprobBlock
-from quadriga.messages.to_scheduler import Drain, Leave
+from quadriga.messages.to_scheduler import Drain, Leave, NewFrontDoor, Submit
 from quadriga.messages.worker import CompileGrammar, GrammarReady, WorkerReady
 from quadriga.scheduler_args import POLICIES, SchedulerArgs
 from scheduler_proc import texts
@@ -20,6 +20,11 @@ POISON = 99
 
 def tokens_of(world: World, name: str) -> list[int]:
     return world.detok.tokens[name]
+
+
+def resent(message: Submit) -> Submit:
+    """As its client sends it again."""
+    return msgspec.structs.replace(message, resent=True)
 
 
 def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None:
@@ -162,7 +167,7 @@ def test_a_server_whose_front_door_died_does_not_leave_before_its_clients_could_
     world.tell(Drain())  # the last words of the one that died
     world.run()
     assert world.detok.all_told == 1 and not world.scheduler.stopped
-    world.tell(msgspec.structs.replace(submit("a", [5], 3, ignore_eos=True), resent=True))
+    world.tell(resent(submit("a", [5], 3, ignore_eos=True)))
     assert world.detok.replayed[-1].closing is not None
     world.tell(Drain())
     assert world.detok.all_told == 2
@@ -190,10 +195,10 @@ def test_a_request_that_is_sent_again_is_told_again_and_runs_once() -> None:
     world.tell(submit("a", [5], 10, ignore_eos=True))
     world.step()
     world.step()
-    again = msgspec.structs.replace(submit("a", [5], 10, ignore_eos=True), resent=True)
+    again = resent(submit("a", [5], 10, ignore_eos=True))
     world.tell(again)
     told = world.detok.replayed.pop()
-    assert told.closing is None and told.asked
+    assert told.closing is None
     assert unpack_ids(told.token_ids).tolist() == tokens_of(world, "a")
     world.run()
     world.tell(again)
@@ -203,9 +208,94 @@ def test_a_request_that_is_sent_again_is_told_again_and_runs_once() -> None:
     assert world.scheduler.info()["generation_tokens_total"] == 10
 
 
+def test_who_asks_while_no_detokenizer_is_there_is_answered_when_one_is() -> None:
+    world = World(SchedulerArgs())
+    ended, runs = submit("ended", [5], 3, ignore_eos=True), submit("runs", [6], 9, ignore_eos=True)
+    world.tell(ended)
+    world.run()
+    world.tell(runs)
+    world.lose_detok()
+    world.tell(resent(ended), resent(runs), Drain())
+    world.detok.replayed.clear()
+    world.replace_detok()
+    assert sorted(told.opening.request_id for told in world.detok.replayed) == ["ended", "runs"]
+    world.lose_detok()  # with all that it had been told, which was handed on as far as it ended
+    world.detok.replayed.clear()
+    world.replace_detok()
+    assert [told.opening.request_id for told in world.detok.replayed] == ["runs"]
+    world.run()
+    assert tokens_of(world, "runs") == reference([6], 9, True)
+    assert world.detok.all_told == 1
+
+
+def test_a_server_does_not_leave_before_who_asked_again_was_answered() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 3, ignore_eos=True))
+    world.run()
+    world.lose_detok()
+    world.tell(resent(submit("a", [5], 3, ignore_eos=True)), Drain())
+    world.detok.session = 1  # it is there, and has not yet said so
+    world.scheduler.iterate([], [])
+    assert not world.detok.all_told
+    world.replace_detok()
+    world.scheduler.iterate([], [])
+    assert world.detok.all_told == 1
+
+
+def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("told", [5], 3, ignore_eos=True))
+    world.run()
+    world.checked = False
+    world.scheduler.iterate([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
+    while (result := world.worker.run_one()) is not None:
+        world.scheduler.iterate([], [result])
+    world.detok.ended.clear()  # the front door dies with it
+    del world.detok.closed["lost"]
+    assert not world.detok.all_told
+    world.tell(NewFrontDoor())
+    assert world.detok.closed["lost"].finish_reason == "length"
+    assert [told.opening.request_id for told in world.detok.replayed] == ["lost"]
+    world.scheduler.iterate([], [])
+    assert world.detok.all_told == 1
+
+
+def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
+    world = World(SchedulerArgs(max_batch_size=1, max_running_requests=1, max_queued_requests=2))
+    requests = [submit(name, [5 + n], 6, ignore_eos=True) for n, name in enumerate("abcdef")]
+    world.tell(*requests[:2])
+    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    world.run()
+    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    world.run()
+    for n, name in enumerate("abcdef"):
+        assert tokens_of(world, name) == reference([5 + n], 6, True)
+        assert world.detok.closed[name].finish_reason == "length", "the queue was not full"
+    assert world.scheduler.info()["generation_tokens_total"] == 36
+    assert not world.detok.replayed
+
+
+def test_a_name_that_is_used_anew_is_not_answered_with_what_ended_under_it_before() -> None:
+    world = World(SchedulerArgs())
+    first = submit("a", [5], 3, ignore_eos=True)
+    second = msgspec.structs.replace(submit("a", [6], 4, ignore_eos=True), received=1001.0)
+    for message in (second, msgspec.structs.replace(second, again=True)):
+        world.tell(msgspec.structs.replace(first, received=message.received - 1))
+        world.run()
+        world.detok.closed.clear()
+        world.tell(message)
+        world.run()
+        assert tokens_of(world, "a") == reference([6], 4, True)
+        world.tell(resent(second))
+        (told,) = world.detok.replayed
+        assert unpack_ids(told.token_ids).tolist() == reference([6], 4, True)
+        world.detok.replayed.clear()
+        world.detok.closed.clear()
+
+
 def test_a_request_sent_again_of_which_nobody_knows_begins_anew_after_an_empty_replay() -> None:
     world = World(SchedulerArgs())
-    world.tell(msgspec.structs.replace(submit("a", [5], 4, ignore_eos=True), resent=True))
+    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
     assert [unpack_ids(told.token_ids).tolist() for told in world.detok.replayed] == [[]]
     world.run()
     assert tokens_of(world, "a") == reference([5], 4, True)
@@ -218,7 +308,7 @@ def test_a_request_that_was_aborted_as_its_client_was_lost_begins_anew_when_it_i
     world.tell(submit("a", [5], 4, ignore_eos=True))
     world.tell(abort("a"))
     world.detok.closed.clear()
-    world.tell(msgspec.structs.replace(submit("a", [5], 4, ignore_eos=True), resent=True))
+    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
     world.run()
     assert tokens_of(world, "a") == reference([5], 4, True)
     assert world.detok.closed["a"].finish_reason == "length"

@@ -1,0 +1,132 @@
+"""What lay before a process that died, and what it had not yet passed on, is not lost with it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.handle import Handle
+from tests.server import Server, running_server, settle, wait_until
+
+REQUESTS = 40
+PATIENCE = 40.0
+LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--max-restarts", "100"]
+    with running_server(tmp_path_factory.mktemp("kept") / "log", *flags) as server:
+        yield server
+
+
+def submit_all(client: AsyncClient) -> list[Handle]:
+    """Greedy and seeded ones, streams and not, one choice and three."""
+    return [
+        client.submit(
+            [3 + n, 5, 7],
+            SamplingParams(
+                temperature=n % 2,
+                seed=n,
+                max_new_tokens=5 + n,
+                ignore_eos=True,
+                n=1 + n % 5 // 4 * 2,
+            ),
+            stream=n % 3 > 0,
+        )
+        for n in range(REQUESTS)
+    ]
+
+
+async def results(handles: list[Handle]) -> list[tuple[list[int], str]]:
+    async def one(handle: Handle) -> Completion:
+        return await asyncio.wait_for(handle.completion(), PATIENCE)
+
+    ended = await asyncio.gather(*map(one, handles))
+    return [(c.token_ids, c.text) for first in ended for c in (first, *first.others)]
+
+
+def send(server: Server, name: str, number: signal.Signals) -> None:
+    os.kill(server.pid_of(name), number)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(own_server: Server) -> list[tuple[list[int], str]]:
+    async def run() -> list[tuple[list[int], str]]:
+        async with AsyncClient(own_server.endpoint) as client:
+            return await results(submit_all(client))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc"])
+def test_requests_that_came_while_a_process_stood_still_before_it_died_are_answered(
+    own_server: Server, undisturbed: list[tuple[list[int], str]], name: str
+) -> None:
+    async def run() -> list[tuple[list[int], str]]:
+        async with AsyncClient(own_server.endpoint) as client:
+            send(own_server, name, signal.SIGSTOP)
+            handles = submit_all(client)
+            await asyncio.sleep(0.3)
+            send(own_server, name, signal.SIGKILL)
+            return await results(handles)
+
+    assert asyncio.run(run()) == undisturbed
+    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, PATIENCE)
+
+
+def kill_the_detokenizer(server: Server) -> None:
+    send(server, "detok_proc", signal.SIGKILL)
+    send(server, "tokenizer_proc", signal.SIGCONT)
+
+
+def kill_the_front_door(server: Server) -> None:
+    send(server, "tokenizer_proc", signal.SIGKILL)
+
+
+def kill_both(server: Server) -> None:
+    send(server, "detok_proc", signal.SIGKILL)
+    send(server, "tokenizer_proc", signal.SIGKILL)
+
+
+@pytest.mark.parametrize("strike", [kill_the_detokenizer, kill_the_front_door, kill_both])
+def test_ends_that_a_front_door_could_not_take_in_are_told_when_it_can(
+    own_server: Server,
+    undisturbed: list[tuple[list[int], str]],
+    strike: Callable[[Server], None],
+) -> None:
+    async def run() -> list[tuple[list[int], str]]:
+        async with AsyncClient(own_server.endpoint) as client:
+            handles = submit_all(client)
+            await asyncio.wait_for(handles[1].__anext__(), PATIENCE)
+            send(own_server, "tokenizer_proc", signal.SIGSTOP)
+            await asyncio.sleep(1.0)  # in which the others end
+            strike(own_server)
+            return await results(handles)
+
+    assert asyncio.run(run()) == undisturbed
+    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, PATIENCE)
+
+
+def test_an_abort_that_a_scheduler_did_not_see_before_it_died_is_heeded_by_the_next(
+    own_server: Server,
+) -> None:
+    async def run() -> None:
+        async with AsyncClient(own_server.endpoint) as client:
+            handles = [client.submit([3 + n, 5], LONG) for n in range(4)]
+            await asyncio.wait_for(handles[3].__anext__(), PATIENCE)
+            send(own_server, "scheduler_proc", signal.SIGSTOP)
+            for handle in handles:
+                await client.abort(handle.request_id)
+            await asyncio.sleep(0.3)
+            send(own_server, "scheduler_proc", signal.SIGKILL)
+            ended = [await asyncio.wait_for(one.completion(), PATIENCE) for one in handles]
+            assert {one.finish_reason for one in ended} == {"abort"}
+
+    asyncio.run(run())
+    assert settle(own_server.endpoint)["pages_held"] == 0
