@@ -101,7 +101,10 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", endpoint: str, log: Pa
         assert time.monotonic() < deadline, f"not ready in time:\n{log.read_text()}"
         time.sleep(0.05)
     with Client(endpoint) as client:
-        pids = client.info()["pids"]
+        while not (info := client.info())["ready"]:  # the scheduler has not yet heard of the worker
+            assert time.monotonic() < deadline, f"not ready in time:\n{log.read_text()}"
+            time.sleep(0.01)
+        pids = info["pids"]
     for child in psutil.Process(process.pid).children():
         if child.pid not in pids.values():
             pids["http_proc"] = child.pid
