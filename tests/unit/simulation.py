@@ -195,13 +195,17 @@ class SimulatedWorker:
 
 
 class Detok:
-    """Collects what reaches the detokenizer, and checks that each request ends once."""
+    """Collects what reaches the detokenizer, and checks that each request ends once.
+
+    unanswered: requests of clients that take nothing of them before they are told anew.
+    """
 
     def __init__(self) -> None:
         self.open: dict[int, str] = {}
         self.tokens: dict[str, list[int]] = {}
         self.closed: dict[str, CloseText] = {}
         self.replayed: list[ReplayText] = []
+        self.unanswered: set[str] = set()
         self.ended: list[int] = []
         self.all_told = 0
         self.session = 0
@@ -233,6 +237,7 @@ class Detok:
         """What was known of it must be a beginning of it."""
         self.replayed.append(replay)
         name, tokens = replay.opening.request_id, unpack_ids(replay.token_ids).tolist()
+        self.unanswered.discard(name)
         before = self.tokens.get(name, [])
         assert tokens[: len(before)] == before
         self.open[replay.opening.seq] = name

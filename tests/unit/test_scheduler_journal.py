@@ -20,13 +20,12 @@ class MortalWorld(World):
     def __init__(self, args: SchedulerArgs, directory: Path) -> None:
         super().__init__(args)
         self._args = dataclasses.replace(args, journal=str(directory))
-        self.sessions = 0
         self.follow()
 
     def follow(self) -> None:
         """The scheduler is gone; another one takes over, with a worker and a detokenizer that were
         told to forget what they know."""
-        self.sessions += 1
+        self._detok_sessions += 1
         journal, found = open_journal(self._args, Path("run"))
         self.scheduler = Scheduler(
             self._args,
@@ -38,11 +37,11 @@ class MortalWorld(World):
         )
         self.scheduler.take_up(found)
         self.worker.die()
-        self.detok.session = self.sessions
+        self.detok.session = self._detok_sessions
         self.detok.open.clear()
         self.detok.ended.clear()
         ready = msgspec.structs.replace(self._ready, session=self.worker.session)
-        self.scheduler.iterate([DetokReady(self.sessions)], [ready])
+        self.scheduler.iterate([DetokReady(self.detok.session)], [ready])
         self._acknowledge()
         self._check()
 
@@ -113,16 +112,21 @@ def test_numbers_are_never_used_again(tmp_path: Path) -> None:
     assert world.detok.closed["a"].seq != world.detok.closed["b"].seq
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     world = MortalWorld(SchedulerArgs(max_batch_size=4, max_running_requests=6), tmp_path)
     accepted: dict[str, Submit] = {}
     aborted: set[str] = set()
-    for number in range(150):
-        match chosen.randrange(10):
+
+    def asked_again(names: set[str], **how: bool) -> list[Submit]:
+        return [msgspec.structs.replace(accepted[n], resent=True, **how) for n in names]
+
+    for number in range(200):
+        match chosen.randrange(13):
             case 0:
                 world.follow()
+                world.tell(*asked_again(world.detok.unanswered, again=True))  # by the front door
             case 1 | 2 | 3:
                 prompt = [chosen.randrange(3, 90) for _ in range(chosen.randrange(1, 30))]
                 message = submit(f"r{number}", prompt, chosen.randrange(1, 20))
@@ -133,11 +137,20 @@ def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:
                 if name not in world.detok.closed:
                     aborted.add(name)
                 world.tell(abort(name))
+            case 5:
+                world.lose_detok()
+            case 6:
+                world.replace_detok()
+            case 7 if accepted:
+                asked = {chosen.choice(list(accepted)) for _ in range(3)} - aborted
+                world.detok.unanswered |= asked
+                world.tell(*asked_again(asked))
             case _:
                 world.step()
-    world.follow()
+    world.replace_detok()
     world.run()
     assert set(world.detok.closed) == set(accepted)
+    assert not world.detok.unanswered
     for name, message in accepted.items():
         expected = reference(
             list(memoryview(message.prompt_ids).cast("i")),
