@@ -45,13 +45,18 @@ class Watch:
     def _look(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        waits = self._transport.get_write_buffer_size()
-        sent = self._writer.output_size - waits
+        waits, sent = self.progress()
         if self._waited and waits and sent - self._sent < LEAST_BYTES:
             self._cut_off()
             return
         self._waited, self._sent = waits, sent
         self._timer = self._loop.call_later(STALL_SECONDS, self._look)
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that wait for the client, and those that have gone to it."""
+        assert self._transport is not None
+        waits = self._transport.get_write_buffer_size()
+        return waits, self._writer.output_size - waits
 
     def _cut_off(self) -> None:
         assert self._transport is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from http_proc import bodies, listen, watch
+from http_proc import access, bodies, listen, watch
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 Test = Callable[[Any], Coroutine[Any, Any, None]]
@@ -99,15 +99,33 @@ def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.Mon
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.05)
+    """Looked at by hand, each time when it has just taken enough: no clock decides."""
+    watches: list[watch.Watch] = []
+
+    class Known(watch.Watch):
+        def __enter__(self) -> None:
+            super().__enter__()
+            watches.append(self)
+            assert self._transport is not None
+            own = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+
+    monkeypatch.setattr(access, "Watch", Known)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
-        client, taken = await connect(gateway, request(ASK), 1 << 16), 0
+        client, taken, sent, looks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
         while taken < 8_000_000:
-            taken += len(await asyncio.get_running_loop().sock_recv(client, 1 << 16))
-            await asyncio.sleep(0.001)
+            piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+            assert piece, "it was cut off"
+            taken += len(piece)
+            await asyncio.sleep(0)
+            waits, now = watches[0].progress()
+            if waits and now - sent >= watch.LEAST_BYTES:
+                watches[0]._look()
+                sent, looks = now, looks + 1
         assert gateway.metrics.slow_readers == 0
+        assert looks > 10
         client.close()
 
     run(ring, test)
