@@ -87,13 +87,13 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
 def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "CONNECT_SECONDS", 0.5)
     make_server_keys(tmp_path)
     keys = make_client_keys(tmp_path, "ann")
     locked = FakeServer(f"tcp://127.0.0.1:{free_port()}", tmp_path)
     locked.start()
     try:
         assert bench(locked, f"--num-requests 1 --curve-dir {keys}") == EXIT_OK
+        monkeypatch.setattr(serving, "CONNECT_SECONDS", 0.5)
         assert bench(locked, "--num-requests 1") == EXIT_NO_SERVER
     finally:
         locked.stopping = True
