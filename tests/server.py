@@ -149,7 +149,7 @@ def settle(endpoint: str, seconds: float = 20.0) -> dict:  # type: ignore[type-a
                 info = client.info()
         except QuadrigaError:
             return False
-        return info["running"] == info["waiting"] == info["pages_held"] == 0
+        return info["ready"] and info["running"] == info["waiting"] == info["pages_held"] == 0
 
     wait_until(idle, seconds, lambda: f"info: {info}")
     return info

@@ -12,6 +12,7 @@ from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.handle import Handle
 from tests.server import Server, running_server, settle, wait_until
 
+RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 REQUESTS = 40
 PATIENCE = 40.0
 LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
@@ -64,16 +65,18 @@ def undisturbed(own_server: Server) -> list[tuple[list[int], str]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc"])
-def test_requests_that_came_while_a_process_stood_still_before_it_died_are_answered(
-    own_server: Server, undisturbed: list[tuple[list[int], str]], name: str
+@pytest.mark.parametrize("names", [*((name,) for name in RING), RING], ids="+".join)
+def test_requests_that_came_while_processes_stood_still_before_they_died_are_answered(
+    own_server: Server, undisturbed: list[tuple[list[int], str]], names: tuple[str, ...]
 ) -> None:
     async def run() -> list[tuple[list[int], str]]:
         async with AsyncClient(own_server.endpoint) as client:
-            send(own_server, name, signal.SIGSTOP)
+            for name in names:
+                send(own_server, name, signal.SIGSTOP)
             handles = submit_all(client)
             await asyncio.sleep(0.3)
-            send(own_server, name, signal.SIGKILL)
+            for name in names:
+                send(own_server, name, signal.SIGKILL)
             return await results(handles)
 
     assert asyncio.run(run()) == undisturbed
