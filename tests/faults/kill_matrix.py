@@ -10,6 +10,7 @@ the undisturbed run: lost (ended with an error), duplicated (longer than it shou
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -173,8 +174,10 @@ class Matrix:
             with self.server() as server:
 
                 async def stop_and_kill(server: Server = server) -> None:
+                    pid = server.pid_of(name)  # a gateway without streams leaves at once
                     server.process.send_signal(signal.SIGTERM)
-                    await _kill(server, name, number)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
                 asyncio.run(self.disturbed(server.endpoint, tally, stop_and_kill))
 
