@@ -252,6 +252,7 @@ class FrontDoor:
     def _client_is_lost(self, client: bytes) -> None:
         self._load.forget(client)
         self._abort(client, "", CLIENT_LOST)
+        self._outstanding.forget(client)
 
     # --- out --------------------------------------------------------------------------------------
 

@@ -4,13 +4,17 @@ A scheduler that dies takes along what it had received and not yet written down:
 to it, and what waits in its socket. It may be all that came while it stood still.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
-from quadriga.messages.to_scheduler import AbortRequest, Submit
+from quadriga.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 from quadriga.sockets import Outbox
+
+MOST_GONE = 1024
+"""So many clients that are gone are remembered: the next scheduler ends what it has of them."""
 
 
 @dataclass(slots=True)
@@ -28,10 +32,13 @@ class Outstanding:
     def __init__(self, scheduler: Outbox) -> None:
         self._scheduler = scheduler
         self._sent: dict[bytes, dict[str, Sent]] = {}
+        self._gone: deque[bytes] = deque(maxlen=MOST_GONE)
 
     def submit(self, message: Submit) -> None:
+        """One that is under way is only sent again by a client that has to hear of it anew."""
         mine = self._sent.setdefault(message.client, {})
-        mine[message.request_id] = Sent(message, message.params.n)
+        if message.resent or message.request_id not in mine:
+            mine[message.request_id] = Sent(message, message.params.n)
         self._scheduler.send(message)
 
     def abort(self, client: bytes, request_id: str, by: str) -> None:
@@ -58,8 +65,16 @@ class Outstanding:
         if not mine:
             self._sent.pop(client, None)
 
+    def forget(self, client: bytes) -> None:
+        """It is gone, and its requests were aborted."""
+        if self._sent.pop(client, None) is not None:
+            self._gone.append(client)
+
     def send_again(self) -> None:
         """To another scheduler. What it knows from the journal it does not take twice."""
+        for client in self._gone:
+            if client not in self._sent:
+                self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
         for mine in self._sent.values():
             for request_id, sent in mine.items():
                 self._scheduler.send(msgspec.structs.replace(sent.submit, again=True))

@@ -22,6 +22,7 @@ from quadriga.messages.public import (
 from quadriga.messages.to_detok import Delivered
 from quadriga.messages.to_scheduler import (
     CLIENT,
+    CLIENT_LOST,
     AbortRequest,
     Drain,
     Leave,
@@ -147,6 +148,27 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     door.hear(client=b"d", ended=("of another",))
     door.door.scheduler_was_replaced()
     assert door.scheduler.sent == [Drain()]
+
+
+def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
+    door = Door(max_queued=100)
+    door.ask("a", params=SamplingParams(n=2))
+    door.hear(ended=("a",))
+    door.ask("a", params=SamplingParams(n=2))  # it is under way: one choice is left of it
+    door.hear(ended=("a",))
+    door.ask("b", client=b"gone")
+    door.ask("c", client=b"back")
+    door.port.missing |= {b"gone", b"back"}
+    for client in (b"gone", b"back"):
+        door.hear(client=client)
+    door.port.missing.clear()
+    door.ask("c", client=b"back", resent=True)
+    submit = door.scheduler.sent[-1]
+    door.door.scheduler_was_replaced()
+    assert door.scheduler.sent == [
+        AbortRequest(b"gone", "", CLIENT_LOST),
+        msgspec.structs.replace(submit, again=True),
+    ]
 
 
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
