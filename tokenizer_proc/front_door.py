@@ -1,8 +1,7 @@
 """The public socket: takes requests in, hands results out, and keeps no state of a request.
 
-What it does keep: who is there (clients.py), how many requests each of them has open (load.py), the
-requests that are being encoded at this moment, and as they were sent those that the scheduler has
-not ended (outstanding.py).
+What it does keep: who is there (clients.py), which requests are open, as they were sent to the
+scheduler (outstanding.py), and how much is waiting and being encoded (load.py).
 """
 
 import asyncio
@@ -55,7 +54,7 @@ from tokenizer_proc.conversions import convert
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.grammars import GrammarDoor
 from tokenizer_proc.load import Load
-from tokenizer_proc.outstanding import Outstanding
+from tokenizer_proc.outstanding import Open, Outstanding
 from tokenizer_proc.sampling_defaults import sampling_defaults
 
 RETURN_SECONDS = 2.0
@@ -65,19 +64,14 @@ connect many times a second."""
 
 @dataclass(slots=True)
 class Arrival:
-    """A request that is being worked on. size: of its message, in bytes. received: Unix seconds.
-    aborted: meanwhile."""
+    """A request that is being worked on. size: of its message, in bytes. received: Unix seconds."""
 
     client: bytes
     message: Generate
     size: int
     received: float
+    open: Open
     grammar: GrammarForm | None = None
-    aborted: bool = False
-
-    @property
-    def key(self) -> tuple[bytes, str]:
-        return self.client, self.message.request_id
 
 
 class FrontDoor:
@@ -107,7 +101,6 @@ class FrontDoor:
         self._load = Load(max_queued, args.max_requests_per_client)
         self._outstanding = Outstanding(scheduler)
         self.clients = Clients(self._client_is_lost)
-        self._arrivals: dict[tuple[bytes, str], Arrival] = {}
         self._refused = 0
         self._draining = False
         self._awaits_clients = again
@@ -132,7 +125,7 @@ class FrontDoor:
                 case Generate():
                     self._generate(client, message, len(payload[0]))
                 case Abort():
-                    self._abort(client, message.request_id)
+                    self._outstanding.abort(client, message.request_id, CLIENT)
                 case Ping():
                     self._answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
                 case GetInfo():
@@ -148,9 +141,9 @@ class FrontDoor:
             self._refuse(client, requests.salvage_request_id(payload), error)
 
     def _generate(self, client: bytes, message: Generate, size: int) -> None:
-        requests.check_request_id(message.request_id)
-        arrival = Arrival(client, message, size, received=time.time())
-        if arrival.key in self._arrivals:
+        received, name, choices = time.time(), message.request_id, message.params.n
+        requests.check_request_id(name)
+        if self._outstanding.is_being_encoded(client, name):
             return
         requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
@@ -161,15 +154,16 @@ class FrontDoor:
         grammar = grammar_of(message.params)
         if grammar is not None:
             requests.check_can_end(message.params, self._model)
-        self._arrivals[arrival.key] = arrival
-        self._load.let_in(client, message.request_id, message.params.n, size)
+        self._load.let_in(choices, size)
+        opened = self._outstanding.let_in(client, name, choices, message.resent)
+        arrival = Arrival(client, message, size, received, opened)
         if grammar is None:
             self._encode(arrival)
         else:
             self._grammars.check(grammar, lambda form: self._grammar_checked(arrival, form))
 
     def _inspect(self, client: bytes, request_id: str, flush_cache: bool = False) -> None:
-        now = {"refused": self._refused, "open_requests": self._load.open_requests}
+        now = {"refused": self._refused, "open_requests": len(self._outstanding)}
         facts: InfoValues = {**self._facts, **now}
         self._scheduler.send(Inspect(client, request_id, facts, flush_cache))
 
@@ -177,7 +171,7 @@ class FrontDoor:
         """What was accepted once is not refused when it is sent again; everything else may be."""
         if self._draining:
             raise ServerStopping("the server is stopping and takes no new requests")
-        self._load.check(client, message.params.n, size)
+        self._load.check(self._outstanding.num_of(client), message.params.n, size)
 
     def _grammar_checked(self, arrival: Arrival, form: "asyncio.Future[str]") -> None:
         try:
@@ -198,15 +192,13 @@ class FrontDoor:
 
     def _pass_on(self, arrival: Arrival, ids: "Callable[[], array[int]]") -> None:
         try:
-            self._outstanding.submit(self._submission(arrival, ids()))
+            self._outstanding.submit(arrival.open, self._submission(arrival, ids()))
         except QuadrigaError as error:
             self._settle(arrival, error)
         except Exception as error:
             logging.exception("encoding failed")
             self._settle(arrival, InvalidRequest(f"prompt cannot be encoded: {error}", "prompt"))
         else:
-            if arrival.aborted:
-                self._outstanding.abort(*arrival.key, CLIENT)
             self._settle(arrival)
 
     def _submission(self, arrival: Arrival, ids: "array[int]") -> Submit:
@@ -236,22 +228,15 @@ class FrontDoor:
 
     def _settle(self, arrival: Arrival, error: QuadrigaError | None = None) -> None:
         """A request went on to the scheduler, or is refused."""
-        self._arrivals.pop(arrival.key, None)
+        client, name = arrival.client, arrival.message.request_id
         self._load.worked_off(arrival.size)
-        if error is not None:
-            self._load.refused(*arrival.key)
-            self._refuse(*arrival.key, error)
+        if error is not None and arrival.open.wanted:
+            self._outstanding.refused(client, name, arrival.open)
+            self._refuse(client, name, error)
         self._pass_drain_on()
 
-    def _abort(self, client: bytes, request_id: str, by: str = CLIENT) -> None:
-        for arrival in self._arrivals.values():
-            if arrival.client == client and request_id in ("", arrival.message.request_id):
-                arrival.aborted = True
-        self._outstanding.abort(client, request_id, by)
-
     def _client_is_lost(self, client: bytes) -> None:
-        self._load.forget(client)
-        self._abort(client, "", CLIENT_LOST)
+        self._outstanding.abort(client, "", CLIENT_LOST)
         self._outstanding.forget(client)
 
     # --- out --------------------------------------------------------------------------------------
@@ -266,7 +251,7 @@ class FrontDoor:
         if delivered.waiting is not None:
             self._load.report(delivered.waiting)
         if delivered.ended:
-            self._load.ended(client, delivered.ended)
+            self._load.ended(len(delivered.ended))
             self._outstanding.ended(client, delivered.ended)
         if delivered.settled:
             self._scheduler.send(TextsEnded(delivered.settled))
@@ -299,7 +284,7 @@ class FrontDoor:
         self._pass_drain_on()
 
     def _pass_drain_on(self) -> None:
-        if self._draining and not self._arrivals and not self._awaits_clients:
+        if self._draining and self._load.idle and not self._awaits_clients:
             self._has_asked = True
             self._scheduler.send(Drain())
 

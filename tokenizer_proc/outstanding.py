@@ -1,11 +1,11 @@
-"""What the scheduler was sent and has not ended, to be sent again to another one.
+"""The requests that are open: from when the front door lets them in until their last choice ends.
 
-A scheduler that dies takes along what it had received and not yet written down: what is on its way
-to it, and what waits in its socket. It may be all that came while it stood still.
+They are kept as they were sent to the scheduler, to be sent again to another one: a scheduler that
+dies takes along what it had received and not yet written down, which is what is on its way to it
+and what waits in its socket. It may be all that came while it stood still.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -18,66 +18,105 @@ MOST_GONE = 1024
 
 
 @dataclass(slots=True)
-class Sent:
-    """A request as it was sent. choices: that have not ended. aborted_by: "" if it was not."""
+class Open:
+    """An open request. choices: that have not ended. submit: what the scheduler was sent; None: it
+    is being encoded. aborted_by: "" if it was not."""
 
-    submit: Submit
     choices: int
+    submit: Submit | None = None
     aborted_by: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Its client is there."""
+        return self.aborted_by != CLIENT_LOST
 
 
 class Outstanding:
-    """Sends requests and aborts, and keeps them until the requests have ended."""
+    """Counts what is open, sends it and its aborts to the scheduler, and keeps it."""
 
     def __init__(self, scheduler: Outbox) -> None:
         self._scheduler = scheduler
-        self._sent: dict[bytes, dict[str, Sent]] = {}
+        self._open: dict[bytes, dict[str, Open]] = {}
         self._gone: deque[bytes] = deque(maxlen=MOST_GONE)
 
-    def submit(self, message: Submit) -> None:
-        """One that is under way is only sent again by a client that has to hear of it anew."""
-        mine = self._sent.setdefault(message.client, {})
-        if message.resent or message.request_id not in mine:
-            mine[message.request_id] = Sent(message, message.params.n)
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def num_of(self, client: bytes) -> int:
+        """How many open requests a client has."""
+        return len(self._open.get(client, ()))
+
+    def is_being_encoded(self, client: bytes, request_id: str) -> bool:
+        one = self._find(client, request_id)
+        return one is not None and one.submit is None
+
+    def let_in(self, client: bytes, request_id: str, choices: int, resent: bool) -> Open:
+        """It is worked on. One that is under way is only sent again by a client that has to hear of
+        it anew."""
+        mine = self._open.setdefault(client, {})
+        if resent or request_id not in mine:
+            mine[request_id] = Open(choices)
+        return mine[request_id]
+
+    def refused(self, client: bytes, request_id: str, refused: Open) -> None:
+        """It was let in, and went no further."""
+        if self._find(client, request_id) is refused and refused.submit is None:
+            self._forget_one(client, request_id)
+
+    def submit(self, one: Open, message: Submit) -> None:
+        """It goes on to the scheduler, unless its client is gone."""
+        if not one.wanted:
+            return
+        if message.resent:
+            # What it was before may have ended in the meantime: that will be told again.
+            one.choices = message.params.n
+            self._open.setdefault(message.client, {})[message.request_id] = one
+        if message.resent or one.submit is None:
+            one.submit = message
         self._scheduler.send(message)
+        if one.aborted_by:
+            self._scheduler.send(AbortRequest(message.client, message.request_id, one.aborted_by))
 
     def abort(self, client: bytes, request_id: str, by: str) -> None:
         """One request of a client, or with an empty id all of them."""
-        for sent in self._of(client, request_id):
-            sent.aborted_by = by
+        for name, one in self._open.get(client, {}).items():
+            if request_id in ("", name):
+                one.aborted_by = by
         self._scheduler.send(AbortRequest(client, request_id, by))
-
-    def _of(self, client: bytes, request_id: str) -> Iterator[Sent]:
-        mine = self._sent.get(client, {})
-        if not request_id:
-            yield from mine.values()
-        elif request_id in mine:
-            yield mine[request_id]
 
     def ended(self, client: bytes, request_ids: list[str]) -> None:
         """Choices of these requests have ended."""
-        mine = self._sent.get(client, {})
         for request_id in request_ids:
-            if request_id in mine:
-                mine[request_id].choices -= 1
-                if mine[request_id].choices <= 0:
-                    del mine[request_id]
+            one = self._find(client, request_id)
+            if one is not None:
+                one.choices -= 1
+                if one.choices <= 0:
+                    self._forget_one(client, request_id)
+
+    def _find(self, client: bytes, request_id: str) -> Open | None:
+        return self._open.get(client, {}).get(request_id)
+
+    def _forget_one(self, client: bytes, request_id: str) -> None:
+        mine = self._open[client]
+        del mine[request_id]
         if not mine:
-            self._sent.pop(client, None)
+            del self._open[client]
 
     def forget(self, client: bytes) -> None:
         """It is gone, and its requests were aborted."""
-        if self._sent.pop(client, None) is not None:
+        if self._open.pop(client, None) is not None:
             self._gone.append(client)
 
     def send_again(self) -> None:
         """To another scheduler. What it knows from the journal it does not take twice."""
         for client in self._gone:
-            if client not in self._sent:
+            if client not in self._open:
                 self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
-        for mine in self._sent.values():
-            for request_id, sent in mine.items():
-                self._scheduler.send(msgspec.structs.replace(sent.submit, again=True))
-                if sent.aborted_by:
-                    abort = AbortRequest(sent.submit.client, request_id, sent.aborted_by)
-                    self._scheduler.send(abort)
+        for client, mine in self._open.items():
+            for request_id, one in mine.items():
+                if one.submit is None:
+                    continue
+                self._scheduler.send(msgspec.structs.replace(one.submit, again=True))
+                if one.aborted_by:
+                    self._scheduler.send(AbortRequest(client, request_id, one.aborted_by))

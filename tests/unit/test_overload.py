@@ -1,6 +1,8 @@
 """What the front door refuses because there is too much to do: at once, and with a hint."""
 
 import asyncio
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -53,18 +55,49 @@ class Port(Recorder):
         return message
 
 
+class LateEncoder:
+    """Encodes when the test says so. begun: what is to be called with the ids, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[Callable[[asyncio.Future[array[int]]], None]] = []
+
+    def encode(
+        self,
+        prompt: object,
+        chat: object,
+        then: "Callable[[asyncio.Future[array[int]]], None]",
+    ) -> None:
+        self.begun.append(then)
+
+    def finish(self) -> None:
+        """The oldest of them."""
+        loop = asyncio.new_event_loop()
+        ids: asyncio.Future[array[int]] = loop.create_future()
+        ids.set_result(array("i", [1]))
+        self.begun.pop(0)(ids)
+        loop.close()
+
+
 class Door:
     """A front door without sockets."""
 
     def __init__(self, max_queued: int = 4, **flags: Any) -> None:
-        self.scheduler, self.port = Recorder(), Port()
+        self.scheduler, self.port, self.encoder = Recorder(), Port(), LateEncoder()
         args = FrontDoorArgs(**flags)
-        self.door = FrontDoor(args, max_queued, model(), None, self.scheduler, {})  # type: ignore[arg-type]
+        self.door = FrontDoor(args, max_queued, model(), self.encoder, self.scheduler, {})  # type: ignore[arg-type]
         self.door.open(self.port)  # type: ignore[arg-type]
 
-    def ask(self, name: str, client: bytes = b"c", **fields: Any) -> None:
-        message = Generate(1, name, "", prompt_token_ids=pack_ids([1]), **fields)
+    def ask(self, name: str, client: bytes = b"c", late: bool = False, **fields: Any) -> None:
+        """late: with a text that is to be encoded first."""
+        ids = None if late else pack_ids([1])
+        message = Generate(1, name, "text" if late else "", prompt_token_ids=ids, **fields)
         self.door.on_public([client, encode(message)])
+
+    def lose(self, client: bytes = b"c") -> None:
+        """Its connection is lost, and it may come back."""
+        self.port.missing.add(client)
+        self.hear(client)
+        self.port.missing.clear()
 
     def hear(
         self,
@@ -171,6 +204,50 @@ def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
     ]
 
 
+def test_what_is_being_encoded_when_its_client_is_lost_is_not_run_and_can_be_sent_again() -> None:
+    door = Door(max_queued=100, max_requests_per_client=1)
+    door.ask("a", late=True)
+    door.ask("a", late=True)  # it is under way
+    assert len(door.encoder.begun) == 1
+    door.lose()
+    door.ask("a", late=True, resent=True)
+    door.encoder.finish()
+    assert door.scheduler.sent == [AbortRequest(b"c", "", CLIENT_LOST)]
+    door.encoder.finish()
+    assert [type(message) for message in door.scheduler.sent] == [AbortRequest, Submit]
+    door.hear(ended=("a",))
+    door.ask("b")
+    assert door.submitted == ["a", "b"]
+
+
+def test_what_is_aborted_while_it_is_being_encoded_is_aborted_when_it_is_known() -> None:
+    door = Door()
+    door.ask("a", late=True)
+    door.door.on_public([b"c", encode(Abort(1, "a"))])
+    door.door.drain()
+    door.encoder.finish()
+    abort = AbortRequest(b"c", "a", CLIENT)
+    assert [type(message) for message in door.scheduler.sent] == [
+        AbortRequest,
+        Submit,
+        AbortRequest,
+        Drain,
+    ]
+    assert door.scheduler.sent[0] == door.scheduler.sent[2] == abort
+
+
+def test_an_end_does_not_take_away_what_is_sent_again_meanwhile() -> None:
+    door = Door()
+    door.ask("a")
+    door.ask("a", late=True, resent=True)
+    door.hear(ended=("a",))
+    door.encoder.finish()
+    submit = door.scheduler.sent[-1]
+    assert submit.resent
+    door.door.scheduler_was_replaced()
+    assert door.scheduler.sent == [msgspec.structs.replace(submit, again=True)]
+
+
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
     door = Door(max_queued=100, max_requests_per_client=2)
     for name in "abc":
@@ -198,9 +275,7 @@ def test_refused_and_lost_requests_are_not_counted() -> None:
     door = Door(max_queued=100, max_requests_per_client=1)
     door.ask("a", params=SamplingParams(max_new_tokens=1000))  # over the context
     door.ask("b")
-    door.port.missing.add(b"c")
-    door.hear()
-    door.port.missing.clear()
+    door.lose()
     door.ask("d")
     assert door.submitted == ["b", "d"]
 
@@ -214,13 +289,13 @@ def test_a_client_of_an_earlier_front_door_may_still_come_back() -> None:
 
 def test_prompts_that_are_being_encoded_are_bounded_in_bytes() -> None:
     load = Load(1000, None)
-    load.check(b"c", 1, 2 * MOST_BYTES_IN_WORK)  # alone, it is the frame's size that bounds it
-    load.let_in(b"c", "a", 1, MOST_BYTES_IN_WORK - 10)
-    load.check(b"c", 1, 10)
+    load.check(0, 1, 2 * MOST_BYTES_IN_WORK)  # alone, it is the frame's size that bounds it
+    load.let_in(1, MOST_BYTES_IN_WORK - 10)
+    load.check(1, 1, 10)
     with pytest.raises(QueueFull, match="are being encoded"):
-        load.check(b"c", 1, 11)
+        load.check(1, 1, 11)
     load.worked_off(MOST_BYTES_IN_WORK - 10)
-    load.check(b"c", 1, 11)
+    load.check(1, 1, 11)
 
 
 def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
@@ -229,9 +304,9 @@ def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
     load.report(40)
     for _ in range(10):
         now += 0.5
-        load.ended(b"c", ["x"])
+        load.ended(1)
     with pytest.raises(QueueFull) as caught:
-        load.check(b"c", 1, 1)
+        load.check(0, 1, 1)
     assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
     error = ErrorInfo.of(caught.value).exception()
     assert isinstance(error, QueueFull)
