@@ -36,7 +36,7 @@ from scheduler_proc.journal_frames import (
 from scheduler_proc.request import Request
 
 FILE_NAME = "journal"
-COMPACT_AT = 64 * 1024 * 1024
+COMPACT_AT = 16 * 1024 * 1024
 """Bytes from which on a file is written anew, if that makes it a quarter."""
 MOST_ENDED = 1024
 MOST_ENDED_TOKENS = 1 << 20
