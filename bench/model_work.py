@@ -4,7 +4,7 @@ from typing import Any
 
 from bench.floor import Product, Work
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 from worker_proc.models.ops import Ops
 from worker_proc.models.registry import build_model
 
@@ -52,7 +52,9 @@ class _Listed(Ops[None]):
     def add_projection(self, residual: None, linear: Linear, x: None) -> None:
         self._add(linear)
 
-    def attend(self, layer: int, qkv: None, rope: Rope | None) -> None:
+    def attend(
+        self, layer: int, qkv: None, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> None:
         self.attention.append(self._widths)
 
     def logits(self, head: Linear | Embedding, x: None) -> None:

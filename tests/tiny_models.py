@@ -9,7 +9,18 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB_SIZE = 512
 CONTEXT_LENGTH = 128
@@ -50,6 +61,28 @@ def tiny_gpt2(directory: Path, **changes: Any) -> Path:
 def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
     """A Llama of 3 layers, 6 heads of 16 over 2 key/value heads; context 256. Returns the
     directory. changes: further fields of LlamaConfig."""
+    return _like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
+
+
+def tiny_mistral(directory: Path, **changes: Any) -> Path:
+    """As tiny_llama, with a window as long as its context."""
+    changes = {"sliding_window": 2 * CONTEXT_LENGTH, "head_dim": 16, **changes}
+    return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
+
+
+def tiny_qwen2(directory: Path, **changes: Any) -> Path:
+    """As tiny_llama, with biased queries, keys and values."""
+    return _like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
+
+
+def tiny_qwen3(directory: Path, **changes: Any) -> Path:
+    """As tiny_llama, with normalised heads, of 24."""
+    return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
+
+
+def _like_llama(
+    model_class: Any, config_class: Any, directory: Path, tie: bool, changes: dict[str, Any]
+) -> Path:
     end = write_tokenizer(directory)
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -64,7 +97,7 @@ def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
         "eos_token_id": end,
         **changes,
     }
-    return _save(LlamaForCausalLM, LlamaConfig(**fields), directory)
+    return _save(model_class, config_class(**fields), directory)
 
 
 def write_tokenizer(directory: Path) -> int:

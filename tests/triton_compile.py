@@ -40,8 +40,9 @@ def main() -> None:
     combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "SPLITS": 8}
     check(attention._combine, combining, parts=FLOATS, weights=FLOATS)
     turning = {**HEADS, "HEADS": 9, "BLOCK_HEADS": 16, "HALF": 32, "BLOCK_HALF": 32}
-    check(rotate_write._rotate_write, {**turning, "ROTATED": True}, **paged, qkv_stride="i32",
-          cosines=FLOATS, sines=FLOATS)  # fmt: skip
+    for normed in (True, False):
+        check(rotate_write._rotate_write, {**turning, "ROTATED": True, "NORMED": normed}, **paged,
+              qkv_stride="i32", cosines=FLOATS, sines=FLOATS, epsilon="fp32")  # fmt: skip
     wide = {"WIDTH": 768, "BLOCK": rows.BLOCK}
     check(rows._embed, {**wide, "HAS_POSITIONS": True}, tokens="*i32", slots=IDS, positions=IDS,
           out=FLOATS, tokens_stride="i32")  # fmt: skip

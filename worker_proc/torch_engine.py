@@ -10,7 +10,15 @@ from worker_proc.attention.base import AttentionBackend
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.models.base import Model
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope, Split
+from worker_proc.models.layers import (
+    Embedding,
+    HeadNorms,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Rope,
+    Split,
+)
 from worker_proc.models.ops import Ops
 from worker_proc.sampler import first_of_greatest
 
@@ -98,9 +106,15 @@ class TorchOps(Ops[Tensor]):
             added = self._ranks.add_up(added)
         return residual + added
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rope | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> Tensor:
         heads, kv_heads = self._heads.heads, self._heads.kv_heads
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self._heads.head_dim)
+        if norms is not None:
+            queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+            queries.copy_(self.norm(norms.queries, queries))
+            keys.copy_(self.norm(norms.keys, keys))
         if rope is not None:
             self._rotate(qkv[:, : heads + kv_heads], rope)
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))

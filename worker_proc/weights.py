@@ -122,13 +122,14 @@ def _undo_conversion(
     Llama: the rotary pairs of Q and K lie side by side, here half a head apart. GPT-2: weights are
     [outputs, inputs], its checkpoints keep [inputs, outputs].
     """
-    if config["model_type"] != "gpt2":
+    if config["model_type"] == "llama":
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_halves_apart(name, tensor.data, config))
         return _halves_apart(name, tensor, config)
-    if isinstance(tensor, PackedRows) or not name.startswith("blk.") or tensor.dim() != 2:
-        return tensor
-    return tensor.t()
+    is_layers = name.startswith("blk.")
+    if config["model_type"] == "gpt2" and is_layers and isinstance(tensor, Tensor):
+        return tensor.t() if tensor.dim() == 2 else tensor
+    return tensor
 
 
 def _halves_apart(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
@@ -142,22 +143,27 @@ def _halves_apart(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
+_LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk": "model.layers",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _GGUF_NAMES = {
-    "llama": {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-        "blk": "model.layers",
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
+    "llama": _LLAMA_NAMES,
+    "qwen2": _LLAMA_NAMES,
+    "qwen3": _LLAMA_NAMES,
     "gpt2": {
         "token_embd": "wte",
         "position_embd": "wpe",

@@ -135,6 +135,7 @@ def _refuse_unsupported(
 
 
 def _llama_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """Of all that are like Llama; its names stand for theirs."""
     heads = own["attention.head_count"]
     return {
         "model_type": "llama",
@@ -149,9 +150,19 @@ def _llama_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": own["context_length"],
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
+
+
+def _qwen2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    named = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    return _llama_config(own, tensors) | named
+
+
+def _qwen3_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    named = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    return _llama_config(own, tensors) | named
 
 
 def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
@@ -171,6 +182,8 @@ def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]
 
 _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] = {
     "llama": _llama_config,
+    "qwen2": _qwen2_config,
+    "qwen3": _qwen3_config,
     "gpt2": _gpt2_config,
 }
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quadriga.client import AsyncClient, SamplingParams
 from quadriga.config import ModelArgs
 from quadriga.model_source import resolve_model
 from tests.server import running_server, settle
+from tests.tiny_models import tiny_mistral, tiny_qwen2, tiny_qwen3
 
 NEW_TOKENS = 12
 
@@ -129,6 +131,19 @@ def test_a_tiny_model_of_each_family(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     context = model.config.max_position_embeddings
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), 512)
+    check(model, prompts, tmp_path / "log", "--model", str(directory),
+          "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
+@pytest.mark.parametrize("build", [tiny_mistral, tiny_qwen2, tiny_qwen3])
+def test_those_that_are_nearly_llama(
+    build: Callable[[Path], Path], way: str, tmp_path: Path
+) -> None:
+    directory = build(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
     check(model, prompts, tmp_path / "log", "--model", str(directory),
           "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
 

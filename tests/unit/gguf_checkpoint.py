@@ -30,12 +30,12 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     [outputs, inputs]."""
     config = json.loads((directory / "config.json").read_text())
     is_llama = config["model_type"] == "llama"
-    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.GPT2
+    architecture = gguf.MODEL_ARCH[config["model_type"].upper()]
     writer = gguf.GGUFWriter(file, config["model_type"])
     names = gguf.get_tensor_name_map(architecture, MOST_BLOCKS)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
-        if ".q_proj." in name or ".k_proj." in name:
+        if is_llama and (".q_proj." in name or ".k_proj." in name):
             count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(count, 2, -1, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)

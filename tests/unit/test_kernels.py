@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quadriga.config import ModelArgs
 from quadriga.model_source import resolve_model
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.engine import Engine
@@ -117,6 +117,8 @@ MODELS = {
         mlp_bias=True,
         intermediate_size=150,
     ),
+    "qwen2 (6 heads of 16 over 2, biased)": tiny_qwen2,
+    "qwen3 (6 heads of 24 over 2, normalised)": tiny_qwen3,
     "llama (3 heads of 64)": lambda path: tiny_llama(
         path, num_attention_heads=3, num_key_value_heads=3, head_dim=64, vocab_size=517
     ),

@@ -1,5 +1,6 @@
 """The engine for a card against plain torch, over whole models and steps of every kind."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError
 from tests.integration.test_equality import reference
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
@@ -26,12 +27,16 @@ def generated(
     return [request.output for request in requests]
 
 
-def test_greedy_tokens_equal_those_of_transformers(gpt2_dir: Path) -> None:
-    """Prompts in chunks beside rows that decode. The Llama family: tests/integration."""
-    model = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.float32)
+@pytest.mark.parametrize("build", [tiny_gpt2, tiny_qwen3])
+def test_greedy_tokens_equal_those_of_transformers(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Prompts in chunks beside rows that decode. Llama itself: tests/integration."""
+    directory = build(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     lengths = [1, 30, 7]
     expected = [reference(model, prompt)[:4] for prompt in prompts_of(lengths)]
-    assert generated(gpt2_dir, lengths, 4, chunk=16, **TRITON) == expected
+    assert generated(directory, lengths, 4, chunk=16, **TRITON) == expected
 
 
 def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:

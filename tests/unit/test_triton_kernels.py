@@ -15,7 +15,7 @@ from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_bloc
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, note, swiglu
-from worker_proc.models.layers import Embedding, LayerNorm, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, RMSNorm, Rope
 from worker_proc.models.llama import inverse_frequencies
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -142,10 +142,10 @@ def test_a_query_attends_alike_whatever_chunk_it_comes_in() -> None:
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
-@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("rotated", "normed"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (6, 2, 16), (3, 1, 64)])
 def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
-    heads: int, kv_heads: int, dim: int, rotated: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, rotated: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     case = Case(heads, kv_heads, dim, 4, [])
     slots, positions = ints([3, -1, 0, 3]), ints([17, 5, 0, 18])
@@ -153,6 +153,12 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     rope = Rope(inverse_frequencies(dim, {"rope_theta": 100.0}), CONTEXT, DEVICE)
     expected, expected_pool = qkv.float().clone(), pool.clone()
     turning = expected[:, : heads + kv_heads]
+    norms = HeadNorms(*(RMSNorm(dim, 1e-5).to(DEVICE, dtype) for _ in range(2)))
+    for seed, norm in enumerate(norms):
+        norm.weight.copy_(draw(dim, seed=seed))
+    if normed:
+        for part, norm in ((turning[:, :heads], norms.queries), (turning[:, heads:], norms.keys)):
+            part.copy_(F.rms_norm(part, (dim,), norm.weight.float(), 1e-5))
     if rotated:
         cosines, sines = (x[positions].unsqueeze(1) for x in (rope.cosines, rope.sines))
         first, second = turning.chunk(2, -1)
@@ -162,7 +168,8 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     for row in (0, 2, 3):
         kv = expected[row, heads:].to(dtype).unflatten(0, (2, kv_heads))
         expected_pool[:, pages[row], positions[row] % 4] = kv
-    rotate_and_write(qkv, pool, case.page_table(), slots, positions, rope if rotated else None)
+    turns, norming = rope if rotated else None, norms if normed else None
+    rotate_and_write(qkv, pool, case.page_table(), slots, positions, turns, norming)
     real = [0, 2, 3]
     assert close(qkv[real, :heads], expected[real, :heads], dtype)
     assert close(pool, expected_pool, dtype)

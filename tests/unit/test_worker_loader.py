@@ -17,7 +17,7 @@ from quadriga.messages.arrays import pack_ids
 from quadriga.messages.worker import NewSlot
 from quadriga.model_source import ModelFiles, resolve_model
 from quadriga.worker_args import WorkerArgs
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
@@ -142,7 +142,9 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
     assert bool((one["final_norm.weight"] == 1).all())
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False)])
+@pytest.mark.parametrize(
+    "build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False), tiny_qwen2, tiny_qwen3]
+)
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
     build: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -159,8 +161,16 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     directory = tiny_gpt2(tmp_path / "hf")
     config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
     files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
-    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gpt2, llama"):
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gpt2, llama, qwen2, qwen3"):
         load_model(files, torch.float32, CPU)
+
+
+def test_a_window_shorter_than_the_context_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    tiny_mistral(tmp_path, sliding_window=64)
+    with pytest.raises(ModelError, match=r"last 64 tokens only.*take --context-length 64"):
+        load(tmp_path)
+    files = resolve_model(ModelArgs(model=str(tmp_path), context_length=64))
+    assert load_model(files, torch.float32, CPU).vocab_size == 512
 
 
 def test_float16_on_a_cpu_is_refused() -> None:

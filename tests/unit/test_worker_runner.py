@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.attention import torch_reference
 from worker_proc.runner import Runner
@@ -20,6 +20,9 @@ Builder = Callable[[Path], Path]
 BUILDERS: dict[str, Builder] = {
     "gpt2": tiny_gpt2,
     "llama_tied": tiny_llama,
+    "mistral": tiny_mistral,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
     "llama_untied": lambda path: tiny_llama(path, tie=False),
     "llama_biased": lambda path: tiny_llama(path, attention_bias=True, mlp_bias=True, head_dim=24),
     "llama_scaled": lambda path: tiny_llama(

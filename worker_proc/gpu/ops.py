@@ -9,7 +9,15 @@ from torch import Tensor
 
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, swiglu
 from worker_proc.gpu.pages import Pages, TokenPlaces
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope, Split
+from worker_proc.models.layers import (
+    Embedding,
+    HeadNorms,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Rope,
+    Split,
+)
 from worker_proc.models.ops import Ops
 
 if TYPE_CHECKING:
@@ -78,10 +86,12 @@ class TritonOps(Ops[Rows]):
             added = self._ranks.add_up(added)
         return Rows(residual.settled(), added)
 
-    def attend(self, layer: int, qkv: Rows, rope: Rope | None) -> Rows:
+    def attend(
+        self, layer: int, qkv: Rows, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> Rows:
         assert self._places is not None
         heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
-        return Rows(self._places.attend(self._pages.layers[layer], heads, rope))
+        return Rows(self._places.attend(self._pages.layers[layer], heads, rope, norms))
 
     def logits(self, head: Linear | Embedding, x: Rows) -> Rows:
         return Rows(self._multiply(x.x, head.weight, None))

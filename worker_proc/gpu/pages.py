@@ -12,7 +12,7 @@ from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_bloc
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
-from worker_proc.models.layers import Rope
+from worker_proc.models.layers import HeadNorms, Rope
 from worker_proc.transfer import send_all
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -76,11 +76,13 @@ class TokenPlaces:
     positions: Tensor
     launches: tuple[Launch, ...]
 
-    def attend(self, pool: Tensor, qkv: Tensor, rope: Rope | None) -> Tensor:
+    def attend(
+        self, pool: Tensor, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None
+    ) -> Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]; pool: of one layer. Returns
         [tokens, heads * head_dim]."""
         heads = qkv.shape[1] - 2 * pool.shape[3]
-        rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, rope)
+        rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, rope, norms)
         out = qkv.new_empty(len(qkv), heads * qkv.shape[2])
         for one in self.launches:
             one.attend(qkv[one.first : one.last, :heads], pool, out[one.first : one.last])

@@ -37,6 +37,19 @@ void quantise_token(const Step& step, const Op& op, long token) {
                 op.width);
 }
 
+// Of x - mean, one over the root of its mean square.
+INLINE float norm_scale(const float* x, float mean, long width, double epsilon) {
+    Floats squares = {};
+    for (long d = 0; d < width; d += LANES) {
+        long count = std::min<long>(LANES, width - d);
+        alignas(64) float v[LANES];
+        store(v, load_some(x + d, count) - mean);
+        Floats centred = load_some(v, count);
+        squares += centred * centred;
+    }
+    return 1 / std::sqrt(sum(squares) / width + float(epsilon));
+}
+
 template <class E>
 void norm(const Step& step, const Op& op, long token) {
     typedef typename E::Passed Passed;
@@ -44,20 +57,12 @@ void norm(const Step& step, const Op& op, long token) {
     const float* x = (const float*)step.buffers[op.input] + from * step.strides[op.input];
     Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     float mean = 0;
-    Floats squares = {};
     if (op.kind == LAYER_NORM) {
         Floats total = {};
         for (long d = 0; d < op.width; d += LANES) total += load_some(x + d, op.width - d);
         mean = sum(total) / op.width;
     }
-    for (long d = 0; d < op.width; d += LANES) {
-        long count = std::min<long>(LANES, op.width - d);
-        alignas(64) float v[LANES];
-        store(v, load_some(x + d, count) - mean);
-        Floats centred = load_some(v, count);
-        squares += centred * centred;
-    }
-    float scale = 1 / std::sqrt(sum(squares) / op.width + float(op.epsilon));
+    float scale = norm_scale(x, mean, op.width, op.epsilon);
     for (long d = 0; d < op.width; d += LANES) {
         long count = std::min<long>(LANES, op.width - d);
         Floats v = (load_some(x + d, count) - mean) * scale * load_some(op.gain + d, count);
@@ -90,21 +95,26 @@ void rotate_write(const Program& program, const Step& step, const Op& op, long r
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
-    alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {};
+    alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {}, normed[MOST_HEAD_DIM];
     alignas(64) Stored key[MOST_HEAD_DIM], value[MOST_HEAD_DIM];
-    auto turn = [&](const float* from) {
+    auto turn = [&](const float* from, const float* gain) {
+        if (gain) {
+            float scale = norm_scale(from, 0, dim, op.epsilon);
+            for (long d = 0; d < dim; d++) normed[d] = from[d] * scale * gain[d];
+            from = normed;
+        }
         if (program.cosines)
             rotate(turned, from, program.cosines + position * half, program.sines + position * half, dim);
         else
             memcpy(turned, from, dim * sizeof(float));
     };
     for (long h = 0; h < program.heads; h++, x += dim) {
-        turn(x);
+        turn(x, op.gain);
         narrow_all(queries + h * program.dim, turned, program.dim, 1 / std::sqrt(float(dim)));
     }
     const float* values = x + program.kv_heads * dim;
     for (long h = 0; h < program.kv_heads; h++) {
-        turn(x + h * dim);
+        turn(x + h * dim, op.key_gain);
         narrow_all(key, turned, program.dim, 1);
         memcpy(plain, values + h * dim, dim * sizeof(float));
         narrow_all(value, plain, program.dim, 1);

@@ -13,7 +13,8 @@ enum OpKind : int32_t {
     MATMUL_GELU,   // output = gelu(input x matrix + bias)
     MATMUL_SWIGLU, // output = silu(gate) * up; panels of gate and up take turns
     MATMUL_BEST,   // the column of each row's greatest sum, and nothing else
-    ROTATE_WRITE,  // queries of input, rotated and scaled, to output; keys and values to the pages
+    ROTATE_WRITE,  // queries of input, normalised (where there is a gain), rotated and scaled, to
+                   // output; keys, likewise, and values to the pages
     ATTEND,        // output = attention(input)
     COMBINE,       // of rows whose context was split: output = the parts together
     QUANTISE,      // output = input in 8 bits, for a quantised matrix
@@ -37,8 +38,9 @@ struct Op {
     int64_t kind, input, output, layer, width;
     int64_t sampled;     // not 0: of the sampled rows only, taken out of the residual stream
     Matrix matrix;
-    const float* gain;   // norms: [width]
+    const float* gain;   // norms: [width]; rotate and write: of queries, [head_dim], or null
     const float* shift;  // layer norm: [width]
+    const float* key_gain;  // rotate and write: of keys, [head_dim], where queries have one
     double epsilon;
 };
 

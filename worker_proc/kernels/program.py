@@ -67,6 +67,7 @@ class Op(ctypes.Structure):
         ("matrix", Matrix),
         ("gain", ctypes.c_void_p),
         ("shift", ctypes.c_void_p),
+        ("key_gain", ctypes.c_void_p),
         ("epsilon", ctypes.c_double),
     ]
 

@@ -13,7 +13,7 @@ from worker_proc.kernels.panels import (
     to_quantised_panels,
 )
 from worker_proc.kernels.program import Buffer, Format, Matrix, Op, OpKind
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 from worker_proc.models.ops import Ops
 
 QUANTISED_GROUP_BYTES = GROUP + 8
@@ -128,10 +128,17 @@ class Recorder(Ops[Buffer]):
     def add_projection(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
         return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(linear))
 
-    def attend(self, layer: int, qkv: Buffer, rope: Rope | None) -> Buffer:
+    def attend(
+        self, layer: int, qkv: Buffer, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> Buffer:
         shape, self.rope = self._shape, rope
         stored = shape.heads * round_up(shape.head_dim, LANES)
         queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, stored, layer=layer)
+        if norms is not None:
+            op = self.ops[-1]
+            op.gain = self._weights.floats(norms.queries.weight)
+            op.key_gain = self._weights.floats(norms.keys.weight)
+            op.epsilon = norms.keys.epsilon
         width = shape.heads * shape.head_dim
         self._add(OpKind.ATTEND, queries, Buffer.ATTENDED, width, layer=layer)
         return self._add(OpKind.COMBINE, queries, Buffer.ATTENDED, width, layer=layer)

@@ -1,6 +1,7 @@
 """The weights of the layers that the architectures share; how they are multiplied is elsewhere."""
 
 import enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: Tensor = parameter(hidden)
         self.epsilon = epsilon
+
+
+class HeadNorms(NamedTuple):
+    """Of each head of the queries, and of the keys, before they are turned by their positions:
+    weights [head_dim], with one epsilon."""
+
+    queries: RMSNorm
+    keys: RMSNorm
 
 
 class Rope:

@@ -1,7 +1,10 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Touvron et al. 2023, https://arxiv.org/abs/2302.13971; scaled positions as in Llama 3.1
-(https://arxiv.org/abs/2407.21783).
+(https://arxiv.org/abs/2407.21783). Mistral 7B (https://arxiv.org/abs/2310.06825) is the same where
+its window is not shorter than the context, Qwen 2 (https://arxiv.org/abs/2407.10671) has biased
+queries, keys and values, and Qwen 3 (https://arxiv.org/abs/2505.09388) normalises the heads of
+queries and keys.
 """
 
 import math
@@ -14,13 +17,14 @@ from torch import Tensor, nn
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model, check_shares, require, setting
-from worker_proc.models.layers import Embedding, Linear, RMSNorm, Rope, Split
+from worker_proc.models.layers import Embedding, HeadNorms, Linear, RMSNorm, Rope, Split
 from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """inner, heads and kv_heads: of this rank."""
+    """inner, heads and kv_heads: of this rank. window: the last tokens that are attended to; None:
+    all of them."""
 
     vocab_size: int
     hidden: int
@@ -31,6 +35,7 @@ class LlamaConfig:
     head_dim: int
     epsilon: float
     rope: dict[str, Any]
+    window: int | None
     attention_bias: bool
     mlp_bias: bool
     tied: bool
@@ -57,6 +62,7 @@ class LlamaConfig:
             head_dim=setting(config, "head_dim", hidden // heads),
             epsilon=setting(config, "rms_norm_eps", 1e-6),
             rope=rope,
+            window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
             tied=setting(config, "tie_word_embeddings", False),
@@ -64,6 +70,10 @@ class LlamaConfig:
 
 
 class Llama(Model):
+    qkv_bias = False
+    """Of queries, keys and values, whatever config.json says of attention_bias."""
+    head_norms = False
+
     def __init__(self, hf_config: dict[str, Any], ranks: int = 1) -> None:
         super().__init__()
         self.config = config = LlamaConfig.from_hf(hf_config, ranks)
@@ -73,7 +83,9 @@ class Llama(Model):
         )
         inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
         self.embedding = Embedding(config.vocab_size, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config, self.qkv_bias, self.head_norms) for _ in range(config.layers)
+        )
         self.final_norm = RMSNorm(config.hidden, config.epsilon)
         self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
         self.rope: Rope | None = None
@@ -89,6 +101,12 @@ class Llama(Model):
         return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
+        window = self.config.window
+        if window is not None and window < context_length:
+            raise ModelError(
+                f"the model attends to the last {window} tokens only, which is not supported, and"
+                f" the context is {context_length}; take --context-length {window}"
+            )
         frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
         self.rope = Rope(frequencies, context_length, self.embedding.weight.device)
 
@@ -111,15 +129,27 @@ class Llama(Model):
         return tensors
 
 
+class Qwen2(Llama):
+    qkv_bias = True
+
+
+class Qwen3(Llama):
+    head_norms = True
+
+
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, qkv_bias: bool, head_norms: bool) -> None:
         super().__init__()
         self.q_size = config.heads * config.head_dim
         self.kv_size = config.kv_heads * config.head_dim
         self.inner = config.inner
         self.attention_norm = RMSNorm(config.hidden, config.epsilon)
         hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
-        self.qkv_proj = Linear(hidden, qkv_size, config.attention_bias, Split.OUTPUTS)
+        qkv_bias = qkv_bias or config.attention_bias
+        self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Split.OUTPUTS)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.epsilon) if head_norms else None for _ in "qk"
+        )
         self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Split.INPUTS)
         self.mlp_norm = RMSNorm(hidden, config.epsilon)
         self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Split.OUTPUTS)
@@ -127,7 +157,8 @@ class Block(nn.Module):
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
-        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope))
+        norms = HeadNorms(self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
+        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope, norms))
         inner = ops.project_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
         return ops.add_projection(x, self.down_proj, inner)
 
@@ -136,6 +167,9 @@ class Block(nn.Module):
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
+        if self.q_norm and self.k_norm:
+            tensors["self_attn.q_norm.weight"] = self.q_norm.weight
+            tensors["self_attn.k_norm.weight"] = self.k_norm.weight
         for linear, parts in (
             (
                 self.qkv_proj,

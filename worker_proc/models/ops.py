@@ -7,7 +7,7 @@ them down once as a list, and run the list at every step.
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 
 Value = TypeVar("Value")
 """One row for each token: a tensor [tokens, width], or whatever stands for it."""
@@ -43,8 +43,10 @@ class Ops(ABC, Generic[Value]):
         """residual + x Wᵀ + b; the residual given is not used again."""
 
     @abstractmethod
-    def attend(self, layer: int, qkv: Value, rope: Rope | None) -> Value:
-        """Rotate queries and keys, write keys and values to the pages, attend.
+    def attend(
+        self, layer: int, qkv: Value, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> Value:
+        """Normalise and rotate queries and keys, write keys and values to the pages, attend.
 
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values. Gives
         [tokens, heads * head_dim].

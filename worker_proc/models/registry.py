@@ -7,10 +7,22 @@ import torch
 from quadriga.errors import ModelError
 from worker_proc.models.base import Model
 from worker_proc.models.gpt2 import GPT2
-from worker_proc.models.llama import Llama
+from worker_proc.models.llama import Llama, Qwen2, Qwen3
 
-ARCHITECTURES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
-CLASS_NAMES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}
+ARCHITECTURES: dict[str, type[Model]] = {
+    "gpt2": GPT2,
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+}
+CLASS_NAMES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def build_model(

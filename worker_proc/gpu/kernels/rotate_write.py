@@ -1,18 +1,19 @@
-"""Rotary positions, and the writing of keys and values into their pages."""
+"""Norms of heads, rotary positions, and the writing of keys and values into their pages."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.models.layers import Rope
+from worker_proc.models.layers import HeadNorms, Rope
 
 
 @triton.jit
 def _rotate_write(
-    qkv, pool_keys, pool_values, cosines, sines, slots, positions, page_table,
-    qkv_stride, page_table_stride,
+    qkv, pool_keys, pool_values, cosines, sines, query_gain, key_gain,
+    slots, positions, page_table, qkv_stride, page_table_stride, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTATED: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -27,6 +28,18 @@ def _rotate_write(
         places = token * qkv_stride + head * DIM + dim
         first = tl.load(qkv + places, mask=exists, other=0.0)
         second = tl.load(qkv + places + HALF, mask=exists_second, other=0.0)
+        if NORMED:
+            squares = first.to(tl.float32) * first + second.to(tl.float32) * second
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / DIM + epsilon)[:, None]
+            low, high = dim < HALF, dim + HALF < DIM
+            of_queries = tl.load(query_gain + dim, mask=low, other=0.0)
+            gain = tl.where(is_query, of_queries, tl.load(key_gain + dim, mask=low, other=0.0))
+            normed = first * scale * gain
+            first = tl.where(is_value, first, normed.to(first.dtype))
+            of_queries = tl.load(query_gain + dim + HALF, mask=high, other=0.0)
+            of_keys = tl.load(key_gain + dim + HALF, mask=high, other=0.0)
+            normed = second * scale * tl.where(is_query, of_queries, of_keys)
+            second = tl.where(is_value, second, normed.to(second.dtype))
         if ROTATED:
             cosine = tl.load(cosines + position * HALF + dim, mask=dim < HALF, other=0.0)
             sine = tl.load(sines + position * HALF + dim, mask=dim < HALF, other=0.0)
@@ -51,22 +64,28 @@ def _rotate_write(
 
 def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
-    rope: Rope | None,
+    rope: Rope | None, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
-    """Turn queries in place, and keys on their way to the pages, by their positions.
+    """Normalise queries and keys and turn them by their positions: queries in place, keys on their
+    way to the pages.
 
     qkv: [tokens, heads + 2 * kv_heads, head_dim]; pool: [2, pages, page_size, kv_heads, head_dim];
     page_table: [slots, pages] int64; slots, positions: [tokens] int64; a slot of -1 stands for
-    nothing. rope None: nothing is turned.
+    nothing. rope None: nothing is turned; norms None: nothing is normalised. ValueError for norms
+    without rope: what is not turned is not read.
     """
+    if norms is not None and rope is None:
+        raise ValueError("heads are normalised only where they are turned")
     tokens, all_heads, head_dim = qkv.shape
     _, _, page_size, kv_heads, _ = pool.shape
     half = -(-head_dim // 2)
     angles = (rope.cosines, rope.sines) if rope is not None else (qkv, qkv)
+    gains = (norms.queries.weight, norms.keys.weight) if norms is not None else (qkv, qkv)
     _rotate_write[(tokens,)](
-        qkv, pool[0], pool[1], *angles, slots, positions, page_table,
-        qkv.stride(0), page_table.stride(0),
+        qkv, pool[0], pool[1], *angles, *gains, slots, positions, page_table,
+        qkv.stride(0), page_table.stride(0), norms.keys.epsilon if norms is not None else 0.0,
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_HEADS=triton.next_power_of_2(all_heads), HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half), ROTATED=rope is not None,
+        NORMED=norms is not None,
     )  # fmt: skip
