@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,35 +137,36 @@ class Journal:
 
     def compact(self) -> None:
         """Write the file anew, with what still matters. Raises OSError."""
-        self._start_file(encode(self._snapshot()))
+        self._start_file(map(encode, self._snapshot()))
         self._compact_at = max(COMPACT_AT, 4 * self._size)
 
-    def _snapshot(self) -> Round:
-        everything, settled = Round(), self._ended
-        messages: dict[int, Accepted] = {}
-        for seq, (message, request) in sorted(self._kept.items()):
-            first = seq - request.index
-            messages.setdefault(first, Accepted(first, message, [])).indexes.append(request.index)
-            generated = request.tokens[request.num_prompt :]
-            if generated:
-                seqs = [seq] * len(generated)
-                everything.tokens.append(Tokens(seqs, pack_ids(generated), request.first_token))
-            if request.told or (request.first_token and request.prompt_logprobs):
-                everything.told.append(Told(seq, request.told, request.prompt_logprobs))
-            if request.finished:
-                everything.ended.append(ended_of(request))
-            if seq in settled:
-                everything.settled.append(seq)
-        everything.accepted = list(messages.values())
-        return everything
+    def _snapshot(self) -> Iterator[Round]:
+        """A round for each message: all in one would leave holes of its size in the heap."""
+        by_number = sorted(self._kept.items())
+        for first, kept in groupby(by_number, lambda one: one[0] - one[1].request.index):
+            everything = Round()
+            for seq, (message, request) in kept:
+                if not everything.accepted:
+                    everything.accepted.append(Accepted(first, message, []))
+                everything.accepted[0].indexes.append(request.index)
+                generated = request.tokens[request.num_prompt :]
+                if generated:
+                    seqs = [seq] * len(generated)
+                    everything.tokens.append(Tokens(seqs, pack_ids(generated), request.first_token))
+                if request.told or (request.first_token and request.prompt_logprobs):
+                    everything.told.append(Told(seq, request.told, request.prompt_logprobs))
+                if request.finished:
+                    everything.ended.append(ended_of(request))
+                if seq in self._ended:
+                    everything.settled.append(seq)
+            yield everything
 
-    def _start_file(self, first: bytes) -> None:
+    def _start_file(self, frames: Iterable[bytes]) -> None:
         """A new file takes the old one's place once it is whole."""
         fresh = self._path.with_suffix(".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        content = encode(self._run) + first
         with os.fdopen(os.dup(file), "wb") as writer:
-            writer.write(content)
+            size = sum(map(writer.write, chain([encode(self._run)], frames)))
         if self._syncer is not None:
             self._syncer.watch(file)
             os.fdatasync(file)
@@ -173,7 +175,7 @@ class Journal:
             _sync_directory(self._path.parent)
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._size = file, len(content)
+        self._file, self._size = file, size
 
     def _give_up(self, error: OSError) -> None:
         logging.error(
