@@ -143,7 +143,9 @@ class FrontDoor:
     def _generate(self, client: bytes, message: Generate, size: int) -> None:
         received, name, choices = time.time(), message.request_id, message.params.n
         requests.check_request_id(name)
-        if self._outstanding.is_being_encoded(client, name):
+        under_way = self._outstanding.being_encoded(client, name)
+        if under_way is not None:
+            under_way.resent |= message.resent
             return
         requests.check_urgency(message)
         message.params.validate(self._model.vocab_size)
@@ -223,7 +225,7 @@ class FrontDoor:
             deadline=requests.deadline(received, message.timeout, args.request_timeout),
             bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
             grammar=arrival.grammar,
-            resent=message.resent,
+            resent=arrival.open.resent,
         )
 
     def _settle(self, arrival: Arrival, error: QuadrigaError | None = None) -> None:

@@ -19,10 +19,12 @@ MOST_GONE = 1024
 
 @dataclass(slots=True)
 class Open:
-    """An open request. choices: that have not ended. submit: what the scheduler was sent; None: it
-    is being encoded. aborted_by: "" if it was not."""
+    """An open request. choices: that have not ended. resent: its client takes nothing of it before
+    it was told anew. submit: what the scheduler was sent; None: it is being encoded. aborted_by: ""
+    if it was not."""
 
     choices: int
+    resent: bool = False
     submit: Submit | None = None
     aborted_by: str = ""
 
@@ -47,16 +49,15 @@ class Outstanding:
         """How many open requests a client has."""
         return len(self._open.get(client, ()))
 
-    def is_being_encoded(self, client: bytes, request_id: str) -> bool:
+    def being_encoded(self, client: bytes, request_id: str) -> Open | None:
         one = self._find(client, request_id)
-        return one is not None and one.submit is None
+        return one if one is not None and one.submit is None else None
 
     def let_in(self, client: bytes, request_id: str, choices: int, resent: bool) -> Open:
-        """It is worked on. One that is under way is only sent again by a client that has to hear of
-        it anew."""
+        """It is worked on. resent: what is known of it already has to be told anew."""
         mine = self._open.setdefault(client, {})
         if resent or request_id not in mine:
-            mine[request_id] = Open(choices)
+            mine[request_id] = Open(choices, resent)
         return mine[request_id]
 
     def refused(self, client: bytes, request_id: str, refused: Open) -> None:

@@ -220,6 +220,16 @@ def test_what_is_being_encoded_when_its_client_is_lost_is_not_run_and_can_be_sen
     assert door.submitted == ["a", "b"]
 
 
+def test_what_is_sent_again_while_it_is_being_encoded_is_told_anew() -> None:
+    door = Door()
+    door.ask("a", late=True)
+    door.ask("a", late=True, resent=True)  # over a new connection, faster than anybody noticed
+    assert len(door.encoder.begun) == 1
+    door.encoder.finish()
+    (submit,) = door.scheduler.sent
+    assert submit.resent
+
+
 def test_what_is_aborted_while_it_is_being_encoded_is_aborted_when_it_is_known() -> None:
     door = Door()
     door.ask("a", late=True)
