@@ -20,6 +20,7 @@ from quadriga.config import ServerConfig
 from quadriga.curve import ALLOWED, HAND_OUT, make_client_keys, make_server_keys
 from quadriga.errors import ConfigError, DeadlineExceeded, QuadrigaError, ServerUnreachable
 from tests.server import ROOT
+from tests.wire import Wire
 
 PATIENCE = 30.0
 SECRET_TEXT = "the launch code is oranges, oranges, oranges"
@@ -56,31 +57,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def locked(llama_dir: Path, keys: Path) -> Iterator[str]:
     with front_door(llama_dir, keys) as endpoint:
         yield endpoint
-
-
-class Wire:
-    """A TCP proxy that remembers every byte, in both directions."""
-
-    def __init__(self) -> None:
-        self.bytes = bytearray()
-
-    @contextlib.asynccontextmanager
-    async def to(self, endpoint: str):  # type: ignore[no-untyped-def]
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-
-        async def serve(reader, writer):  # type: ignore[no-untyped-def]
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        server.close()
-
-    async def _copy(self, reader, writer):  # type: ignore[no-untyped-def]
-        while data := await reader.read(65536):
-            self.bytes += data
-            writer.write(data)
-        writer.close()
 
 
 def on_the_wire(endpoint: str, keys: Path | None) -> bytes:
