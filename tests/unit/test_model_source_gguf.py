@@ -114,7 +114,7 @@ def test_the_header_says_whether_a_text_begins_with_bos(tmp_path, options, first
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"architecture": "mamba"}, "supported: llama, gpt2"),
+        ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2"),
         ({"pre": "tekken"}, "'tekken' is not known"),
         ({"kind": "llama"}, "Hugging Face directory"),
         ({"scaling": "yarn"}, "rotary"),
