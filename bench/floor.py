@@ -7,7 +7,7 @@ whatever else stays in the caches count as nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from bench.measure_steps import Row
@@ -23,10 +23,13 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix of the model, [inputs, outputs]. head: only rows that sample are multiplied."""
+    """A matrix of the model, [inputs, outputs]. sampled: only rows that sample are multiplied, as
+    after the last layer's keys and values no token needs another one; it is as fast as the others
+    of its shape."""
 
     inputs: int
     outputs: int
+    sampled: bool = field(default=False, compare=False)
     head: bool = False
 
     @property
@@ -65,14 +68,15 @@ class Speed:
 
 def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[Part, float]:
     """Seconds of each part."""
-    least = dict.fromkeys(Part, 0.0)
+    least, last = dict.fromkeys(Part, 0.0), len(work.attention) - 1
     for product in work.products:
         part = Part.HEAD if product.head else Part.LINEARS
         reading = product.weights * work.weight_bytes / speed.bytes_per_s
         least[part] += max(reading, product_seconds(product, rows, speed))
-    for query_width, kv_width in work.attention:
+    for layer, (query_width, kv_width) in enumerate(work.attention):
         reading = 2 * kv_width * work.kv_bytes * keys_read(rows) / speed.bytes_per_s
-        counting = 4 * query_width * pairs(rows) / speed.highest_rate
+        seen = sampled_pairs(rows) if layer == last else pairs(rows)
+        counting = 4 * query_width * seen / speed.highest_rate
         least[Part.ATTENTION] += max(reading, counting)
     return least
 
@@ -84,7 +88,7 @@ def at_the_rate(work: Work, rows: Sequence[Row], speed: Speed) -> float:
 
 def product_seconds(product: Product, rows: Sequence[Row], speed: Speed) -> float:
     """At the rate of its operations."""
-    count = sum(row.ends if product.head else row.tokens for row in rows)
+    count = sum(row.ends if product.sampled else row.tokens for row in rows)
     return product.operations(count) / speed.rates[product]
 
 
@@ -96,3 +100,8 @@ def keys_read(rows: Sequence[Row]) -> int:
 def pairs(rows: Sequence[Row]) -> int:
     """Of a token and one that it sees."""
     return sum(row.tokens * row.context + row.tokens * (row.tokens + 1) // 2 for row in rows)
+
+
+def sampled_pairs(rows: Sequence[Row]) -> int:
+    """The same of tokens after which a row samples."""
+    return sum(row.ends * (row.context + row.tokens) for row in rows)

@@ -1,5 +1,7 @@
 """What the steps of a model have to multiply and read, taken down from the model itself."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bench.floor import Product, Work
@@ -19,7 +21,7 @@ def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> 
     listed = _Listed(model.attention_shape)
     model.head(listed, model.body(listed))
     return Work(
-        products=tuple(listed.products),
+        products=tuple(listed.products_by_rows()),
         attention=tuple(listed.attention),
         weight_bytes=WEIGHT_BYTES.get(quantization, number_bytes),
         kv_bytes=number_bytes,
@@ -32,6 +34,7 @@ class _Listed(Ops[None]):
     def __init__(self, shape: AttentionShape) -> None:
         self.products: list[Product] = []
         self.attention: list[tuple[int, int]] = []
+        self._sampled_from = 0
         self._widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def embed(self, tokens: Embedding, positions: Embedding | None = None) -> None:
@@ -56,10 +59,16 @@ class _Listed(Ops[None]):
         self, layer: int, qkv: None, rope: Rope | None, norms: HeadNorms | None = None
     ) -> None:
         self.attention.append(self._widths)
+        self._sampled_from = len(self.products)
 
     def logits(self, head: Linear | Embedding, x: None) -> None:
         self._add(head, head=True)
 
+    def products_by_rows(self) -> Iterator[Product]:
+        """Those after the last attention are of the rows that sample."""
+        for number, product in enumerate(self.products):
+            yield replace(product, sampled=number >= self._sampled_from)
+
     def _add(self, layer: Linear | Embedding, head: bool = False) -> None:
         outputs, inputs = layer.weight.shape
-        self.products.append(Product(inputs, outputs, head))
+        self.products.append(Product(inputs, outputs, head=head))

@@ -28,6 +28,10 @@ class Engine(ABC):
         """Compute the step's tokens, keeping their keys and values. Returns hidden states
         [tokens, hidden], which stand until the next call."""
 
+    def forward_sampled(self, inputs: StepInputs) -> Tensor:
+        """As `forward`, but of the rows that sample only: [samples, hidden]."""
+        return inputs.of_samples(self.forward(inputs))
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], rows of what `forward` returned. Returns [rows, vocab_size],
@@ -37,22 +41,18 @@ class Engine(ABC):
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token of the greatest logit, the first of equals, for each row: [rows] int64."""
 
-    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, and what `likeliest` says of the rows that sample
+    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
+        """Compute the step's tokens; what `likeliest` says of the rows that sample
         [samples] int64."""
-        hidden = self.forward(inputs)
-        last = inputs.last_tokens
-        return hidden, self.likeliest(hidden if last is None else hidden.index_select(0, last))
+        return self.likeliest(self.forward_sampled(inputs))
 
-    def forward_and_draw(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, and the tokens [samples] int64 of rows that are greedy, or drawn
+    def forward_and_draw(self, inputs: StepInputs) -> Tensor:
+        """Compute the step's tokens; the tokens [samples] int64 of rows that are greedy, or drawn
         by nothing but a temperature and a seed."""
-        hidden = self.forward(inputs)
-        last = inputs.last_tokens
-        logits = self.logits(hidden if last is None else hidden.index_select(0, last))
+        logits = self.logits(self.forward_sampled(inputs))
         table, slots = inputs.table, inputs.sampled_slots
         there = send_all(table.device, slots, inputs.sample_positions)
-        return hidden, self.sample(logits, table.sampling.rows(slots, *there))
+        return self.sample(logits, table.sampling.rows(slots, *there))
 
     def note(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Add what was chosen [samples] to what is known of its slots."""

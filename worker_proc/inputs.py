@@ -66,6 +66,11 @@ class StepInputs:
             return None
         return self.table.to_device(self.ends_of_samples)
 
+    def of_samples(self, values: Tensor) -> Tensor:
+        """values: [tokens, …]; those of the tokens after which a row samples [samples, …]."""
+        last = self.last_tokens
+        return values if last is None else values.index_select(0, last)
+
     @property
     def ends_of_samples(self) -> Ints:
         """[samples] where in the step each sampling row ends."""

@@ -27,6 +27,15 @@ class Observed(NamedTuple):
     width: int
 
 
+class Untold(NamedTuple):
+    """Prompt tokens [count] of a row, which follow the step's tokens from `begin` on."""
+
+    row: int
+    begin: int
+    tokens: Tensor
+    width: int
+
+
 def observe(logits: Tensor, rows: Sequence[RowRules]) -> Observed | None:
     """Keep what clients want to know of the logits, before anything changes them."""
     asking = [one for one in rows if one.rules.logprobs is not None]
@@ -46,37 +55,46 @@ def tell_sampled(observed: Observed, sampled: Tensor, plan_rows: Ints) -> Sample
     return SampledLogprobs(plan_rows[observed.rows].astype("<i4").tobytes(), block)
 
 
-def tell_prompts(
-    rows: Rows,
-    plan_rows: Ints,
-    hidden: Tensor,
-    logits: Callable[[Tensor], Tensor],
-    table: SlotTable,
-) -> list[PromptPiece]:
-    """Of the prompt tokens that follow those of this step, where clients asked for them.
-
-    hidden: [tokens, hidden] of the whole step, its rows as in `rows`; plan_rows: [rows] their
-    numbers in the plan; logits: the model's, of hidden states.
-    """
+def untold_prompts(rows: Rows, table: SlotTable) -> list[Untold]:
+    """The prompt tokens that follow those of this step, where clients asked for them."""
     asking = table.sampling.prompts_to_tell
+    if not asking:
+        return []
     ends = np.cumsum(rows.num_tokens)
-    pieces = []
+    untold = []
     for row, slot in enumerate(rows.slots.tolist()):
-        rules = asking.get(slot)
-        if rules is None:
+        if (rules := asking.get(slot)) is None:
             continue
         first = int(rows.computed[row]) + 1
         count = min(int(rows.num_tokens[row]), rules.num_prompt - first)
         if count > 0:
-            begin = int(ends[row] - rows.num_tokens[row])
             tokens = table.tokens[slot, first : first + count].long()
-            block = _blockwise(hidden[begin : begin + count], tokens, logits, rules.prompt_logprobs)
-            pieces.append(PromptPiece(int(plan_rows[row]), block))
-    return pieces
+            begin = int(ends[row] - rows.num_tokens[row])
+            untold.append(Untold(row, begin, tokens, rules.prompt_logprobs or 0))
+    return untold
+
+
+def tell_prompts(
+    untold: Iterable[Untold],
+    plan_rows: Ints,
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+) -> list[PromptPiece]:
+    """plan_rows: [rows] their numbers in the plan; hidden: [tokens, hidden] of the whole step;
+    logits: the model's, of hidden states."""
+    return [
+        PromptPiece(
+            int(plan_rows[one.row]),
+            _blockwise(
+                hidden[one.begin : one.begin + len(one.tokens)], one.tokens, logits, one.width
+            ),
+        )
+        for one in untold
+    ]
 
 
 def _blockwise(
-    hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], width: int | None
+    hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], width: int
 ) -> LogprobBlock:
     parts = (
         (logits(some_hidden).float().log_softmax(-1), some_tokens)
@@ -84,7 +102,7 @@ def _blockwise(
             hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True
         )
     )
-    return _block(parts, width or 0)
+    return _block(parts, width)
 
 
 def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from worker_proc.runner import Runner
 
 OF_THE_RUNNER = ("launch",)
-OF_THE_ENGINE = ("forward", "forward_and_choose", "forward_and_draw", "logits", "sample", "note")
+OF_THE_ENGINE = (
+    "forward",
+    "forward_sampled",
+    "forward_and_choose",
+    "forward_and_draw",
+    "logits",
+    "sample",
+    "note",
+)
 
 
 def mark_steps(

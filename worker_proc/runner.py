@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from quadriga.config import ServerConfig
 from quadriga.messages.arrays import pack_ids
@@ -29,7 +28,7 @@ from worker_proc.jumps import jump
 from worker_proc.kv_pool import SlotTable, pages_of_pool
 from worker_proc.largest_step import bytes_on_card, check_weights, largest_step, pages_of
 from worker_proc.loader import load_model
-from worker_proc.logprobs import tell_prompts
+from worker_proc.logprobs import tell_prompts, untold_prompts
 from worker_proc.models.registry import build_model
 from worker_proc.ranges import mark_steps
 from worker_proc.saturation import ON_A_GPU
@@ -70,10 +69,8 @@ class Runner:
         if not plan.slots:
             return _without_tokens(plan, clock.stop())
         inputs = make_inputs(plan, self.table)
-        hidden, chosen = self._compute(inputs)
+        chosen, prompts = self._compute(inputs)
         self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
-        telling = self.table.sampling.prompts_to_tell
-        prompts = self._tell_prompts(inputs, hidden) if telling else []
         fetch: Fetch | None = None
         if chosen is not None:
             self.engine.note(inputs, chosen.token_ids)
@@ -86,27 +83,23 @@ class Runner:
             return lambda: result
         return finish
 
-    def _compute(self, inputs: StepInputs) -> tuple[Tensor, Chosen | None]:
-        """Hidden states [tokens, hidden], and what was chosen for the rows that sample."""
-        sampling, slots = self.table.sampling, inputs.sampled_slots
-        if len(slots) and sampling.plain[slots].all():
-            hidden, token_ids = self.engine.forward_and_choose(inputs)
-            return hidden, Chosen(token_ids)
-        if len(slots) and sampling.simple[slots].all():
-            hidden, token_ids = self.engine.forward_and_draw(inputs)
-            return hidden, Chosen(token_ids)
-        hidden = self.engine.forward(inputs)
+    def _compute(self, inputs: StepInputs) -> tuple[Chosen | None, list[PromptPiece]]:
+        """What was chosen for the rows that sample, and what was asked about prompts."""
+        sampling, slots, engine = self.table.sampling, inputs.sampled_slots, self.engine
+        pieces: list[PromptPiece] = []
+        if untold := untold_prompts(inputs.rows, self.table):
+            hidden = engine.forward(inputs)
+            pieces = tell_prompts(untold, inputs.plan_rows, hidden, engine.logits)
+            hidden = inputs.of_samples(hidden)
+        elif len(slots) and sampling.plain[slots].all():
+            return Chosen(engine.forward_and_choose(inputs)), pieces
+        elif len(slots) and sampling.simple[slots].all():
+            return Chosen(engine.forward_and_draw(inputs)), pieces
+        else:
+            hidden = engine.forward_sampled(inputs)
         if not len(slots):
-            return hidden, None
-        return hidden, choose(self.engine, self._logits(inputs, hidden), inputs, self.table)
-
-    def _logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """Of the rows that sample."""
-        last = inputs.last_tokens
-        return self.engine.logits(hidden if last is None else hidden.index_select(0, last))
-
-    def _tell_prompts(self, inputs: StepInputs, hidden: Tensor) -> list[PromptPiece]:
-        return tell_prompts(inputs.rows, inputs.plan_rows, hidden, self.engine.logits, self.table)
+            return None, pieces
+        return choose(engine, engine.logits(hidden), inputs, self.table), pieces
 
     def warm_up(self) -> None:
         """One short extend and, where there is room for it, one decode, which leave nothing

@@ -20,7 +20,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.unit.worker_driver import runner_of
 from worker_proc.kernels.engine import NativeEngine
 
-LINEAR, HEAD = Product(100, 50), Product(100, 1000, head=True)
+LINEAR, HEAD = Product(100, 50), Product(100, 1000, sampled=True, head=True)
 WORK = Work((LINEAR, HEAD), attention=((64, 32), (64, 32)), weight_bytes=2, kv_bytes=2)
 SPEED = Speed(bytes_per_s=1e6, rates={LINEAR: 1e7, HEAD: 2e7})
 ONE_ROW = [Row(context=10, tokens=1)]
@@ -36,7 +36,7 @@ def test_a_product_of_many_rows_takes_as_long_as_its_operations() -> None:
     assert at_the_rate(WORK, rows, SPEED) == pytest.approx(2 * 64 * (5000 / 1e7 + 100_000 / 2e7))
 
 
-def test_only_rows_that_sample_are_multiplied_by_the_head() -> None:
+def test_only_rows_that_sample_are_multiplied_after_the_last_attention() -> None:
     prompt = [Row(context=0, tokens=500)]
     chunk = [Row(context=0, tokens=500, ends=False)]
     of_one_row = Work((HEAD,), (), weight_bytes=2, kv_bytes=2)
@@ -50,10 +50,12 @@ def test_attention_reads_keys_and_values_of_every_layer() -> None:
 
 
 def test_attention_of_a_prompt_counts_what_each_token_sees() -> None:
-    seen = 3 * 2 + (1 + 2 + 3)
+    seen, seen_by_the_last = 3 * 2 + (1 + 2 + 3), 2 + 3
     speed = Speed(bytes_per_s=1e12, rates={LINEAR: 1e3, HEAD: 1})
     least = floor(WORK, [Row(context=2, tokens=3)], speed)
-    assert least[Part.ATTENTION] == pytest.approx(2 * 4 * 64 * seen / 1e3)
+    assert least[Part.ATTENTION] == pytest.approx(4 * 64 * (seen + seen_by_the_last) / 1e3)
+    chunk = floor(WORK, [Row(context=2, tokens=3, ends=False)], speed)
+    assert chunk[Part.ATTENTION] == pytest.approx(4 * 64 * seen / 1e3, rel=1e-3)
 
 
 def test_the_work_of_a_model_is_that_of_its_layers() -> None:
@@ -64,6 +66,7 @@ def test_the_work_of_a_model_is_that_of_its_layers() -> None:
     assert shapes == [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     assert work.products[-1] == Product(768, 50257, head=True)
     assert len(work.products) == 12 * 4 + 1
+    assert [product.sampled for product in work.products] == [False] * 45 + [True] * 4
     assert work.attention == ((768, 768),) * 12
     assert sum(p.weights for p in work.products) * work.weight_bytes == pytest.approx(
         247e6, rel=0.01

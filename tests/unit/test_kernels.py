@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quadriga.config import ModelArgs
+from quadriga.errors import ModelError
 from quadriga.model_source import resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of
@@ -55,12 +56,20 @@ class Compared(Engine):
     def likeliest(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).argmax(-1)
 
-    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def forward_sampled(self, inputs: StepInputs) -> Tensor:
+        """The rows that sample, and then all of them."""
+        sampled = self.native.forward_sampled(inputs).clone()
+        expected = inputs.of_samples(self.forward(inputs))
+        if len(sampled):
+            self._check(sampled, expected)
+        return sampled
+
+    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
         """In one go, and again in two."""
-        likeliest = self.native.forward_and_choose(inputs)[1]
-        hidden, expected = super().forward_and_choose(inputs)
+        likeliest = self.native.forward_and_choose(inputs)
+        expected = super().forward_and_choose(inputs)
         assert likeliest.tolist() == expected.tolist()
-        return hidden, likeliest
+        return likeliest
 
     def _check(self, ours: Tensor, reference: Tensor) -> None:
         difference = (ours - reference).norm().item() / reference.norm().item()
@@ -119,6 +128,9 @@ MODELS = {
     ),
     "qwen2 (6 heads of 16 over 2, biased)": tiny_qwen2,
     "qwen3 (6 heads of 24 over 2, normalised)": tiny_qwen3,
+    "llama (96 heads of 4 over 1)": lambda path: tiny_llama(
+        path, num_attention_heads=96, num_key_value_heads=1, head_dim=4
+    ),
     "llama (3 heads of 64)": lambda path: tiny_llama(
         path, num_attention_heads=3, num_key_value_heads=3, head_dim=64, vocab_size=517
     ),
@@ -149,6 +161,24 @@ def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) ->
     driver = Driver(Runner(engine, table, torch.float32))
     request = driver.add(prompts_of([100])[0])
     driver.generate([request], 20)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "said"),
+    [(192, 4, "192 query heads for each key head.* at most 128"), (2, 258, "heads of 258.* 256")],
+)
+def test_heads_that_the_kernels_have_no_room_for_are_refused(
+    tmp_path: Path, heads: int, head_dim: int, said: str
+) -> None:
+    directory = tiny_llama(
+        tmp_path,
+        hidden_size=2 * heads,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+    )
+    with pytest.raises(ModelError, match=said):
+        native(directory, torch.float32, 16)
 
 
 @pytest.mark.parametrize("page_size", [16, 32])

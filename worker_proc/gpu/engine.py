@@ -83,14 +83,14 @@ class TritonEngine(Engine):
             TritonOps(self._pages, places, self._multiply, self._ranks)
         ).settled()
 
-    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
         return self.forward_and_draw(inputs)
 
-    def forward_and_draw(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def forward_and_draw(self, inputs: StepInputs) -> Tensor:
         if (decoded := self._replay(inputs)) is None:
             return super().forward_and_draw(inputs)
         self._noted = decoded.token_ids
-        return decoded
+        return decoded.token_ids
 
     def logits(self, hidden: Tensor) -> Tensor:
         ops = TritonOps(self._pages, multiply=self._multiply)

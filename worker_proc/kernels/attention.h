@@ -11,45 +11,45 @@
 #include "program.h"
 #include "tile.h"
 
-constexpr int QUERY_BLOCK = 48;               // queries times the heads that share a key head
+// Queries times the heads that share a key head: so many that what is kept of them stays in the
+// first-level cache beside a block of keys and values.
+constexpr int QUERY_BLOCK = 24;
+constexpr int MOST_SHARED = 128;              // query heads that may share a key head
+constexpr int MOST_QUERIES = std::max(QUERY_BLOCK, MOST_SHARED);
 constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
 constexpr int SHORTEST_PART = 128;            // keys
+constexpr float LOWEST = -3e38f;              // below every score
 
-// Queries `first` to `first + count` of a row, against keys `key_begin` to `key_end`.
+
+// Queries of the step's tokens `token` to `token + count`, all of one row and the first at
+// `position`, against keys `key_begin` to `key_end`; what comes out begins at row `output`.
 // part: which part of a split context, -1 where it is not split.
 struct Item {
-    long row, first_token, first, count, key_begin, key_end, part;
+    long row, token, position, count, output, key_begin, key_end, part;
 };
 
 // What a row whose context is split leaves for COMBINE.
 struct SplitRow {
-    long token, first_part, parts;
+    long output, first_part, parts;
 };
 
 struct AttentionWork {
     std::vector<Item> items;
     std::vector<SplitRow> split;
 
-    AttentionWork(const Program& program, const Step& step) {
-        long shared = program.heads / program.kv_heads;
-        long block = std::max<long>(1, QUERY_BLOCK / shared), token = 0, parts = 0;
-        for (long row = 0; row < step.row_count; token += step.num_tokens[row], row++) {
-            long n = step.num_tokens[row], past = step.computed[row];
-            long length = n == 1 ? part_length(program, step, past + 1) : 0;
-            if (n == 1 && length <= past) {
-                long count = (past + length) / length;
-                if ((parts + count) * part_floats(program) <= step.part_floats) {
-                    split.push_back({token, parts, count});
-                    for (long i = 0; i < count; i++)
-                        items.push_back({row, token, 0, 1, i * length,
-                                         std::min((i + 1) * length, past + 1), parts++});
-                    continue;
-                }
-            }
-            for (long q = 0; q < n; q += block) {
-                long count = std::min(block, n - q);
-                items.push_back({row, token, q, count, 0, past + q + count, -1});
-            }
+    // Of every token of the step.
+    AttentionWork(const Program& program, const Step& step) : program(program), step(step) {
+        long token = 0;
+        for (long row = 0; row < step.row_count; token += step.num_tokens[row], row++)
+            add(row, token, step.computed[row], step.num_tokens[row], token, step.row_count);
+    }
+
+    // Of the sampled tokens only, whose outputs lie one after the other. row_of: of each token.
+    AttentionWork(const Program& program, const Step& step, const std::vector<long>& row_of)
+        : program(program), step(step) {
+        for (long i = 0; i < step.sampled_count; i++) {
+            long token = step.sampled[i];
+            add(row_of[token], token, step.positions[token], 1, i, step.sampled_count);
         }
     }
 
@@ -57,9 +57,33 @@ struct AttentionWork {
     static long part_floats(const Program& program) { return program.heads * (program.dim + 2); }
 
   private:
+    const Program& program;
+    const Step& step;
+    long parts = 0;
+
+    // `n` tokens of a row; `rows`: of all the work.
+    void add(long row, long token, long position, long n, long output, long rows) {
+        long length = n == 1 ? part_length(position + 1, rows) : 0;
+        if (n == 1 && length <= position) {
+            long count = (position + length) / length;
+            if ((parts + count) * part_floats(program) <= step.part_floats) {
+                split.push_back({output, parts, count});
+                for (long i = 0; i < count; i++)
+                    items.push_back({row, token, position, 1, output, i * length,
+                                     std::min((i + 1) * length, position + 1), parts++});
+                return;
+            }
+        }
+        long shared = program.heads / program.kv_heads, block = std::max<long>(1, QUERY_BLOCK / shared);
+        for (long q = 0; q < n; q += block) {
+            long count = std::min(block, n - q);
+            items.push_back({row, token + q, position + q, count, output + q, 0, position + q + count, -1});
+        }
+    }
+
     // So many keys that each thread has several pieces of a step with few rows.
-    static long part_length(const Program& program, const Step& step, long keys) {
-        long pieces_a_row = 4 * step.threads / (step.row_count * program.kv_heads) + 1;
+    long part_length(long keys, long rows) const {
+        long pieces_a_row = 4 * step.threads / (rows * program.kv_heads) + 1;
         long length = (keys + pieces_a_row - 1) / pieces_a_row;
         length = (length + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
         return std::max<long>(length, SHORTEST_PART);
@@ -71,12 +95,15 @@ template <class E>
 struct Scratch {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
-    alignas(64) Passed queries[QUERY_BLOCK * MOST_HEAD_DIM];
-    alignas(64) Passed weights[QUERY_BLOCK * KEY_BLOCK];
-    alignas(64) float scores[QUERY_BLOCK * KEY_BLOCK];
-    alignas(64) float sums[QUERY_BLOCK * MOST_HEAD_DIM];
+    alignas(64) Passed queries[MOST_QUERIES * MOST_HEAD_DIM];
+    alignas(64) Passed weights[MOST_QUERIES * KEY_BLOCK];
+    alignas(64) float scores[MOST_QUERIES * KEY_BLOCK];
+    alignas(64) float sums[MOST_QUERIES * MOST_HEAD_DIM];
     alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MOST_HEAD_DIM];
-    float most[QUERY_BLOCK], total[QUERY_BLOCK];
+    // Of each query: its greatest score so far, what that makes of earlier sums, the sum of its
+    // weights, lane by lane.
+    alignas(64) float most[MOST_QUERIES], scale[MOST_QUERIES + LANES];
+    Floats total[MOST_QUERIES];
 };
 
 // out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels.
@@ -142,7 +169,7 @@ struct Attend {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
         take_queries(item, kv_head, s);
-        for (long r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0;
+        for (long r = 0; r < rows; r++) s.most[r] = LOWEST, s.total[r] = Floats{};
         for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
             KeyBlock block = find(item, kv_head, key), after;
             if (key + KEY_BLOCK < item.key_end)
@@ -151,7 +178,7 @@ struct Attend {
                 after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
             if (!pages.direct()) put_together(item, kv_head, block, after, s);
             score(block, after, int(rows), s);
-            weigh(item, block, key == item.key_begin, s);
+            weigh(item, block, rows, key == item.key_begin, s);
             add_values(block, after, int(rows), key != item.key_begin, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
@@ -163,7 +190,7 @@ struct Attend {
         const Passed* from = (const Passed*)step.buffers[op.input];
         for (long q = 0; q < item.count; q++)
             memcpy(s.queries + q * shared * program.dim,
-                   from + (item.first_token + item.first + q) * step.strides[op.input] +
+                   from + (item.token + q) * step.strides[op.input] +
                        kv_head * shared * program.dim,
                    shared * bytes);
     }
@@ -221,35 +248,65 @@ struct Attend {
     }
 
     // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
-    void weigh(const Item& item, const KeyBlock& block, bool first, Scratch<E>& s) const {
-        int count = block.count;
+    void weigh(const Item& item, const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
+        bool all_seen = item.position + 1 - block.key >= KEY_BLOCK;
+        if (program.int8_pages) scale_scores(block, rows, s);
+        if (!all_seen) hide(item, block, rows, s);
+        if (all_seen && !program.int8_pages)
+            weigh_block<true>(block, rows, first, s);
+        else
+            weigh_block<false>(block, rows, first, s);
+    }
+
+    void scale_scores(const KeyBlock& block, long rows, Scratch<E>& s) const {
+        for (int i = 0; i < block.count; i++) {
+            Floats scales = key_scales(block, i);
+            for (long r = 0; r < rows; r++) {
+                float* scores = s.scores + r * KEY_BLOCK + i * LANES;
+                store(scores, load<Floats>(scores) * scales);
+            }
+        }
+    }
+
+    // Of the keys that come after a query, or after the last key.
+    void hide(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
         long shared = program.heads / program.kv_heads;
-        for (long r = 0; r < item.count * shared; r++) {
-            long seen = step.computed[item.row] + item.first + r / shared + 1 - block.key;
-            float* scores = s.scores + r * KEY_BLOCK;
-            for (int i = 0; i < count && block.bytes[i]; i++)
-                store(scores + i * LANES, load<Floats>(scores + i * LANES) * key_scales(block, i));
-            for (long i = std::max(0L, std::min(seen, block.keys)); i < count * LANES; i++)
-                scores[i] = -INFINITY;
+        for (long r = 0; r < rows; r++) {
+            long seen = item.position + r / shared + 1 - block.key;
+            for (long i = std::max(0L, std::min(seen, block.keys)); i < block.count * LANES; i++)
+                s.scores[r * KEY_BLOCK + i] = -INFINITY;
+        }
+    }
+
+    // PLAIN: of KEY_PANELS panels, none of them hidden or with scales.
+    template <bool PLAIN>
+    void weigh_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
+        const int count = PLAIN ? KEY_PANELS : block.count;
+        for (long r = 0; r < rows; r++) {
+            const float* scores = s.scores + r * KEY_BLOCK;
             Floats most = s.most[r];
             for (int i = 0; i < count; i++) most = max(most, load<Floats>(scores + i * LANES));
-            float greatest_now = greatest(most);
-            if (greatest_now == -INFINITY) greatest_now = 0;  // nothing seen so far
-            Floats total = {};
+            float now = greatest(most);
+            s.scale[r] = s.most[r] - now;
+            s.most[r] = now;
+        }
+        for (long r = 0; r < rows; r += LANES)
+            store(s.scale + r, exp(load<Floats>(s.scale + r)));
+        for (long r = 0; r < rows; r++) {
+            const float* scores = s.scores + r * KEY_BLOCK;
+            Floats total = {}, most = s.most[r];
             for (int i = 0; i < count; i++) {
-                Floats score = load<Floats>(scores + i * LANES);
-                Floats w = select(score == -INFINITY, 0.0f, exp(score - greatest_now));
+                Floats score = load<Floats>(scores + i * LANES), w = exp(score - most);
+                if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
                 total += w;
-                if (block.bytes[i]) w *= value_scales(block, i);
+                if (!PLAIN && block.bytes[i]) w *= value_scales(block, i);
                 narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
             }
-            float scale = std::exp(s.most[r] - greatest_now);
-            s.total[r] = s.total[r] * scale + sum(total);
-            s.most[r] = greatest_now;
+            s.total[r] = s.total[r] * s.scale[r] + total;
             float* sums = s.sums + r * program.dim;
-            if (!first && scale != 1)
+            if (!first && s.scale[r] != 1)
                 for (long d = 0; d < program.dim; d += LANES)
-                    store(sums + d, load<Floats>(sums + d) * scale);
+                    store(sums + d, load<Floats>(sums + d) * s.scale[r]);
         }
     }
 
@@ -286,10 +343,10 @@ struct Attend {
     void put(const Item& item, long kv_head, Scratch<E>& s) const {
         long shared = program.heads / program.kv_heads, dim = program.head_dim;
         for (long r = 0; r < item.count * shared; r++) {
-            long token = item.first_token + item.first + r / shared;
-            Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output] +
+            long row = item.output + r / shared;
+            Passed* to = (Passed*)step.buffers[op.output] + row * step.strides[op.output] +
                          (kv_head * shared + r % shared) * dim;
-            float scale = 1 / s.total[r];
+            float scale = 1 / sum(s.total[r]);
             for (long d = 0; d < dim; d += LANES)
                 narrow_some(to + d, load<Floats>(s.sums + r * program.dim + d) * scale, dim - d);
         }
@@ -300,7 +357,7 @@ struct Attend {
         for (long r = 0; r < shared; r++) {
             float* to = step.parts + item.part * AttentionWork::part_floats(program) +
                         (kv_head * shared + r) * (dim + 2);
-            to[0] = s.most[r], to[1] = s.total[r];
+            to[0] = s.most[r], to[1] = sum(s.total[r]);
             memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
         }
     }
@@ -315,7 +372,7 @@ void combine(const Program& program, const Step& step, const Op& op, const Split
     float most = -INFINITY, total = 0;
     for (long i = 0; i < row.parts; i++) most = std::max(most, parts[i * size]);
     for (long i = 0; i < row.parts; i++) total += parts[i * size + 1] * std::exp(parts[i * size] - most);
-    Passed* to = (Passed*)step.buffers[op.output] + row.token * step.strides[op.output] + head * dim;
+    Passed* to = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output] + head * dim;
     for (long d = 0; d < dim; d += LANES) {
         Floats v = {};
         for (long i = 0; i < row.parts; i++)

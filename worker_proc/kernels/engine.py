@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import INT8_SCALE_BYTES, Rows
+from quadriga.errors import ModelError
+from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
@@ -60,6 +61,7 @@ class NativeEngine(Engine):
         kernels cannot be compiled."""
         self._library = load_kernels(say)
         check_layout(self._library)
+        _check_heads(self._library, model.attention_shape)
         self._dtype = dtype
         self._passed = passed_dtype(self._library, dtype)
         if self._passed != dtype:
@@ -78,22 +80,24 @@ class NativeEngine(Engine):
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self._forward(self._body, inputs)
+        return self._forward(self._body, inputs, None)
 
-    def forward_and_choose(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def forward_sampled(self, inputs: StepInputs) -> Tensor:
+        hidden = self._forward(self._sampled_body, inputs, inputs.last_tokens)
+        return inputs.of_samples(hidden)
+
+    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
         """As a single run, so that the threads are woken but once."""
         best = torch.empty(len(inputs.sampled_slots), dtype=torch.int64)
-        sampled = inputs.last_tokens
         self._step.best = best.data_ptr()
-        self._step.sampled_count = len(best)
-        self._step.sampled = None if sampled is None else sampled.data_ptr()
-        return self._forward(self._whole, inputs), best
+        self._forward(self._whole, inputs, inputs.last_tokens)
+        return best
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._reserve(self._head, len(hidden))
         self._step.row_count = 0  # nothing here attends
         self._point(Buffer.RESIDUAL, hidden)
-        self._run(self._head, len(hidden))
+        self._run(self._head, len(hidden), None)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
@@ -158,13 +162,14 @@ class NativeEngine(Engine):
         if body.position_vectors is not None:
             settings["position_vectors"] = weights.floats(body.position_vectors)
         self._body, self._head = (Recorded.of(part, settings) for part in (body, head))
+        self._sampled_body = Recorded.of(body, settings)
         self._whole = Recorded(_program(body.ops + head.ops, settings), body.widths)
-        ops, count = self._whole.program.ops, self._whole.program.op_count
-        for op in ops[len(body.ops) : count]:
-            op.sampled = True
-        ops[count - 1].kind = OpKind.MATMUL_BEST
+        for recorded in (self._sampled_body, self._whole):
+            recorded.compute_sampled_only()
+        self._whole.ops[-1].kind = OpKind.MATMUL_BEST
 
-    def _forward(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
+    def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> Tensor:
+        """Hidden states [tokens, hidden]; sampled: as in `_run`."""
         step, rows, tokens = self._step, inputs.rows, len(inputs.token_ids)
         self._reserve(recorded, tokens)
         residual = self._buffers[Buffer.RESIDUAL]
@@ -174,7 +179,7 @@ class NativeEngine(Engine):
         self._set_rows(rows)
         step.page_table = rows.page_table.data_ptr()
         step.page_stride = rows.page_table.stride(0)
-        self._run(recorded, tokens)
+        self._run(recorded, tokens, sampled)
         return residual[:tokens, : recorded.widths[Buffer.RESIDUAL]]
 
     def _set_rows(self, rows: Rows) -> None:
@@ -209,9 +214,12 @@ class NativeEngine(Engine):
             return torch.uint8
         return torch.float32 if buffer in FLOAT_BUFFERS else self._passed
 
-    def _run(self, recorded: "Recorded", tokens: int) -> None:
+    def _run(self, recorded: "Recorded", tokens: int, sampled: Tensor | None) -> None:
+        """sampled: where the sampled tokens are in the step; None: all of them are."""
         program = recorded.program
         self._step.token_count = tokens
+        self._step.sampled = None if sampled is None else sampled.data_ptr()
+        self._step.sampled_count = tokens if sampled is None else len(sampled)
         self._step.seconds = None
         if self._timed is not None:
             seconds = torch.zeros(program.op_count)
@@ -232,6 +240,33 @@ class Recorded:
     @classmethod
     def of(cls, recorder: Recorder, settings: dict[str, object]) -> "Recorded":
         return cls(_program(recorder.ops, settings), recorder.widths)
+
+    @property
+    def ops(self) -> list[Op]:
+        return self.program.ops[: self.program.op_count]
+
+    def compute_sampled_only(self) -> None:
+        """Once the last layer's keys and values are written no token needs another one, so that
+        of what follows only the rows that sample are computed."""
+        ops = self.ops
+        writes = [i for i, op in enumerate(ops) if op.kind == OpKind.ROTATE_WRITE]
+        for op in ops[writes[-1] + 1 :] if writes else ():
+            op.sampled = True
+
+
+def _check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
+    """ModelError where the kernels have no room for such heads."""
+    shared = shape.heads // shape.kv_heads
+    for what, value, most in (
+        ("heads of {}", shape.head_dim, library.quadriga_most_head_dim),
+        ("{} query heads for each key head", shared, library.quadriga_most_shared),
+    ):
+        most.restype = ctypes.c_int64
+        if value > most():
+            raise ModelError(
+                f"the model has {what.format(value)}, the native kernels compute at most {most()};"
+                " take --attention-backend torch"
+            )
 
 
 def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:

@@ -81,9 +81,11 @@ struct Matmul {
     const Step& step;
     Pieces pieces;
     Best* best;  // MATMUL_BEST: [rows], of this thread
+    const int64_t* places;  // of rows in the residual stream, null: in order
 
     Matmul(const Op& op, const Step& step, long rows, Best* best)
-        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), best(best) {}
+        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), best(best),
+          places(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
 
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {
@@ -105,6 +107,7 @@ struct Matmul {
         alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
+            fetch_outputs(row, end, panel * LANES, panels);
             for (int p = 0; p < panels; p += TILE_PANELS) {
                 int wide = std::min(TILE_PANELS, panels - p);
                 choose_tile<F>(int(end - row), wide)(
@@ -144,22 +147,37 @@ struct Matmul {
             Floats v = load<Floats>(sums + p * LANES);
             return bias ? v + load<Floats>(bias + column + p * LANES) : v;
         };
-        long start = row * step.strides[op.output] + column;
-        if (op.kind == MATMUL_SWIGLU) {
-            Passed* to = (Passed*)step.buffers[op.output] + start - column / 2;
-            narrow(to, silu(value(0)) * value(1));
-            return;
-        }
+        char* output = output_of(row, column);
+        if (op.kind == MATMUL_SWIGLU) return narrow((Passed*)output, silu(value(0)) * value(1));
         for (int p = 0; p < panels; p++) {
-            long at = start + p * LANES;
-            float* to = (float*)step.buffers[op.output] + at;
+            float* to = (float*)output + p * LANES;
             if (op.kind == MATMUL_GELU)
-                narrow((Passed*)step.buffers[op.output] + at, gelu(value(p)));
+                narrow((Passed*)output + p * LANES, gelu(value(p)));
             else if (op.kind == MATMUL_BEST)
                 keep_best(best[row], value(p), column + p * LANES);
             else
                 store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) : value(p));
         }
+    }
+
+    // Where the sums of one row go, for the columns from `column` on.
+    INLINE char* output_of(long row, long column) const {
+        long start = (places ? places[row] : row) * step.strides[op.output];
+        return (char*)step.buffers[op.output] + (start + column / columns_a_number()) * number_bytes();
+    }
+    long columns_a_number() const { return op.kind == MATMUL_SWIGLU ? 2 : 1; }
+    long number_bytes() const {
+        return op.kind == MATMUL_SWIGLU || op.kind == MATMUL_GELU ? sizeof(Passed) : sizeof(float);
+    }
+
+    // Where a tile's sums go: a line or two of each row, in as many places, on the way while the
+    // tile is multiplied.
+    INLINE void fetch_outputs(long row, long end, long column, int panels) const {
+        if (op.kind == MATMUL_BEST) return;
+        long bytes = panels * LANES / columns_a_number() * number_bytes();
+        for (; row < end; row++)
+            for (long line = 0; line < bytes; line += 64)
+                __builtin_prefetch(output_of(row, column) + line, 1, 3);
     }
 
     // Of equal values the first column counts.

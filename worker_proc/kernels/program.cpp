@@ -62,6 +62,8 @@ class Run {
         long token = 0;
         for (long row = 0; row < step.row_count; row++)
             for (long i = 0; i < step.num_tokens[row]; i++) row_of[token++] = row;
+        if (step.sampled_count < step.token_count)
+            sampled_attention.reset(new AttentionWork(program, step, row_of));
     }
 
     void thread(int id) {
@@ -91,6 +93,7 @@ class Run {
     const Program& program;
     const Step& step;
     AttentionWork attention;
+    std::unique_ptr<AttentionWork> sampled_attention;  // null: every token is sampled
     Barrier barrier;
     std::vector<Counter> taken;
     std::vector<std::vector<Best>> best;
@@ -124,6 +127,10 @@ class Run {
 
     long rows_of(const Op& op) const { return op.sampled ? step.sampled_count : step.token_count; }
 
+    const AttentionWork& attention_of(const Op& op) const {
+        return op.sampled && sampled_attention ? *sampled_attention : attention;
+    }
+
     void run(const Op& op, std::atomic<long>& next, int id) {
         switch (op.kind) {
         case EMBED:
@@ -138,15 +145,17 @@ class Run {
                 rotate_write<E>(program, step, op, row_of[token], token);
             });
         case ATTEND: {
-            Attend<E> attend(program, step, op, attention);
+            Attend<E> attend(program, step, op, attention_of(op));
             Scratch<E>& scratch = scratch_of_thread();
             return share(next, attend.count(),
                          [&](long i, long after) { attend.piece(i, after, scratch); });
         }
-        case COMBINE:
-            return share(next, long(attention.split.size()) * program.heads, [&](long i, long) {
-                combine<E>(program, step, op, attention.split[i / program.heads], i % program.heads);
+        case COMBINE: {
+            const std::vector<SplitRow>& split = attention_of(op).split;
+            return share(next, long(split.size()) * program.heads, [&](long i, long) {
+                combine<E>(program, step, op, split[i / program.heads], i % program.heads);
             });
+        }
         case MATMUL_BEST:
             best[id].assign(rows_of(op), Best{-INFINITY, INT64_MAX});
             [[fallthrough]];
@@ -200,6 +209,10 @@ int64_t quadriga_vector_bits() { return VECTOR_BITS; }
 int64_t quadriga_passed_bytes(int64_t is_bfloat16) {
     return is_bfloat16 ? sizeof(BFloat16::Passed) : sizeof(Float32::Passed);
 }
+
+// The widest head, and the most query heads that share a key head.
+int64_t quadriga_most_head_dim() { return MOST_HEAD_DIM; }
+int64_t quadriga_most_shared() { return MOST_SHARED; }
 
 // So that Python can check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {

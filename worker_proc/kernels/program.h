@@ -36,7 +36,8 @@ struct Matrix {
 
 struct Op {
     int64_t kind, input, output, layer, width;
-    int64_t sampled;     // not 0: of the sampled rows only, taken out of the residual stream
+    int64_t sampled;     // not 0: of the sampled tokens only, whose rows lie one after the other
+                         // everywhere but in the residual stream and the queries
     Matrix matrix;
     const float* gain;   // norms: [width]; rotate and write: of queries, [head_dim], or null
     const float* shift;  // layer norm: [width]
