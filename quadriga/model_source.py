@@ -56,6 +56,14 @@ class ModelFiles:
         return int(next(self.config[key] for key in keys if self.config.get(key)))
 
     @property
+    def attention_window(self) -> int | None:
+        """The last tokens that are attended to; None: all of them."""
+        if not self.config.get("use_sliding_window", True):
+            return None
+        window = self.config.get("sliding_window")
+        return window if window is None else int(window)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end a text, of config.json and generation_config.json together."""
         ids: set[int] = set()
@@ -180,4 +188,10 @@ def _check_config(files: ModelFiles) -> None:
         raise ConfigError(
             f"--context-length is {files.context_limit}, but the context of {files.name} is {own}"
             " tokens; leave the flag out or give at most that"
+        )
+    window = files.attention_window
+    if window is not None and window < files.context_length:
+        raise ModelError(
+            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
+            f" the context is {files.context_length}; take --context-length {window}"
         )

@@ -8,6 +8,7 @@ docs/gguf.md).
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,12 +135,12 @@ def _refuse_unsupported(
         )
 
 
-def _llama_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
-    """Of all that are like Llama; its names stand for theirs."""
+def _like_llama(name: str, own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """name: Llama, or one of those that are like it."""
     heads = own["attention.head_count"]
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": name.lower(),
+        "architectures": [f"{name}ForCausalLM"],
         "num_hidden_layers": own["block_count"],
         "hidden_size": own["embedding_length"],
         "intermediate_size": own["feed_forward_length"],
@@ -153,16 +154,6 @@ def _llama_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-
-
-def _qwen2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
-    named = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    return _llama_config(own, tensors) | named
-
-
-def _qwen3_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
-    named = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    return _llama_config(own, tensors) | named
 
 
 def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
@@ -181,9 +172,9 @@ def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]
 
 
 _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] = {
-    "llama": _llama_config,
-    "qwen2": _qwen2_config,
-    "qwen3": _qwen3_config,
+    "llama": partial(_like_llama, "Llama"),
+    "qwen2": partial(_like_llama, "Qwen2"),
+    "qwen3": partial(_like_llama, "Qwen3"),
     "gpt2": _gpt2_config,
 }
 

@@ -1,7 +1,6 @@
 """The weights of the layers that the architectures share; how they are multiplied is elsewhere."""
 
 import enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +75,13 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
 
-class HeadNorms(NamedTuple):
+class HeadNorms(nn.Module):
     """Of each head of the queries, and of the keys, before they are turned by their positions:
     weights [head_dim], with one epsilon."""
 
-    queries: RMSNorm
-    keys: RMSNorm
+    def __init__(self, queries: RMSNorm, keys: RMSNorm) -> None:
+        super().__init__()
+        self.queries, self.keys = queries, keys
 
 
 class Rope:

@@ -23,8 +23,7 @@ from worker_proc.models.ops import Ops, Value
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """inner, heads and kv_heads: of this rank. window: the last tokens that are attended to; None:
-    all of them."""
+    """inner, heads and kv_heads: of this rank."""
 
     vocab_size: int
     hidden: int
@@ -35,7 +34,6 @@ class LlamaConfig:
     head_dim: int
     epsilon: float
     rope: dict[str, Any]
-    window: int | None
     attention_bias: bool
     mlp_bias: bool
     tied: bool
@@ -62,7 +60,6 @@ class LlamaConfig:
             head_dim=setting(config, "head_dim", hidden // heads),
             epsilon=setting(config, "rms_norm_eps", 1e-6),
             rope=rope,
-            window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
             tied=setting(config, "tie_word_embeddings", False),
@@ -101,12 +98,6 @@ class Llama(Model):
         return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
-        window = self.config.window
-        if window is not None and window < context_length:
-            raise ModelError(
-                f"the model attends to the last {window} tokens only, which is not supported, and"
-                f" the context is {context_length}; take --context-length {window}"
-            )
         frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
         self.rope = Rope(frequencies, context_length, self.embedding.weight.device)
 
@@ -147,9 +138,7 @@ class Block(nn.Module):
         hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
         self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Split.OUTPUTS)
-        self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.epsilon) if head_norms else None for _ in "qk"
-        )
+        self.head_norms = _head_norms(config) if head_norms else None
         self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Split.INPUTS)
         self.mlp_norm = RMSNorm(hidden, config.epsilon)
         self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Split.OUTPUTS)
@@ -157,8 +146,7 @@ class Block(nn.Module):
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
-        norms = HeadNorms(self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
-        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope, norms))
+        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
         inner = ops.project_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
         return ops.add_projection(x, self.down_proj, inner)
 
@@ -167,9 +155,9 @@ class Block(nn.Module):
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
-        if self.q_norm and self.k_norm:
-            tensors["self_attn.q_norm.weight"] = self.q_norm.weight
-            tensors["self_attn.k_norm.weight"] = self.k_norm.weight
+        if self.head_norms is not None:
+            tensors["self_attn.q_norm.weight"] = self.head_norms.queries.weight
+            tensors["self_attn.k_norm.weight"] = self.head_norms.keys.weight
         for linear, parts in (
             (
                 self.qkv_proj,
@@ -184,6 +172,11 @@ class Block(nn.Module):
         ):
             tensors |= _parts("mlp", linear, parts)
         return tensors
+
+
+def _head_norms(config: LlamaConfig) -> HeadNorms:
+    queries, keys = (RMSNorm(config.head_dim, config.epsilon) for _ in range(2))
+    return HeadNorms(queries, keys)
 
 
 def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
