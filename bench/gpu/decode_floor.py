@@ -10,6 +10,7 @@ the speed at which a large tensor is read here, see bench/floor.py), and graph o
 
 import argparse
 import sys
+from collections.abc import Sequence
 from statistics import median
 
 from bench.floor import Speed, floor
@@ -26,7 +27,7 @@ READ_BYTES = 2**30
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m bench.gpu.decode_floor",
         description=__doc__,
@@ -34,7 +35,7 @@ def main() -> None:
     )
     server_flags.add_flags(parser)
     try:
-        report(server_flags.from_namespace(parser.parse_args()))
+        report(server_flags.from_namespace(parser.parse_args(argv)))
     except QuadrigaError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -51,9 +52,11 @@ def report(config: ServerConfig) -> None:
     graphs = times_of(config)
     eager = times_of(config.replace(disable_cuda_graph=True))
     files = resolve_model(config.model)
-    dtype, speed = describe(config)
+    device, dtype, speed = describe(config)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
-    print(f"{config.model.shown_name} {dtype} · memory is read at {speed / 1e9:.0f} GB/s")
+    print(
+        f"{config.model.shown_name} {dtype} on {device} · memory is read at {speed / 1e9:.0f} GB/s"
+    )
     print(f"{'rows':>5}{'context':>9}{'graph ms':>10}{'eager ms':>10}{'floor ms':>10}{'ratio':>7}")
     for (batch, context), ms in graphs.items():
         rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
@@ -76,14 +79,15 @@ def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
     return times
 
 
-def describe(config: ServerConfig) -> tuple[str, float]:
-    """The dtype, and bytes/s at which the device reads a large tensor."""
+def describe(config: ServerConfig) -> tuple[str, str, float]:
+    """The device, the dtype, and bytes/s at which the device reads a large tensor."""
     from bench.gpu.read_speed import bytes_per_second
     from worker_proc.hardware import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)
-    return str(dtype).removeprefix("torch."), bytes_per_second(device, READ_BYTES)
+    speed = bytes_per_second(device, READ_BYTES)
+    return str(device), str(dtype).removeprefix("torch."), speed
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ Prints tokens/s. Beside it: `python -m bench.gpu.blocks --only width --model gpt
 
 import argparse
 import random
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 measured, 2 no such device."""
     parser = argparse.ArgumentParser(
         "python -m bench.gpu.transformers_batching",
         description=__doc__,
@@ -25,11 +28,14 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=256, help="(default: 256)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="(default: 32)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: 64)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
 
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device is cuda, but torch finds no card here", file=sys.stderr)
+        return 2
     model: Any
     if arguments.load_format == "dummy":
         model = AutoModelForCausalLM.from_config(GPT2Config(), dtype=torch.bfloat16)
@@ -49,7 +55,8 @@ def main() -> None:
         seconds = time.perf_counter() - began
         tokens = sum(len(output.generated_tokens) for output in outputs.values())
         print(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
