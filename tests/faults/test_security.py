@@ -85,7 +85,7 @@ def test_nobody_reads_along(locked: str, llama_dir: Path, keys: Path) -> None:
 
 
 def unreachable(endpoint: str, keys: Path | None) -> str:
-    with pytest.raises(ServerUnreachable) as caught, Client(endpoint, 1.0, curve_dir=keys):
+    with pytest.raises(ServerUnreachable) as caught, Client(endpoint, 3.0, curve_dir=keys):
         pass
     return str(caught.value)
 
