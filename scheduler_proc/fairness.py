@@ -10,6 +10,11 @@ clients whose turn is far away, cost nothing.
 A request's cost is its prompt and all that it may still generate. It must be affordable before it
 is served, so nobody ever owes anything, and a client without waiting requests can be forgotten: it
 comes back as a new one, whose first turn is in the round after the present one.
+
+What a client would send next may depend on the prefix tree and on the room in a step, and looking
+at every client again in every step would cost too much. So a client keeps the place of the request
+that was its next when it last sent, lost or was served one. Whichever its policy chooses goes
+there, and is charged with what it costs.
 """
 
 import heapq
@@ -29,7 +34,7 @@ much of one client may come in a row."""
 class ClientQueue:
     """What waits of one client. arrival: counts clients, so that each round has the same order.
 
-    turn: where its next request stood when that was looked up the last time.
+    turn: where its next request stood when that was looked up the last time; it decides.
     """
 
     __slots__ = ("arrival", "queue", "since", "spent", "turn")
@@ -48,12 +53,14 @@ class ClientQueue:
     def upcoming(self, share: int, most: int, budget: int) -> Iterator[tuple[int, int, Request]]:
         """Its requests with their turns: (round, arrival, request). share: how many are probably
         wanted, most: how many at most."""
-        spent, seen = self.spent, 0
+        (turn, _), spent, seen = self.turn, self.spent, 0
         while seen < most:
             requests = self.queue.first(min(share, most), budget)
-            for request in islice(requests, seen, None):
+            for index, request in enumerate(islice(requests, seen, None), seen):
                 spent += cost(request)
-                yield self.round_after(spent), self.arrival, request
+                if index > 0:
+                    turn = max(turn, self.round_after(spent))
+                yield turn, self.arrival, request
             if len(requests) < share:
                 return
             seen, share = share, 2 * share

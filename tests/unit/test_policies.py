@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quadriga.messages.arrays import pack_ids
@@ -123,6 +123,11 @@ every_queue = pytest.mark.parametrize(
     ),
     count=st.integers(0, 40),
 )
+@example(  # of one client, pack chooses another request than it would without a budget
+    actions=[("push", 0), ("push", 0), ("push", 1_508_481), ("push", 1), ("remove", 0),
+             ("take", 1), ("retract", 0)],
+    count=2,
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_the_first_are_distinct_members_and_asking_again_says_the_same(
     policy: str, fair: bool, actions: list[tuple[str, int]], count: int
