@@ -77,6 +77,11 @@ class StepInputs:
         return np.cumsum(self.rows.num_tokens)[self.samples] - 1
 
     @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return len(self.slot_of_token)
+
+    @property
     def decodes_only(self) -> bool:
         """Every row has one token, and samples."""
         return len(self.samples) == len(self.slot_of_token)

@@ -33,6 +33,11 @@ struct SplitRow {
     long output, first_part, parts;
 };
 
+// Where a token of the step stands.
+struct Place {
+    long row, position;
+};
+
 struct AttentionWork {
     std::vector<Item> items;
     std::vector<SplitRow> split;
@@ -44,12 +49,12 @@ struct AttentionWork {
             add(row, token, step.computed[row], step.num_tokens[row], token, step.row_count);
     }
 
-    // Of the sampled tokens only, whose outputs lie one after the other. row_of: of each token.
-    AttentionWork(const Program& program, const Step& step, const std::vector<long>& row_of)
+    // Of the sampled tokens only, whose outputs lie one after the other. places: of each token.
+    AttentionWork(const Program& program, const Step& step, const std::vector<Place>& places)
         : program(program), step(step) {
         for (long i = 0; i < step.sampled_count; i++) {
             long token = step.sampled[i];
-            add(row_of[token], token, step.positions[token], 1, i, step.sampled_count);
+            add(places[token].row, token, places[token].position, 1, i, step.sampled_count);
         }
     }
 

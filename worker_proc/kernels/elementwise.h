@@ -18,12 +18,13 @@ INLINE float embedding(const Matrix& m, long id, long d) {
 }
 
 template <class E>
-void embed(const Program& program, const Step& step, const Op& op, long token) {
+void embed(const Program& program, const Step& step, const Op& op, Place place, long token) {
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
     const float* position =
-        program.position_vectors ? program.position_vectors + step.positions[token] * op.width : 0;
+        program.position_vectors ? program.position_vectors + place.position * op.width : 0;
     // The front door refuses other ids; whatever comes here must not read foreign memory.
-    long id = std::clamp<long>(step.token_ids[token], 0, op.matrix.columns - 1);
+    long id = step.tokens[step.slots[place.row] * step.token_stride + place.position];
+    id = std::clamp<long>(id, 0, op.matrix.columns - 1);
     for (long d = 0; d < op.width; d++) {
         float x = embedding<E>(op.matrix, id, d);
         to[d] = position ? x + position[d] : x;
@@ -88,10 +89,10 @@ INLINE void narrow_all(T* to, const float* from, long count, float scale) {
 }
 
 template <class E>
-void rotate_write(const Program& program, const Step& step, const Op& op, long row, long token) {
+void rotate_write(const Program& program, const Step& step, const Op& op, Place place, long token) {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
-    long dim = program.head_dim, half = dim / 2, position = step.positions[token];
+    long dim = program.head_dim, half = dim / 2, position = place.position;
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
@@ -118,6 +119,6 @@ void rotate_write(const Program& program, const Step& step, const Op& op, long r
         narrow_all(key, turned, program.dim, 1);
         memcpy(plain, values + h * dim, dim * sizeof(float));
         narrow_all(value, plain, program.dim, 1);
-        pages.write(row, position, h, key, value);
+        pages.write(place.row, position, h, key, value);
     }
 }

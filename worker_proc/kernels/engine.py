@@ -80,15 +80,16 @@ class NativeEngine(Engine):
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self._forward(self._body, inputs, None)
+        self._forward(self._body, inputs, None)
+        return self._hidden(self._body, inputs)
 
     def forward_sampled(self, inputs: StepInputs) -> Tensor:
-        hidden = self._forward(self._sampled_body, inputs, inputs.last_tokens)
-        return inputs.of_samples(hidden)
+        self._forward(self._sampled_body, inputs, inputs.last_tokens)
+        return inputs.of_samples(self._hidden(self._sampled_body, inputs))
 
     def forward_and_choose(self, inputs: StepInputs) -> Tensor:
         """As a single run, so that the threads are woken but once."""
-        best = torch.empty(len(inputs.sampled_slots), dtype=torch.int64)
+        best = torch.from_numpy(np.empty(len(inputs.sampled_slots), dtype=np.int64))
         self._step.best = best.data_ptr()
         self._forward(self._whole, inputs, inputs.last_tokens)
         return best
@@ -168,19 +169,20 @@ class NativeEngine(Engine):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_BEST
 
-    def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> Tensor:
-        """Hidden states [tokens, hidden]; sampled: as in `_run`."""
-        step, rows, tokens = self._step, inputs.rows, len(inputs.token_ids)
-        self._reserve(recorded, tokens)
-        residual = self._buffers[Buffer.RESIDUAL]
-        self._point(Buffer.RESIDUAL, residual)
-        step.token_ids = inputs.token_ids.data_ptr()
-        step.positions = inputs.positions.data_ptr()
+    def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> None:
+        """sampled: as in `_run`."""
+        step, rows, known = self._step, inputs.rows, inputs.table.tokens
+        self._reserve(recorded, inputs.num_tokens)
+        self._point(Buffer.RESIDUAL, self._buffers[Buffer.RESIDUAL])
         self._set_rows(rows)
-        step.page_table = rows.page_table.data_ptr()
-        step.page_stride = rows.page_table.stride(0)
-        self._run(recorded, tokens, sampled)
-        return residual[:tokens, : recorded.widths[Buffer.RESIDUAL]]
+        step.tokens, step.token_stride = known.data_ptr(), known.stride(0)
+        step.page_table, step.page_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
+        self._run(recorded, inputs.num_tokens, sampled)
+
+    def _hidden(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
+        """What `_forward` left: [tokens, hidden]."""
+        width = recorded.widths[Buffer.RESIDUAL]
+        return self._buffers[Buffer.RESIDUAL][: inputs.num_tokens, :width]
 
     def _set_rows(self, rows: Rows) -> None:
         """Copied to where the kernels look: asking arrays for their addresses takes longer."""

@@ -58,12 +58,13 @@ class Run {
           barrier(threads),
           taken(program.op_count),
           best(threads),
-          row_of(step.token_count) {
+          places(step.token_count) {
         long token = 0;
         for (long row = 0; row < step.row_count; row++)
-            for (long i = 0; i < step.num_tokens[row]; i++) row_of[token++] = row;
+            for (long i = 0; i < step.num_tokens[row]; i++)
+                places[token++] = {row, step.computed[row] + i};
         if (step.sampled_count < step.token_count)
-            sampled_attention.reset(new AttentionWork(program, step, row_of));
+            sampled_attention.reset(new AttentionWork(program, step, places));
     }
 
     void thread(int id) {
@@ -97,7 +98,7 @@ class Run {
     Barrier barrier;
     std::vector<Counter> taken;
     std::vector<std::vector<Best>> best;
-    std::vector<long> row_of;
+    std::vector<Place> places;  // of each token
 
     static Scratch<E>& scratch_of_thread() {
         static thread_local std::unique_ptr<Scratch<E>> own;
@@ -134,7 +135,9 @@ class Run {
     void run(const Op& op, std::atomic<long>& next, int id) {
         switch (op.kind) {
         case EMBED:
-            return each_row(op, next, [&](long token) { embed<E>(program, step, op, token); });
+            return each_row(op, next, [&](long token) {
+                embed<E>(program, step, op, places[token], token);
+            });
         case RMS_NORM:
         case LAYER_NORM:
             return each_row(op, next, [&](long token) { norm<E>(step, op, token); });
@@ -142,7 +145,7 @@ class Run {
             return each_row(op, next, [&](long token) { quantise_token<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_row(op, next, [&](long token) {
-                rotate_write<E>(program, step, op, row_of[token], token);
+                rotate_write<E>(program, step, op, places[token], token);
             });
         case ATTEND: {
             Attend<E> attend(program, step, op, attention_of(op));

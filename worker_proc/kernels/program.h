@@ -62,8 +62,8 @@ struct Program {
 struct Step {
     int64_t threads;
     int64_t token_count;
-    const int64_t* positions;  // [tokens]
-    const int32_t* token_ids;  // [tokens]
+    const int32_t* tokens;     // [slots][token_stride]: all that is known of each
+    int64_t token_stride;
     int64_t row_count;
     const int64_t* slots;      // [rows]
     const int64_t* computed;   // [rows]

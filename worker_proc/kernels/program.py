@@ -94,8 +94,8 @@ class Step(ctypes.Structure):
     _fields_ = [
         ("threads", ctypes.c_int64),
         ("token_count", ctypes.c_int64),
-        ("positions", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("token_stride", ctypes.c_int64),
         ("row_count", ctypes.c_int64),
         ("slots", ctypes.c_void_p),
         ("computed", ctypes.c_void_p),
