@@ -96,6 +96,7 @@ void rotate_write(const Program& program, const Step& step, const Op& op, Place 
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
+    pages.fetch(place.row, position);
     alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {}, normed[MOST_HEAD_DIM];
     alignas(64) Stored key[MOST_HEAD_DIM], value[MOST_HEAD_DIM];
     auto turn = [&](const float* from, const float* gain) {

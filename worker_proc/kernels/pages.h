@@ -47,6 +47,20 @@ struct Pages {
         }
     }
 
+    // Bring what `write` will write to on the way: of few tokens it is in no cache.
+    INLINE void fetch(long row, long position) const {
+        if (!direct()) return;
+        for (long h = 0; h < program.kv_heads; h++) {
+            const Stored* keys = panel(row, position, h);
+            const Stored* values = keys + LANES * program.dim;
+            long token = position % LANES, line = 64 / sizeof(Stored);
+            for (long d = 0; d < program.dim; d += E::PACK)
+                __builtin_prefetch(keys + d * LANES, 1, 3);
+            const Stored* first = values + token / E::PACK * program.dim * E::PACK;
+            for (long n = 0; n < program.dim * E::PACK; n += line) __builtin_prefetch(first + n, 1, 3);
+        }
+    }
+
     // Where the pages are in 8 bits: the keys of 16 tokens from `position` on; their values follow,
     // and then the scales of the keys and those of the values.
     int8_t* int8_panel(long row, long position, long kv_head) const {

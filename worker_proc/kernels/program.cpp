@@ -46,7 +46,7 @@ struct alignas(64) Counter {
     std::atomic<long> next{0};
 };
 
-constexpr long TOKENS_A_PIECE = 4;
+constexpr long MOST_TOKENS_A_PIECE = 4;
 
 template <class E>
 class Run {
@@ -119,10 +119,10 @@ class Run {
 
     template <class Work>
     void each_row(const Op& op, std::atomic<long>& next, Work work) {
-        long rows = rows_of(op), pieces = (rows + TOKENS_A_PIECE - 1) / TOKENS_A_PIECE;
-        share(next, pieces, [&](long i, long) {
-            long end = std::min<long>((i + 1) * TOKENS_A_PIECE, rows);
-            for (long token = i * TOKENS_A_PIECE; token < end; token++) work(token);
+        long rows = rows_of(op), a_thread = (rows + step.threads - 1) / step.threads;
+        long size = std::clamp<long>(a_thread, 1, MOST_TOKENS_A_PIECE);
+        share(next, (rows + size - 1) / size, [&](long i, long) {
+            for (long token = i * size; token < std::min((i + 1) * size, rows); token++) work(token);
         });
     }
 
