@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +46,7 @@ class Scorer:
         hidden = runner.engine.forward(inputs)
         for block in hidden.split(BLOCK):
             yield runner.engine.logits(block).float().log_softmax(-1)
-        table.release(np.array([0]))
+        table.release([0])
 
     def likeliest(self, ids: Sequence[int]) -> list[int]:
         """For each token of a text the likeliest one to follow it."""
@@ -61,7 +60,7 @@ class Scorer:
         plans = [self._plan(EXTEND, rows, len(prompts[0]), new)]
         plans += [self._plan(DECODE, rows, 1) for _ in range(count - 1)]
         steps = [unpack_ids(self._runner.run(plan).token_ids) for plan in plans]
-        self._runner.table.release(np.arange(rows))
+        self._runner.table.release(list(range(rows)))
         return [list(tokens) for tokens in zip(*steps, strict=True)]
 
     def _slot(self, slot: int, ids: Sequence[int], room: int = 0) -> NewSlot:

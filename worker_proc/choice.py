@@ -12,13 +12,14 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.logprobs import observe, tell_sampled
 from worker_proc.rules import apply_rules, constrained
+from worker_proc.transfer import TokenIds
 
 
 class Chosen(NamedTuple):
-    """token_ids: [samples] int64, on the device; logprobs: of the rows that asked for them;
+    """token_ids: [samples]; logprobs: of the rows that asked for them;
     constrained: the rows that have a grammar, which is to take what was chosen."""
 
-    token_ids: Tensor
+    token_ids: TokenIds
     logprobs: SampledLogprobs | None = None
     constrained: Sequence[Constrained] = ()
 

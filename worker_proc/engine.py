@@ -7,7 +7,7 @@ from torch import Tensor
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.sampler import SamplingRows, sample
-from worker_proc.transfer import send_all
+from worker_proc.transfer import TokenIds, send_all
 
 
 class Engine(ABC):
@@ -41,22 +41,22 @@ class Engine(ABC):
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token of the greatest logit, the first of equals, for each row: [rows] int64."""
 
-    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
-        """Compute the step's tokens; what `likeliest` says of the rows that sample
-        [samples] int64."""
+    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
+        """Compute the step's tokens; what `likeliest` says of the rows that sample [samples],
+        which stands until the next call."""
         return self.likeliest(self.forward_sampled(inputs))
 
-    def forward_and_draw(self, inputs: StepInputs) -> Tensor:
-        """Compute the step's tokens; the tokens [samples] int64 of rows that are greedy, or drawn
-        by nothing but a temperature and a seed."""
+    def forward_and_draw(self, inputs: StepInputs) -> TokenIds:
+        """As `forward_and_choose`, of rows that are greedy, or drawn by nothing but a temperature
+        and a seed."""
         logits = self.logits(self.forward_sampled(inputs))
         table, slots = inputs.table, inputs.sampled_slots
         there = send_all(table.device, slots, inputs.sample_positions)
         return self.sample(logits, table.sampling.rows(slots, *there))
 
-    def note(self, inputs: StepInputs, token_ids: Tensor) -> None:
+    def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
         """Add what was chosen [samples] to what is known of its slots."""
-        inputs.table.learn(inputs.sampled_slots, token_ids)
+        inputs.table.learn(inputs.sampled_slots, inputs.sample_positions, token_ids)
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """As sampler.py's `sample`: logits [rows, vocab_size] to tokens [rows] int64."""

@@ -31,6 +31,8 @@ def main() -> None:
 
 def body(child: Child, rank: int, store: Path) -> None:
     inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
+    from torch import inference_mode
+
     from worker_proc.hardware import take_cores
     from worker_proc.runner import make_runner
     from worker_proc.shares import Part
@@ -41,16 +43,17 @@ def body(child: Child, rank: int, store: Path) -> None:
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
-    while not isinstance(message := inbox.receive(), StopWorker):
-        match message:
-            case StepPlan():
-                runner.launch(message)
-            case CompileGrammar():
-                grammars.compile_here(message.grammar)
-            case ForgetGrammar():
-                grammars.forget(message.key)
-            case NewScheduler():
-                runner.table.release_all()
+    with inference_mode():
+        while not isinstance(message := inbox.receive(), StopWorker):
+            match message:
+                case StepPlan():
+                    runner.launch(message)
+                case CompileGrammar():
+                    grammars.compile_here(message.grammar)
+                case ForgetGrammar():
+                    grammars.forget(message.key)
+                case NewScheduler():
+                    runner.table.release_all()
 
 
 def _leave_with_rank_0() -> None:

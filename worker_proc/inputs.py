@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -32,14 +32,16 @@ class Once(Generic[Value]):
 class StepInputs:
     """One step, its rows reordered so that similar ones are neighbours (see `Rows`).
 
-    On the host: plan_rows: [rows] their numbers in the plan; slot_of_token, position_of_token:
-    [tokens]; samples: [samples] the rows that sample, sampled_slots, sampled_rows their slots and
-    numbers in the plan, sample_positions the index in its request of the token to be sampled.
+    On the host: reached: [rows] tokens of each that are computed after the step; plan_rows: [rows]
+    their numbers in the plan; slot_of_token, position_of_token: [tokens]; samples: [samples] the
+    rows that sample, sampled_slots, sampled_rows their slots and numbers in the plan,
+    sample_positions the index in its request of the token to be sampled.
     What is on the device is sent there when it is first asked for.
     """
 
     table: SlotTable
     rows: Rows
+    reached: Ints
     plan_rows: Ints
     slot_of_token: Ints
     position_of_token: Ints
@@ -62,7 +64,7 @@ class StepInputs:
     def last_tokens(self) -> Tensor | None:
         """[samples] where in the step each sampling row ends; None where that is every token, in
         order."""
-        if len(self.samples) == len(self.slot_of_token):
+        if self.decodes_only:
             return None
         return self.table.to_device(self.ends_of_samples)
 
@@ -84,20 +86,20 @@ class StepInputs:
     @property
     def decodes_only(self) -> bool:
         """Every row has one token, and samples."""
-        return len(self.samples) == len(self.slot_of_token)
+        return len(self.samples) == self.num_tokens
 
 
 def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
     """ValueError where the plan asks for a slot not held, or for tokens that are not known yet or
     have no page."""
     slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
-    _check(slots, num_tokens, table)
-    computed = table.computed[slots]
-    jumps = table.jumps[slots]
+    _check_rows(slots.tolist(), num_tokens.tolist(), table)
+    computed, known, jumps = table.computed[slots], table.known[slots], table.jumps[slots]
+    reach = np.minimum(known, table.num_pages_of[slots] * table.page_size)
+    if (computed + num_tokens > reach).any():
+        _explain_reach(slots, computed + num_tokens, known, reach)
     if jumps.any():
-        held = table.num_pages_of[slots] * table.page_size
-        reach = np.minimum(table.known[slots], held) - computed
-        num_tokens = np.where(jumps, reach, num_tokens)
+        num_tokens = np.where(jumps, reach - computed, num_tokens)
     many = num_tokens > 1
     decodes = not many.any()  # most steps do, and what is known of them need not be worked out
     order = (
@@ -106,23 +108,25 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
         else np.lexsort((computed, num_tokens, many & (computed > 0), many))
     )
     slots, num_tokens, computed = slots[order], num_tokens[order], computed[order]
+    reached, known = computed + num_tokens, known[order]
     slot_of_token, position_of_token = slots, computed
     if not decodes:
         ends = np.cumsum(num_tokens)
         slot_of_token = np.repeat(slots, num_tokens)
         starts = np.repeat(computed - ends + num_tokens, num_tokens)
         position_of_token = starts + np.arange(ends[-1])
-    samples = np.flatnonzero(computed + num_tokens == table.known[slots])
+    samples = (reached == known).nonzero()[0]
     return StepInputs(
         table=table,
         rows=Rows(table.pages, slots, computed, num_tokens),
+        reached=reached,
         plan_rows=order,
         slot_of_token=slot_of_token,
         position_of_token=position_of_token,
         samples=samples,
         sampled_slots=slots[samples],
         sampled_rows=order[samples],
-        sample_positions=table.known[slots[samples]],
+        sample_positions=known[samples],
     )
 
 
@@ -131,15 +135,17 @@ def ints_of(packed: bytes) -> Ints:
     return np.frombuffer(packed, dtype="<i4").astype(np.int64)
 
 
-def _check(slots: Ints, num_tokens: Ints, table: SlotTable) -> None:
-    if len(slots) == 0 or len(slots) != len(num_tokens) or num_tokens.min() < 1:
-        raise ValueError(f"a plan of {len(slots)} slots with {num_tokens.tolist()} tokens")
+def _check_rows(slots: list[int], num_tokens: list[int], table: SlotTable) -> None:
+    if len(slots) == 0 or len(slots) != len(num_tokens) or min(num_tokens) < 1:
+        raise ValueError(f"a plan of {len(slots)} slots with {num_tokens} tokens")
     table.require_held(slots, "computes for")
-    if len(set(slots.tolist())) != len(slots):
-        raise ValueError(f"the plan has two rows for one slot: {slots.tolist()}")
-    ends = table.computed[slots] + num_tokens
-    if (ends > table.known[slots]).any():
-        raise ValueError(f"the plan runs ahead of the known tokens of slots {slots.tolist()}")
-    beyond = ends > table.num_pages_of[slots] * table.page_size
-    if beyond.any():
-        raise ValueError(f"the plan computes beyond the pages of slots {slots[beyond].tolist()}")
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"the plan has two rows for one slot: {slots}")
+
+
+def _explain_reach(slots: Ints, reached: Ints, known: Ints, reach: Ints) -> NoReturn:
+    ahead = slots[reached > known].tolist()
+    if ahead:
+        raise ValueError(f"the plan runs ahead of the known tokens of slots {ahead}")
+    beyond = slots[reached > reach].tolist()
+    raise ValueError(f"the plan computes beyond the pages of slots {beyond}")

@@ -12,7 +12,7 @@ from quadriga.worker_args import WorkerArgs
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.hardware import free_memory
 from worker_proc.sampling_state import SamplingState
-from worker_proc.transfer import send, send_all
+from worker_proc.transfer import TokenIds, send, send_all
 
 CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 """Share of the free memory for the KV pool where --mem-fraction-static does not say."""
@@ -54,8 +54,9 @@ class SlotTable:
     On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
     adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
     int64, filled up with the spare page.
-    On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row),
-    held; jumps: its grammar has forced tokens, so that a row computes all that is known.
+    On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row);
+    jumps: its grammar has forced tokens, so that a row computes all that is known. held: the slots
+    that are.
     """
 
     def __init__(
@@ -79,20 +80,18 @@ class SlotTable:
         self.known = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
-        self.held = np.zeros(num_slots, dtype=np.bool_)
+        self.held: set[int] = set()
         self.jumps = np.zeros(num_slots, dtype=np.bool_)
 
-    def release(self, slots: Ints) -> None:
+    def release(self, slots: list[int]) -> None:
         """Forget these slots. ValueError where one is not held."""
-        if len(slots) == 0:
-            return
         self.require_held(slots, "releases")
-        self.held[slots] = False
+        self.held.difference_update(slots)
         self.sampling.release(slots)
 
     def release_all(self) -> None:
         """Forget every slot."""
-        self.release(np.flatnonzero(self.held))
+        self.release(list(self.held))
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Take in requests. ValueError where the plan does not fit what is kept here."""
@@ -102,7 +101,7 @@ class SlotTable:
         pages = [np.frombuffer(one.pages, dtype="<i4") for one in new]
         for one, ids, own_pages in zip(new, token_ids, pages, strict=True):
             self._check(one, len(ids), own_pages)
-            self.held[one.slot] = True
+            self.held.add(one.slot)
             self.jumps[one.slot] = False
             self.known[one.slot] = len(ids)
             self.computed[one.slot] = one.computed
@@ -116,9 +115,7 @@ class SlotTable:
     def grow(self, slots: Ints, pages: Ints) -> None:
         """Append pages[i] to the page table of slots[i], in order; a slot may come more than once.
         ValueError for a slot not held, a page that does not exist, a page table that is full."""
-        if len(slots) == 0:
-            return
-        self.require_held(slots, "grows")
+        self.require_held(slots.tolist(), "grows")
         self._check_pages(pages, f"grown slots {slots.tolist()}")
         order = np.argsort(slots, kind="stable")
         slots, pages = slots[order], pages[order]
@@ -139,15 +136,16 @@ class SlotTable:
         slots_there, positions_there = send_all(self.device, slots, positions)
         return self.tokens[slots_there, positions_there]
 
-    def learn(self, slots: Ints, token_ids: Tensor) -> None:
-        """The next token of each of these slots: [n] integers, on the device."""
-        positions = self.known[slots]
+    def learn(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
+        """The next token of each of these slots: [n]. positions: theirs, which is what is known of
+        each."""
         if self._tokens_here is not None:
-            self._tokens_here[slots, positions] = token_ids.numpy()
+            self._tokens_here[slots, positions] = np.asarray(token_ids)
         else:
             slots_there, positions_there = send_all(self.device, slots, positions)
-            self.tokens[slots_there, positions_there] = token_ids.to(self.tokens.dtype)
-        self.known[slots] += 1
+            chosen = torch.as_tensor(token_ids, dtype=self.tokens.dtype)
+            self.tokens[slots_there, positions_there] = chosen
+        self.known[slots] = positions + 1
 
     def jump(self, slot: int, token_ids: list[int]) -> None:
         """Tokens that follow what is known of a slot, whatever the model says."""
@@ -157,17 +155,16 @@ class SlotTable:
         self.known[slot] = end
         self.jumps[slot] = True
 
-    def require_held(self, slots: Ints, verb: str) -> None:
+    def require_held(self, slots: list[int], verb: str) -> None:
         """ValueError where one is not held; `verb` says what the plan does to them."""
-        exist = (slots >= 0) & (slots < self.num_slots)
-        if not exist.all() or not self.held[slots].all():
-            raise ValueError(f"the plan {verb} slots {slots.tolist()}, not all of them held")
+        if not self.held.issuperset(slots):
+            raise ValueError(f"the plan {verb} slots {slots}, not all of them held")
 
     def to_device(self, values: Ints) -> Tensor:
         return send(values, self.device) if self._tokens_here is None else torch.from_numpy(values)
 
     def _check(self, one: NewSlot, known: int, pages: Ints) -> None:
-        if not 0 <= one.slot < self.num_slots or self.held[one.slot]:
+        if not 0 <= one.slot < self.num_slots or one.slot in self.held:
             raise ValueError(f"the plan admits to slot {one.slot}, which is held or does not exist")
         if not 0 <= one.computed < known <= self.context_length:
             raise ValueError(

@@ -61,22 +61,25 @@ def body(child: Child) -> None:
     runner.table.sampling.compiled = grammars.compiled
     in_turn = _in_turn(child, runner, results)
     receive, launch, send = inbox.receive, runner.launch, in_turn.send
-    while not isinstance(message := receive(), StopWorker):
-        if isinstance(message, StepPlan) and message.session != ready.session:
-            continue
-        if followers is not None:
-            followers.relay(message)
-        match message:
-            case StepPlan():
-                send(launch(message))
-            case CompileGrammar():
-                grammars.compile(message.grammar, ready.session)
-            case ForgetGrammar():
-                grammars.forget(message.key)
-            case NewScheduler():
-                runner.table.release_all()
-                ready = again = msgspec.structs.replace(ready, session=new_session())
-                send(lambda again=again: again)  # type: ignore[misc]
+    from torch import inference_mode  # loaded by now
+
+    with inference_mode():
+        while not isinstance(message := receive(), StopWorker):
+            if isinstance(message, StepPlan) and message.session != ready.session:
+                continue
+            if followers is not None:
+                followers.relay(message)
+            match message:
+                case StepPlan():
+                    send(launch(message))
+                case CompileGrammar():
+                    grammars.compile(message.grammar, ready.session)
+                case ForgetGrammar():
+                    grammars.forget(message.key)
+                case NewScheduler():
+                    runner.table.release_all()
+                    ready = again = msgspec.structs.replace(ready, session=new_session())
+                    send(lambda again=again: again)  # type: ignore[misc]
     in_turn.close()
     if followers is not None:
         followers.relay(message)

@@ -53,16 +53,18 @@ class Runner:
         self._landing = Landing(table.device)
         self._start_clock = step_clock(table.device)
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. ValueError where the plan contradicts what is kept of the slots."""
         return self.launch(plan)()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finish:
         """Begin a step. What is returned waits for its end, in whatever thread; on a card the next
-        step may be launched before. ValueError as `run`."""
+        step may be launched before. To be called in torch's inference mode, which takes too long
+        to enter for every step. ValueError as `run`."""
         clock = self._start_clock()
-        self.table.release(ints_of(plan.released))
+        if plan.released:
+            self.table.release(ints_of(plan.released).tolist())
         self.table.admit(plan.new)
         if plan.grown:
             self.table.grow(*ints_of(plan.grown).reshape(-1, 2).T)
@@ -70,7 +72,7 @@ class Runner:
             return _without_tokens(plan, clock.stop())
         inputs = make_inputs(plan, self.table)
         chosen, prompts = self._compute(inputs)
-        self.table.computed[inputs.rows.slots] += inputs.rows.num_tokens
+        self.table.computed[inputs.rows.slots] = inputs.reached
         fetch: Fetch | None = None
         if chosen is not None:
             self.engine.note(inputs, chosen.token_ids)
@@ -133,7 +135,8 @@ def _finish(
     times: Times,
 ) -> Finish:
     def finish() -> StepResult:
-        token_ids = np.full(len(inputs.rows.slots), -1, dtype="<i4")
+        token_ids = np.empty(len(inputs.rows.slots), dtype="<i4")
+        token_ids.fill(-1)
         failed: list[FailedRow] = []
         logprobs: SampledLogprobs | None = None
         if chosen is not None and fetch is not None:

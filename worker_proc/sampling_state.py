@@ -82,11 +82,11 @@ class SamplingState:
         if rules.prompt_logprobs is not None:
             self.prompts_to_tell[slot] = rules
 
-    def release(self, slots: Ints) -> None:
+    def release(self, slots: list[int]) -> None:
         """Forget what these slots held."""
         if not self._rules:
             return
-        for slot in slots.tolist():
+        for slot in slots:
             self._rules.pop(slot, None)
             self.prompts_to_tell.pop(slot, None)
 

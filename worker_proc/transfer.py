@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 Fetch = Callable[[], npt.NDArray[Any]]
+TokenIds = Tensor | npt.NDArray[np.int64]
+"""[rows]; on a card a tensor, on a CPU either: a few numbers need nothing of torch there, whose
+code is out of the caches after every step."""
 
 
 def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -37,11 +40,11 @@ class Landing:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, values: Tensor) -> Fetch:
+    def begin(self, values: TokenIds) -> Fetch:
         """Start to copy; the function that is returned, in whatever thread, waits for the end. On a
         CPU the values must stand until then."""
-        if self._stream is None:
-            return values.numpy
+        if self._stream is None or isinstance(values, np.ndarray):
+            return lambda: np.asarray(values)
         ready, landed = torch.cuda.Event(), torch.cuda.Event(blocking=True)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         ready.record(torch.cuda.current_stream(self._device))

@@ -144,7 +144,7 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(
     products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]
     found = measure(bench, kinds, ReadSpeed(size=2**16), products)
-    assert not bench.runner.table.held.any()
+    assert not bench.runner.table.held
     for rounds in found.values():
         steps = [step for round in rounds for step in round.steps]
         assert len(steps) >= 20

@@ -240,7 +240,7 @@ def test_a_step_that_only_releases_returns_no_tokens(llama: Case) -> None:
 def test_warming_up_leaves_no_trace(llama: Case) -> None:
     runner = llama.runner()
     runner.warm_up()
-    assert not runner.table.held.any()
+    assert not runner.table.held
     driver = Driver(runner)
     requests = [driver.add(prompt) for prompt in llama.prompts]
     driver.generate(requests, COUNT)

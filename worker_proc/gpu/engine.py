@@ -20,6 +20,7 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.models.base import Model
 from worker_proc.sampler import draw, first_of_greatest
+from worker_proc.transfer import TokenIds
 
 if TYPE_CHECKING:
     from worker_proc.ranks import Ranks
@@ -83,10 +84,10 @@ class TritonEngine(Engine):
             TritonOps(self._pages, places, self._multiply, self._ranks)
         ).settled()
 
-    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
+    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
         return self.forward_and_draw(inputs)
 
-    def forward_and_draw(self, inputs: StepInputs) -> Tensor:
+    def forward_and_draw(self, inputs: StepInputs) -> TokenIds:
         if (decoded := self._replay(inputs)) is None:
             return super().forward_and_draw(inputs)
         self._noted = decoded.token_ids
@@ -99,10 +100,10 @@ class TritonEngine(Engine):
     def likeliest(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
 
-    def note(self, inputs: StepInputs, token_ids: Tensor) -> None:
+    def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
         """On the device a graph has noted what it chose itself."""
         if token_ids is self._noted:
-            inputs.table.known[inputs.sampled_slots] += 1
+            inputs.table.known[inputs.sampled_slots] = inputs.sample_positions + 1
         else:
             super().note(inputs, token_ids)
 

@@ -4,13 +4,14 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Rows
+from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Ints, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
@@ -25,8 +26,10 @@ from worker_proc.kernels.program import (
     check_layout,
 )
 from worker_proc.kernels.recorder import Recorder, Weights
+from worker_proc.kv_pool import SlotTable
 from worker_proc.models.base import Model
 from worker_proc.sampler import SamplingRows, first_of_greatest, uniform
+from worker_proc.transfer import TokenIds
 
 PART_FLOATS = 1 << 18
 """Scratch for rows whose context is split over threads: a megabyte."""
@@ -74,7 +77,8 @@ class NativeEngine(Engine):
         self._weights = Weights(bits)
         self._record(model, num_pages, page_size, int8_pages)
         self._buffers: dict[Buffer, Tensor] = {}
-        self._rows = np.empty((3, 0), dtype=np.int64)
+        self._rows = StepRows.of(0)
+        self._table: SlotTable | None = None
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, Tensor]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
@@ -87,18 +91,18 @@ class NativeEngine(Engine):
         self._forward(self._sampled_body, inputs, inputs.last_tokens)
         return inputs.of_samples(self._hidden(self._sampled_body, inputs))
 
-    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
+    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
         """As a single run, so that the threads are woken but once."""
-        best = torch.from_numpy(np.empty(len(inputs.sampled_slots), dtype=np.int64))
-        self._step.best = best.data_ptr()
         self._forward(self._whole, inputs, inputs.last_tokens)
-        return best
+        return self._rows.best[: len(inputs.samples)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._reserve(self._head, len(hidden))
         self._step.row_count = 0  # nothing here attends
         self._point(Buffer.RESIDUAL, hidden)
         self._run(self._head, len(hidden), None)
+        if (residual := self._buffers.get(Buffer.RESIDUAL)) is not None:
+            self._point(Buffer.RESIDUAL, residual)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
@@ -171,12 +175,10 @@ class NativeEngine(Engine):
 
     def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> None:
         """sampled: as in `_run`."""
-        step, rows, known = self._step, inputs.rows, inputs.table.tokens
         self._reserve(recorded, inputs.num_tokens)
-        self._point(Buffer.RESIDUAL, self._buffers[Buffer.RESIDUAL])
-        self._set_rows(rows)
-        step.tokens, step.token_stride = known.data_ptr(), known.stride(0)
-        step.page_table, step.page_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
+        if inputs.table is not self._table:
+            self._take(inputs.table)
+        self._set_rows(inputs.rows)
         self._run(recorded, inputs.num_tokens, sampled)
 
     def _hidden(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
@@ -184,13 +186,23 @@ class NativeEngine(Engine):
         width = recorded.widths[Buffer.RESIDUAL]
         return self._buffers[Buffer.RESIDUAL][: inputs.num_tokens, :width]
 
+    def _take(self, table: SlotTable) -> None:
+        """The steps that follow are of this table."""
+        step, tokens, pages = self._step, table.tokens, table.pages
+        step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
+        step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
+        self._table = table
+
     def _set_rows(self, rows: Rows) -> None:
         """Copied to where the kernels look: asking arrays for their addresses takes longer."""
         count, step = len(rows.slots), self._step
-        if count > self._rows.shape[1]:
-            self._rows = np.empty((3, round_up(count, 64)), dtype=np.int64)
-            step.slots, step.computed, step.num_tokens = (row.ctypes.data for row in self._rows)
-        self._rows[:, :count] = rows.slots, rows.computed, rows.num_tokens
+        if count > len(self._rows.slots):
+            self._rows = mine = StepRows.of(round_up(count, 64))
+            step.slots, step.computed = mine.slots.ctypes.data, mine.computed.ctypes.data
+            step.num_tokens, step.best = mine.num_tokens.ctypes.data, mine.best.ctypes.data
+        self._rows.slots[:count] = rows.slots
+        self._rows.computed[:count] = rows.computed
+        self._rows.num_tokens[:count] = rows.num_tokens
         step.row_count = count
 
     def _reserve(self, recorded: "Recorded", tokens: int) -> None:
@@ -228,6 +240,19 @@ class NativeEngine(Engine):
             self._step.seconds = seconds.data_ptr()
             self._timed.append((program, seconds))
         self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+
+
+class StepRows(NamedTuple):
+    """What the kernels are told of each row, and the token that each sampling one has chosen."""
+
+    slots: Ints
+    computed: Ints
+    num_tokens: Ints
+    best: Ints
+
+    @classmethod
+    def of(cls, count: int) -> "StepRows":
+        return cls(*np.empty((4, count), dtype=np.int64))
 
 
 @dataclass(slots=True)
