@@ -43,8 +43,10 @@ class Landing:
     def begin(self, values: TokenIds) -> Fetch:
         """Start to copy; the function that is returned, in whatever thread, waits for the end. On a
         CPU the values must stand until then."""
-        if self._stream is None or isinstance(values, np.ndarray):
-            return lambda: np.asarray(values)
+        if isinstance(values, np.ndarray):
+            return lambda: values
+        if self._stream is None:
+            return lambda: values.cpu().numpy()
         ready, landed = torch.cuda.Event(), torch.cuda.Event(blocking=True)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         ready.record(torch.cuda.current_stream(self._device))
