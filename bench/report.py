@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.metrics import ClientSummary, Record, Sizes, Slo, Summary
 from bench.options import Options
-from bench.resources import Cost
+from bench.resources import BENCH, Cost
 from bench.spread import MS, Spread, percentile
 
 UNKNOWN = "n/a"
@@ -104,6 +104,7 @@ def _own_lines(options: Options, result: Result) -> list[str]:
         f"Step gap p50/p99: {_number(cost.step_gap_ms_p50, 3)}/{_number(cost.step_gap_ms_p99, 3)}"
         " ms",
         f"CPU time per completion token: {_cpu(cost, summary.completion_tokens)}",
+        f"Resident memory: {_memory(cost)}",
         failures(summary),
     ]
 
@@ -244,6 +245,15 @@ def _number(value: float | None, digits: int = 2) -> str:
 def _parts_gap(summary: Summary) -> str:
     gap = summary.parts_gap
     return UNKNOWN if gap is None else f"{gap:.3f} ms at most, over all requests"
+
+
+def _memory(cost: Cost) -> str:
+    """Of the server; the bench client is none of it."""
+    known = {name: size for name, size in cost.memory.items() if size and name != BENCH}
+    if not known:
+        return UNKNOWN
+    parts = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in known.items())
+    return f"{sum(known.values()) / 1e6:.0f} MB ({parts})"
 
 
 def _cpu(cost: Cost, tokens: int) -> str:

@@ -1,10 +1,11 @@
-"""What a run cost the processes: the worker's busy time, its gaps, and CPU time of each process."""
+"""What a run cost the processes: the worker's busy time, its gaps, CPU time and memory of each."""
 
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 LOCAL_HOSTS = ("127.", "localhost", "[::1]")
@@ -13,11 +14,13 @@ BENCH = "bench client"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment. time: Unix seconds; info: as the server tells; cpu: seconds."""
+    """The counters at one moment. time: Unix seconds; info: as the server tells; cpu: seconds;
+    memory: resident bytes."""
 
     time: float
     info: Mapping[str, Any]
     cpu: Mapping[str, float | None]
+    memory: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class Cost:
     """Between two readings; None where it is not known.
 
     busy_share: share of the time in which the worker computed, 0 to 1. step gaps: ms between one
-    step and the next, over recent steps. cpu: seconds of each process and its threads.
+    step and the next, over recent steps. cpu: seconds of each process and its threads. memory:
+    resident bytes of each process in the end; pages that they share count in each.
     """
 
     steps: int | None
@@ -33,6 +37,7 @@ class Cost:
     step_gap_ms_p50: float | None
     step_gap_ms_p99: float | None
     cpu: dict[str, float | None]
+    memory: dict[str, int | None] = field(default_factory=dict)
 
 
 def cost_between(before: Reading, after: Reading) -> Cost:
@@ -46,6 +51,7 @@ def cost_between(before: Reading, after: Reading) -> Cost:
         step_gap_ms_p50=after.info.get("step_gap_ms_p50"),
         step_gap_ms_p99=after.info.get("step_gap_ms_p99"),
         cpu={name: _difference(before.cpu.get(name), end) for name, end in after.cpu.items()},
+        memory=dict(after.memory),
     )
 
 
@@ -63,16 +69,22 @@ def pids_of(info: Mapping[str, Any], endpoint: str) -> dict[str, int]:
 
 def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float | None]:
     """User and system time of each process and its threads so far; None where it is not known."""
-    return {name: _of_process(pid) for name, pid in pids.items()}
+    return {name: _cpu_of(pid) for name, pid in pids.items()}
+
+
+def resident_bytes(pids: Mapping[str, int]) -> dict[str, int | None]:
+    """Memory of each process that is in RAM; None where it is not known."""
+    return {name: _memory_of(pid) for name, pid in pids.items()}
 
 
 def _difference(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def _of_process(pid: int) -> float | None:
+def _cpu_of(pid: int) -> float | None:
     if sys.platform != "linux":
-        return _by_psutil(pid)
+        times = _by_psutil(pid, lambda process: process.cpu_times())
+        return None if times is None else float(times.user + times.system)
     try:
         return time.clock_gettime(_cpu_clock(pid))
     except OSError:
@@ -87,14 +99,24 @@ def _cpu_clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
-def _by_psutil(pid: int) -> float | None:
+def _memory_of(pid: int) -> int | None:
+    if sys.platform != "linux":
+        memory = _by_psutil(pid, lambda process: process.memory_info())
+        return None if memory is None else int(memory.rss)
+    try:
+        resident = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _by_psutil(pid: int, ask: Callable[[Any], Any]) -> Any:
     """psutil is optional."""
     try:
         import psutil
     except ImportError:
         return None
     try:
-        times = psutil.Process(pid).cpu_times()
+        return ask(psutil.Process(pid))
     except psutil.Error:
         return None
-    return float(times.user + times.system)

@@ -25,7 +25,7 @@ from bench.metrics import Summary, summarize
 from bench.options import Options, parse
 from bench.preparation import Preparation, preparation
 from bench.report import Result
-from bench.resources import Reading, cost_between, cpu_seconds, pids_of
+from bench.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
 from bench.server import OwnServer
 from bench.trace import TraceRequest, write_trace
 from bench.transport import Connection, OpenAIServer, connection
@@ -169,7 +169,8 @@ class Runs:
             info = await client.info()
         except QuadrigaError:
             info = {}
-        return Reading(time.time(), info, cpu_seconds(pids_of(info, client.endpoint)))
+        pids = pids_of(info, client.endpoint)
+        return Reading(time.time(), info, cpu_seconds(pids), resident_bytes(pids))
 
 
 def _plotter(options: Options) -> Callable[[Result], None]:

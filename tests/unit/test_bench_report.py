@@ -12,7 +12,15 @@ from bench.metrics import Record, summarize
 from bench.options import parse
 from bench.report import Result, block, over_runs
 from bench.report_files import write_json
-from bench.resources import BENCH, Reading, cost_between, cpu_seconds, is_local, pids_of
+from bench.resources import (
+    BENCH,
+    Reading,
+    cost_between,
+    cpu_seconds,
+    is_local,
+    pids_of,
+    resident_bytes,
+)
 
 KNOWN_LINES = [
     "=== streaming benchmark ===",
@@ -58,7 +66,8 @@ def result(info: dict[str, Any] = INFO, error: str | None = None, flags: str = "
                     arrivals=[100.15, 100.25], prompt_tokens=7, completion_tokens=2,
                     cached_tokens=4, error=error)  # fmt: skip
     before = Reading(100.0, {"steps": 5, "busy_seconds": 1.0}, {"worker": 1.0, "detok": None})
-    after = Reading(102.0, {**info, "steps": 9, "busy_seconds": 2.5}, {"worker": 2.0, "detok": 1.0})
+    cpu, memory = {"worker": 2.0, "detok": 1.0}, {"worker": 90_000_000, "detok": None, BENCH: 5}
+    after = Reading(102.0, {**info, "steps": 9, "busy_seconds": 2.5}, cpu, memory)
     records = [dataclasses.replace(record, client=client) for client in range(clients)]
     summary = summarize(records, 0.0015, parse(flags.split()).slo)
     return Result(summary, cost_between(before, after), records, info)
@@ -93,6 +102,7 @@ def test_the_figures_are_in_ms() -> None:
         "Worker busy: 75.0% (4 steps)",
         "Step gap p50/p99: 0.250/1.500 ms",
         "CPU time per completion token: worker 500.000 ms, detok n/a",
+        "Resident memory: 90 MB (worker 90)",
         "Failed requests: 0",
         "Request rate asked/achieved: 50 / 2.00 requests/s",
         "Input length mean (lowest to highest): 7.0 (7 to 7) tokens",
@@ -210,6 +220,12 @@ def test_cpu_time_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
     seconds = cpu_seconds({"self": os.getpid(), "nobody": 2**22 + 1})
     assert seconds["self"] is not None and seconds["self"] > 0
     assert seconds["nobody"] is None
+
+
+def test_memory_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
+    held = resident_bytes({"self": os.getpid(), "nobody": 2**22 + 1})
+    assert held["self"] is not None and held["self"] > 10_000_000
+    assert held["nobody"] is None
 
 
 def test_pids_count_only_on_this_machine() -> None:
