@@ -162,7 +162,9 @@ class FrontDoor:
         if grammar is None:
             self._encode(arrival)
         else:
-            self._grammars.check(grammar, lambda form: self._grammar_checked(arrival, form))
+            self._grammars.check(
+                grammar, lambda form: self._grammar_checked(arrival, form), message.resent
+            )
 
     def _inspect(self, client: bytes, request_id: str, flush_cache: bool = False) -> None:
         now = {"refused": self._refused, "open_requests": len(self._outstanding)}

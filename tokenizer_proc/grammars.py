@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from quadriga.errors import InvalidRequest, QueueFull, RequestFailed
 from quadriga.grammar import Grammar
@@ -15,9 +16,14 @@ from quadriga.model_source import ModelFiles
 
 CHECKED_AT_ONCE = 2
 MOST_WAITING = 64
+"""Different ones."""
 RETRY_AFTER = 1.0
 """Seconds. Most grammars take milliseconds, and none more than half a second."""
 REMEMBERED = 128
+TRIES = 2
+"""A process may die of something else than the grammar that it was at."""
+
+Then = Callable[[asyncio.Future[str]], None]
 
 
 class GrammarDoor:
@@ -34,11 +40,15 @@ class GrammarDoor:
         self._threads = ThreadPoolExecutor(CHECKED_AT_ONCE, thread_name_prefix="grammar")
         self._mine = threading.local()
         self._forms: OrderedDict[Grammar, str] = OrderedDict()
-        self._waiting = 0
+        self._asked: dict[Grammar, list[Then]] = {}
 
-    def check(self, grammar: Grammar, then: "Callable[[asyncio.Future[str]], None]") -> None:
+    def check(self, grammar: Grammar, then: Then, resent: bool) -> None:
         """Call `then` with a future that holds the grammar's form, or InvalidRequest, or QueueFull;
-        at once where the grammar was checked lately, or too many wait."""
+        at once where the grammar was checked lately, or too many wait. Requests that want the same
+        one wait together. resent: the request was let in before, and is not refused now."""
+        if grammar in self._asked:
+            self._asked[grammar].append(then)
+            return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[str] = loop.create_future()
         if grammar in self._forms:
@@ -46,7 +56,7 @@ class GrammarDoor:
             done.set_result(self._forms[grammar])
             then(done)
             return
-        if self._waiting >= MOST_WAITING:
+        if len(self._asked) >= MOST_WAITING and not resent:
             why = (
                 f"{MOST_WAITING} grammars wait to be checked, the most that may; try again in"
                 f" {RETRY_AFTER:g} s"
@@ -54,42 +64,55 @@ class GrammarDoor:
             done.set_exception(QueueFull(why, RETRY_AFTER))
             then(done)
             return
-        self._waiting += 1
+        self._asked[grammar] = [then]
         future = loop.run_in_executor(self._threads, self._ask, grammar)
-        future.add_done_callback(lambda answer: self._answered(grammar, answer, then))
+        future.add_done_callback(lambda answer: self._answered(grammar, answer))
 
-    def _answered(
-        self,
-        grammar: Grammar,
-        answer: "asyncio.Future[str]",
-        then: "Callable[[asyncio.Future[str]], None]",
-    ) -> None:
-        self._waiting -= 1
+    def _answered(self, grammar: Grammar, answer: "asyncio.Future[str]") -> None:
         if answer.exception() is None:
             self._forms[grammar] = answer.result()
             if len(self._forms) > REMEMBERED:
                 self._forms.popitem(last=False)
-        then(answer)
+        loop = asyncio.get_running_loop()
+        for then in self._asked.pop(grammar):
+            loop.call_soon(then, answer)  # so that what goes wrong with one concerns no other
 
     def _ask(self, grammar: Grammar) -> str:
-        try:
-            process = self._process()
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(grammar) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            form, error = json.loads(line)
-        except (OSError, ValueError):
-            raise RequestFailed("the grammar check failed; the server's log says why") from None
+        for _ in range(TRIES):
+            try:
+                form, error = self._answer_of_process(grammar)
+                break
+            except (OSError, ValueError):
+                self._end_process()
+        else:
+            raise RequestFailed("the grammar check failed; the server's log says why")
         if error:
             raise InvalidRequest(f"{grammar.kind} cannot be compiled: {error}", grammar.kind)
         return str(form)
 
+    def _answer_of_process(self, grammar: Grammar) -> list[str]:
+        """The form, and what is wrong. OSError or ValueError where the process died."""
+        process = self._process()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(grammar) + "\n")
+        process.stdin.flush()
+        answer: list[str] = json.loads(process.stdout.readline())
+        return answer
+
     def _process(self) -> "subprocess.Popen[str]":
         """This thread's; it leaves when its stdin ends."""
         process: subprocess.Popen[str] | None = getattr(self._mine, "process", None)
-        if process is None or process.poll() is not None:
+        if process is None:
             process = self._mine.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         return process
+
+    def _end_process(self) -> None:
+        """It does not answer as it should: the next grammar has another one."""
+        process: subprocess.Popen[str] | None = getattr(self._mine, "process", None)
+        if process is not None:
+            self._mine.process = None
+            process.kill()
+            with suppress(OSError), process:  # what was written to it cannot be flushed any more
+                pass
