@@ -7,16 +7,14 @@ A prompt is a string, a list of token ids, or a chat as a list of {"role", "cont
 of prompts gives a list of completions in the same order. AsyncClient is the same on an event loop.
 """
 
-import asyncio
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from quadriga.async_client import NO_CHAT_OPTIONS, AsyncClient, RequestOptions
 from quadriga.completion import Completion, Prompt, StreamChunk, Timings
 from quadriga.config import DEFAULT_ENDPOINT
-from quadriga.handle import Handle
+from quadriga.loop_thread import LoopThread
 from quadriga.messages.public import ChatOptions
 from quadriga.sampling import SamplingParams
 
@@ -34,8 +32,6 @@ __all__ = [
     "Timings",
 ]
 
-T = TypeVar("T")
-
 
 class Client:
     """AsyncClient for programs without an event loop; its methods may be called from any thread."""
@@ -47,15 +43,15 @@ class Client:
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="quadriga-client", daemon=True
-        )
-        self._thread.start()
+        self._loop = LoopThread("quadriga-client")
         self._async = AsyncClient(endpoint, connect_timeout, reconnect_timeout, curve_dir)
 
     def __enter__(self) -> "Client":
-        self._run(self._async.connect())
+        try:
+            self._loop.run(self._async.connect)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,11 +59,7 @@ class Client:
 
     def close(self) -> None:
         """Abort what is under way, disconnect and end the thread."""
-        if self._loop.is_running():
-            self._run(self._async.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._loop.end(self._async.close)
 
     @overload
     def generate(
@@ -87,8 +79,8 @@ class Client:
         self, prompt: Any, params: SamplingParams | None = None, **options: "Unpack[RequestOptions]"
     ) -> Completion | list[Completion]:
         """As AsyncClient.generate."""
-        result: Completion | list[Completion] = self._run(
-            self._async.generate(prompt, params, **options)
+        result: Completion | list[Completion] = self._loop.run(
+            lambda: self._async.generate(prompt, params, **options)
         )
         return result
 
@@ -99,42 +91,24 @@ class Client:
         **options: "Unpack[RequestOptions]",
     ) -> Iterator[StreamChunk]:
         """As AsyncClient.stream."""
-        handle = self._run(self._submit(prompt, params, options))
-        try:
-            while True:
-                try:
-                    yield self._run(anext(handle))
-                except StopAsyncIteration:
-                    return
-        finally:
-            if self._loop.is_running():
-                self._loop.call_soon_threadsafe(handle.abort)
-
-    async def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
-    ) -> Handle:
-        await self._async.connect()
-        return self._async.submit(prompt, params, **options)
+        return self._loop.iterate(self._async.stream(prompt, params, **options))
 
     def abort(self, request_id: str = "") -> None:
         """As AsyncClient.abort."""
-        self._run(self._async.abort(request_id))
+        self._loop.run(lambda: self._async.abort(request_id))
 
     def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """As AsyncClient.info."""
-        return self._run(self._async.info(timeout))
+        return self._loop.run(lambda: self._async.info(timeout))
 
     def flush_cache(self, timeout: float = 10.0) -> int:
         """As AsyncClient.flush_cache."""
-        return self._run(self._async.flush_cache(timeout))
+        return self._loop.run(lambda: self._async.flush_cache(timeout))
 
     def tokenize(self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS) -> list[int]:
         """As AsyncClient.tokenize."""
-        return self._run(self._async.tokenize(prompt, chat))
+        return self._loop.run(lambda: self._async.tokenize(prompt, chat))
 
     def detokenize(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """As AsyncClient.detokenize."""
-        return self._run(self._async.detokenize(token_ids, skip_special_tokens))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._loop.run(lambda: self._async.detokenize(token_ids, skip_special_tokens))

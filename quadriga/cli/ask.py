@@ -9,7 +9,7 @@ from quadriga.errors import QuadrigaError
 
 NAME = "ask"
 HELP = "ask a running server, and print the answer as it comes"
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,4 @@ def run(arguments: argparse.Namespace) -> int:
     except QuadrigaError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print()
-        return EXIT_INTERRUPTED
     return EXIT_OK

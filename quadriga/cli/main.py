@@ -1,11 +1,14 @@
 """The command line: `quadriga serve`, `quadriga chat`, `quadriga ask`, `quadriga bench`."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from quadriga.cli import ask, chat, keygen
 
+EXIT_INTERRUPTED, EXIT_UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 DESCRIPTION = "Serve language models in four processes, and talk to them."
 BESIDE = """\
 serving
@@ -27,8 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bench import serving
 
         return serving.main(arguments[1:])
-    namespace = _parser().parse_args(arguments)
-    code: int = namespace.run(namespace)
+    try:
+        namespace = _parser().parse_args(arguments)
+        code: int = namespace.run(namespace)
+    except KeyboardInterrupt:
+        print()
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more, as after `quadriga ask ... | head`. Python writes out what is left
+        # when it ends; that must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     return code
 
 

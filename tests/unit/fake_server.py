@@ -30,7 +30,9 @@ from quadriga.messages.public import (
 
 
 class FakeServer(threading.Thread):
-    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered.
+    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered, and
+    "endless" gets two with every turn until its client aborts it.
+
     keys: a server's directory; who does not know its public key gets nothing."""
 
     def __init__(self, endpoint: str, keys: Path | None = None) -> None:
@@ -41,6 +43,7 @@ class FakeServer(threading.Thread):
         self.clients: set[bytes] = set()
         self.stopping = False
         self._keys = keys
+        self._endless: dict[bytes, Chunk] = {}
         self._socket = sockets.bind_front_door(endpoint, self._prepare)
 
     def _prepare(self, socket: "zmq.Socket[bytes]") -> None:
@@ -54,9 +57,21 @@ class FakeServer(threading.Thread):
             if self._socket.poll(20):
                 client, frame = self._socket.recv_multipart()
                 self.clients.add(client)
-                answer = self._answer(decode(frame))
+                message = decode(frame)
+                answer = self._answer(message)
                 if answer is not None:
                     self._socket.send_multipart([client, sockets.encode(answer)])
+                if isinstance(message, Abort):
+                    self._endless.pop(client, None)
+                elif isinstance(message, Generate) and "endless" in str(message.prompt):
+                    self._endless[client] = Chunk(
+                        message.request_id, 0, "ab", pack_ids([1, 2]), [0.0, 0.0], None
+                    )
+            for client, chunk in self._endless.items():
+                self._socket.send_multipart([client, sockets.encode(Chunks([chunk]))])
+                self._endless[client] = msgspec.structs.replace(
+                    chunk, text_offset=chunk.text_offset + 2
+                )
         self._socket.close(linger=0)
 
     def _answer(self, message: ClientMessage) -> msgspec.Struct | None:
@@ -73,7 +88,7 @@ class FakeServer(threading.Thread):
                 return self._complete(message)
 
     def _complete(self, request: Generate) -> msgspec.Struct | None:
-        if "silent" in str(request.prompt):
+        if any(word in str(request.prompt) for word in ("silent", "endless")):
             return None
         if "refuse" in str(request.prompt):
             return Refused(request.request_id, ErrorInfo("queue_full", "no room"))

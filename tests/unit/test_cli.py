@@ -120,9 +120,40 @@ def test_help_is_in_groups(
     assert all(word in text for word in shown), text
 
 
-def test_a_key_stops_an_answer_of_a_server_that_is_slow() -> None:
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
     server = FakeServer(f"tcp://127.0.0.1:{free_port()}")
     server.start()
+    yield server
+    server.stopping = True
+    server.join()
+
+
+@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("nobody reads", 141)])
+def test_an_answer_that_is_left_is_aborted_without_a_word(
+    server: FakeServer, end: str, code: int
+) -> None:
+    command = [sys.executable, "-m", "quadriga", "ask", "--endpoint", server.endpoint, "endless"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.read(20) == b"ab" * 10
+            if end == "ctrl-c":
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+            else:
+                process.stdout.close()
+            assert process.wait(timeout=20) == code
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 10
+    while not server.aborts:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> None:
     command = [sys.executable, "-m", "quadriga", "chat", "--endpoint", server.endpoint]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*command, "--max-new-tokens", "9"], text=True, **pipes) as process:  # type: ignore[call-overload]
@@ -137,8 +168,6 @@ def test_a_key_stops_an_answer_of_a_server_that_is_slow() -> None:
             out, err = process.communicate("/clear\nHello\n", timeout=20)
         finally:
             process.kill()
-            server.stopping = True
-            server.join()
     assert process.returncode == 0
     assert err.splitlines()[1] == "stopped" and out == "\nab\n"
     assert server.aborts == 1
