@@ -114,7 +114,7 @@ def test_a_key_that_is_revoked_while_its_client_is_connected_is_worth_nothing_fr
         assert client.tokenize("x")
         (keys / ALLOWED / "carl.key").unlink()
         with pytest.raises(DeadlineExceeded):
-            client._run(client._async.tokenize("x", timeout=0.5))
+            client._loop.run(lambda: client._async.tokenize("x", timeout=0.5))
     with Client(locked, PATIENCE, curve_dir=keys / HAND_OUT / "ann") as client:
         assert client.tokenize("x"), "others are not disturbed"
 
