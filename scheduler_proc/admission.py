@@ -61,10 +61,11 @@ class Admission:
 
     def expected_tokens(self) -> int:
         """Tokens that all who hold a slot may still generate, before the ratio."""
-        return sum(
-            min(request.most_known - request.known, MOST_EXPECTED_TOKENS)
-            for request in self.seated.values()
-        )
+        expected = 0
+        for request in self.seated.values():
+            left = request.most_known - request.known
+            expected += left if left < MOST_EXPECTED_TOKENS else MOST_EXPECTED_TOKENS
+        return expected
 
     def fits(self, request: Request, expected: int) -> bool:
         """Whether it can be seated, and the pages will probably last until somebody ends.

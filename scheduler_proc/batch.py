@@ -56,9 +56,12 @@ class ScheduleBatch:
     def add_decode(self, request: Request) -> None:
         """The next token of a request that has room for it in its pages; after a jump, as many
         as there is room for."""
-        count = min(request.to_compute, request.capacity - request.computed)
+        count = request.known - request.computed
+        if count > 1:
+            count = min(count, request.capacity - request.computed)
         request.computed += count
-        request.known += request.computed == request.known
+        if request.computed == request.known:
+            request.known += 1
         request.in_flight += 1
         self.requests.append(request)
         self.num_tokens.append(count)

@@ -51,14 +51,19 @@ class KVCache:
         compute: a step that computes nothing samples nothing. Whoever wants to know the
         log-probabilities of a prompt has to compute the whole of it.
         """
-        node = request.node
-        if node is None or node.parent is None:
-            node = self.tree.root
+        node, root = request.node, self.tree.root
+        if node is None or (node.parent is None and node is not root):  # evicted
+            node = root
+        elif request.missing and request.missing not in node.children:
+            return node
+        request.missing = b""
         if self._prefix_cache and not request.tells_prompt:
             most = (request.known - 1) // self.page_size
             while node.depth < most:
-                child = node.children.get(self._key(request, node.depth))
+                key = self._key(request, node.depth)
+                child = node.children.get(key)
                 if child is None:
+                    request.missing = key
                     break
                 node = child
         request.node = node

@@ -46,7 +46,8 @@ class Request:
     in_flight: steps planned and not yet answered. Slot and pages are given back only at 0.
     pages: its page table; capacity: tokens that they hold.
     path: the nodes of the prefix tree that it uses, one for each of its first pages.
-    node: where it was found in the tree while it waited.
+    node: where it was found in the tree while it waited; missing: the page below it that was not
+        there, if it was looked for.
     index: of the choice, where several were asked for.
     rules: what the worker must know beside temperature, top_k, top_p and seed.
     grammar: what its text must obey.
@@ -83,6 +84,7 @@ class Request:
     capacity: int = 0
     path: list[Node] = field(default_factory=list)
     node: Node | None = None
+    missing: bytes = b""
     cached_tokens: int = 0
     admitted: float = 0.0
     first_token: float = 0.0

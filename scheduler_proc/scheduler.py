@@ -174,16 +174,16 @@ class Scheduler:
             batch.requests[piece.row].prompt_logprobs.append(piece.block)
         for failed in result.failed:
             self._fail(batch.requests[failed.row], RequestFailed(failed.error))
-        forced = {one.row: unpack_ids(one.token_ids) for one in result.forced}
-        sampled = unpack_ids(result.token_ids)
-        for row, (request, token) in enumerate(zip(batch.requests, sampled, strict=True)):
+        forced = {batch.requests[one.row].seq: unpack_ids(one.token_ids) for one in result.forced}
+        for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
             request.in_flight -= 1
             if token >= 0:
                 self._take_token(request, token, result.ended)
-            if row in forced:
-                self._take_forced(request, forced[row], result.ended)
+            if forced and request.seq in forced:
+                self._take_forced(request, forced[request.seq], result.ended)
             if request.in_flight == 0 and request.status >= Status.RETRACTED:
                 self._steps_are_over(request)
+        self.statistics.generation_tokens += len(self.texts.output.tokens)
         if result.logprobs is not None:
             for told in self.texts.output.take_logprobs(result.logprobs, batch.requests):
                 self._journal.told(told.seq, told.told[-1])
@@ -199,18 +199,17 @@ class Scheduler:
             self._take_token(request, token, time)
 
     def _take_token(self, request: Request, token: int, time: float) -> None:
-        if request.finished:
+        if request.finish_reason:
             return
         if not request.first_token:
             self._take_first_token(request, time)
-        request.tokens.append(token)
-        self.statistics.generation_tokens += 1
-        output = self.texts.output
+        tokens, output = request.tokens, self.texts.output
+        tokens.append(token)
         output.seqs.append(request.seq)
         output.tokens.append(token)
         if token in request.stop_ids:
             self._finish(request, "stop", matched_stop=token)
-        elif len(request.tokens) == request.most_known:
+        elif len(tokens) == request.most_known:
             self._finish(request, "length")
 
     def _take_first_token(self, request: Request, time: float) -> None:
