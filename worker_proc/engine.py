@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from quadriga.cores import Cpus
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.sampler import SamplingRows, sample
@@ -22,6 +23,10 @@ class Engine(ABC):
 
     def prepare(self, table: SlotTable) -> None:  # noqa: B027 (most need nothing)
         """What is best done before the first step, for a table that all steps will have."""
+
+    def take_memory_ahead(self, cpus: Cpus) -> None:  # noqa: B027 (most have taken it all)
+        """Have a thread take the memory of pages before they are written to. cpus: where it runs;
+        empty: anywhere."""
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:

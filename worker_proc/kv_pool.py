@@ -56,7 +56,7 @@ class SlotTable:
     int64, filled up with the spare page.
     On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row);
     jumps: its grammar has forced tokens, so that a row computes all that is known. held: the slots
-    that are.
+    that are. pages_reached: every page that a slot ever had is below this number.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class SlotTable:
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.held: set[int] = set()
+        self.pages_reached = 0
         self.jumps = np.zeros(num_slots, dtype=np.bool_)
 
     def release(self, slots: list[int]) -> None:
@@ -176,8 +177,10 @@ class SlotTable:
         self._check_pages(pages, f"slot {one.slot}")
 
     def _check_pages(self, pages: Ints, whose: str) -> None:
-        if pages.min() < 0 or pages.max() >= self.num_pages:
+        highest = int(pages.max())
+        if pages.min() < 0 or highest >= self.num_pages:
             raise ValueError(f"{whose}: pages {pages.tolist()} must be 0 to {self.num_pages - 1}")
+        self.pages_reached = max(self.pages_reached, highest + 1)
 
     def _scatter(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
         """Write rows of different length to the beginnings of these rows of a table."""

@@ -164,6 +164,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         cpus=show_cpus(cores.worker),
         backend=backend,
     )
+    runner.engine.take_memory_ahead(cores.others)
     return runner, ready
 
 

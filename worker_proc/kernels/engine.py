@@ -3,28 +3,28 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quadriga.cores import Cpus
 from quadriga.errors import ModelError
-from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Ints, Rows
+from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
-from worker_proc.kernels.panels import LANES, empty, round_up
+from worker_proc.kernels.panels import LANES, round_up
+from worker_proc.kernels.pools import Pools
 from worker_proc.kernels.program import (
     SAMPLING_ROW,
     Buffer,
-    Op,
     OpKind,
     Program,
     Step,
     check_layout,
 )
+from worker_proc.kernels.recorded import Recorded, StepRows
 from worker_proc.kernels.recorder import Recorder, Weights
 from worker_proc.kv_pool import SlotTable
 from worker_proc.models.base import Model
@@ -42,8 +42,8 @@ FLOAT_BUFFERS = (Buffer.RESIDUAL, Buffer.PROJECTED, Buffer.LOGITS)
 class NativeEngine(Engine):
     """A model on a CPU, in float32 or bfloat16, with the residual stream in float32.
 
-    The pages of a layer are one allocation, laid out as attention.h says; memory is taken as pages
-    are first written to. The model gives its weights away and is of no use afterwards.
+    The pages of a layer are one allocation, laid out as attention.h says. The model gives its
+    weights away and is of no use afterwards.
     """
 
     name = "native"
@@ -82,6 +82,9 @@ class NativeEngine(Engine):
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, Tensor]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
+
+    def take_memory_ahead(self, cpus: Cpus) -> None:
+        self._pools.take_ahead(cpus)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self._forward(self._body, inputs, None)
@@ -148,9 +151,9 @@ class NativeEngine(Engine):
         model.head(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
-        layer_bytes = num_pages * page_size * 2 * shape.kv_heads * row_bytes
-        self._pools = [weights.keep(empty(layer_bytes)) for _ in range(shape.layers)]
-        self._pool_list = (ctypes.c_void_p * shape.layers)(*self._pools)
+        self._pools = Pools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)
+        addresses = (layer.data_ptr() for layer in self._pools.layers)
+        self._pool_list = (ctypes.c_void_p * shape.layers)(*addresses)
         settings = {
             "is_bfloat16": self._dtype == torch.bfloat16,
             "heads": shape.heads,
@@ -168,7 +171,7 @@ class NativeEngine(Engine):
             settings["position_vectors"] = weights.floats(body.position_vectors)
         self._body, self._head = (Recorded.of(part, settings) for part in (body, head))
         self._sampled_body = Recorded.of(body, settings)
-        self._whole = Recorded(_program(body.ops + head.ops, settings), body.widths)
+        self._whole = Recorded.from_ops(body.ops + head.ops, body.widths, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_BEST
@@ -178,6 +181,7 @@ class NativeEngine(Engine):
         self._reserve(recorded, inputs.num_tokens)
         if inputs.table is not self._table:
             self._take(inputs.table)
+        self._pools.reach(inputs.table.pages_reached)
         self._set_rows(inputs.rows)
         self._run(recorded, inputs.num_tokens, sampled)
 
@@ -242,45 +246,6 @@ class NativeEngine(Engine):
         self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
 
 
-class StepRows(NamedTuple):
-    """What the kernels are told of each row, and the token that each sampling one has chosen."""
-
-    slots: Ints
-    computed: Ints
-    num_tokens: Ints
-    best: Ints
-
-    @classmethod
-    def of(cls, count: int) -> "StepRows":
-        return cls(*np.empty((4, count), dtype=np.int64))
-
-
-@dataclass(slots=True)
-class Recorded:
-    """A program, the elements in a row of each buffer that it writes, and for how many tokens
-    there is room in them."""
-
-    program: Program
-    widths: dict[Buffer, int]
-    room: int = 0
-
-    @classmethod
-    def of(cls, recorder: Recorder, settings: dict[str, object]) -> "Recorded":
-        return cls(_program(recorder.ops, settings), recorder.widths)
-
-    @property
-    def ops(self) -> list[Op]:
-        return self.program.ops[: self.program.op_count]
-
-    def compute_sampled_only(self) -> None:
-        """Once the last layer's keys and values are written no token needs another one, so that
-        of what follows only the rows that sample are computed."""
-        ops = self.ops
-        writes = [i for i, op in enumerate(ops) if op.kind == OpKind.ROTATE_WRITE]
-        for op in ops[writes[-1] + 1 :] if writes else ():
-            op.sampled = True
-
-
 def _check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
     """ModelError where the kernels have no room for such heads."""
     shared = shape.heads // shape.kv_heads
@@ -301,7 +266,3 @@ def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:
     library.quadriga_passed_bytes.restype = ctypes.c_int64
     passed = library.quadriga_passed_bytes(ctypes.c_int64(dtype == torch.bfloat16))
     return dtype if passed == dtype.itemsize else torch.float32
-
-
-def _program(ops: list[Op], settings: dict[str, object]) -> Program:
-    return Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings)
