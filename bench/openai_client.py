@@ -70,11 +70,12 @@ _DONE = b"[DONE]"
 class OpenAIClient:
     """Connections to one server; any number of requests at once. Use it on one event loop.
 
-    connect_timeout: seconds until ServerUnreachable. requests_without_usage: how many ended
+    connect_timeout: seconds until ServerUnreachable; a server that has much to do on few cores
+    takes new connections late. requests_without_usage: how many ended
     without the server saying how many tokens they had; their chunks were counted instead.
     """
 
-    def __init__(self, server: OpenAIServer, connect_timeout: float = 5.0) -> None:
+    def __init__(self, server: OpenAIServer, connect_timeout: float = 60.0) -> None:
         self.endpoint = server.base_url.rstrip("/")
         self.requests_without_usage = 0
         self._server = server
