@@ -10,14 +10,12 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
-from quadriga.grammar import grammar_of, without_grammar
-from quadriga.messages.arrays import pack_ids
+from quadriga.grammar import grammar_of
 from quadriga.messages.grammar import GrammarForm
 from quadriga.messages.public import (
     MAX_FRAME_BYTES,
@@ -42,7 +40,6 @@ from quadriga.messages.to_scheduler import (
     Inspect,
     Leave,
     NewFrontDoor,
-    Submit,
     TextsEnded,
 )
 from quadriga.model_source import ModelFiles
@@ -54,24 +51,12 @@ from tokenizer_proc.conversions import convert
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.grammars import GrammarDoor
 from tokenizer_proc.load import Load
-from tokenizer_proc.outstanding import Open, Outstanding
-from tokenizer_proc.sampling_defaults import sampling_defaults
+from tokenizer_proc.outstanding import Outstanding
+from tokenizer_proc.submission import Arrival, Submissions
 
 RETURN_SECONDS = 2.0
 """In which clients of a front door that died ask the next one for what they have open. They try to
 connect many times a second."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A request that is being worked on. size: of its message, in bytes. received: Unix seconds."""
-
-    client: bytes
-    message: Generate
-    size: int
-    received: float
-    open: Open
-    grammar: GrammarForm | None = None
 
 
 class FrontDoor:
@@ -90,12 +75,11 @@ class FrontDoor:
         facts: InfoValues,
         again: bool = False,
     ) -> None:
-        self._args = args
         self._model = model
         self._encoder = encoder
         self._scheduler = scheduler
         self._facts = facts
-        self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
+        self._submissions = Submissions(args, model, encoder)
         self._grammars = GrammarDoor(model)
         self._instance = uuid.uuid4().hex
         self._load = Load(max_queued, args.max_requests_per_client)
@@ -196,7 +180,7 @@ class FrontDoor:
 
     def _pass_on(self, arrival: Arrival, ids: "Callable[[], array[int]]") -> None:
         try:
-            self._outstanding.submit(arrival.open, self._submission(arrival, ids()))
+            self._outstanding.submit(arrival.open, self._submissions.make(arrival, ids()))
         except QuadrigaError as error:
             self._settle(arrival, error)
         except Exception as error:
@@ -204,31 +188,6 @@ class FrontDoor:
             self._settle(arrival, InvalidRequest(f"prompt cannot be encoded: {error}", "prompt"))
         else:
             self._settle(arrival)
-
-    def _submission(self, arrival: Arrival, ids: "array[int]") -> Submit:
-        args, message, received = self._args, arrival.message, arrival.received
-        truncate = message.truncate_prompt
-        if truncate is None:
-            truncate = args.allow_auto_truncate
-        params = message.params.filled(self._defaults)
-        ids, params = requests.fit(ids, params, self._model, truncate, message.clamp_max_new_tokens)
-        if arrival.grammar is not None:
-            params = without_grammar(params)
-        return Submit(
-            client=arrival.client,
-            request_id=message.request_id,
-            prompt_ids=pack_ids(ids),
-            params=params,
-            stream=message.stream,
-            received=received,
-            tokenized=time.time(),
-            priority=message.priority,
-            queue_deadline=requests.deadline(received, message.queue_timeout, args.queue_timeout),
-            deadline=requests.deadline(received, message.timeout, args.request_timeout),
-            bad_words=self._encoder.bad_words(params.bad_words) if params.bad_words else [],
-            grammar=arrival.grammar,
-            resent=arrival.open.resent,
-        )
 
     def _settle(self, arrival: Arrival, error: QuadrigaError | None = None) -> None:
         """A request went on to the scheduler, or is refused."""
