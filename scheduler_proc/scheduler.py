@@ -6,13 +6,11 @@ same code runs under test and in the simulator, with a simulated worker and simu
 """
 
 import math
-from array import array
 from collections.abc import Callable, Iterable
 
 from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.messages import to_detok
 from quadriga.messages import worker as to_worker
-from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.public import ErrorInfo, InfoValues
 from quadriga.messages.to_detok import AllTold, StopDetok
 from quadriga.messages.to_scheduler import (
@@ -44,7 +42,7 @@ from scheduler_proc.grammars import Grammars
 from scheduler_proc.journal import NO_JOURNAL, Journal, NoJournal
 from scheduler_proc.journal_frames import Found
 from scheduler_proc.kv_cache import KVCache
-from scheduler_proc.output import Link, open_text
+from scheduler_proc.output import Link
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
@@ -52,6 +50,7 @@ from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.report import Report
 from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
+from scheduler_proc.results import Results
 from scheduler_proc.statistics import Statistics
 from scheduler_proc.suspects import blame, worker_died
 from scheduler_proc.texts import Texts
@@ -90,6 +89,7 @@ class Scheduler:
         self.stopped = False
         self.wake_at: float | None = None
         self.statistics = Statistics()
+        self._results = Results(self.texts, journal, self.statistics, self)
         self._report = Report(args, self._requests, self._grammars, self.statistics)
 
     def greet(self) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
             self._process_input(message)
         now = self._clock()
         for request, error in self._deadlines.expired(now):
-            self._fail(request, error)
+            self.fail(request, error)
         self.wake_at = self._deadlines.next
         while self._may_plan(now):
             batch = self._get_next_batch_to_run(now)
@@ -167,68 +167,10 @@ class Scheduler:
             self._take_grammar(result)
 
     def _process_batch_result(self, result: StepResult) -> None:
-        batch = self.pipeline.answered(result)
-        self.statistics.count_step(batch, result)
-        self.texts.output.time = result.ended
-        for piece in result.prompt_logprobs:
-            batch.requests[piece.row].prompt_logprobs.append(piece.block)
-        for failed in result.failed:
-            self._fail(batch.requests[failed.row], RequestFailed(failed.error))
-        forced = {batch.requests[one.row].seq: unpack_ids(one.token_ids) for one in result.forced}
-        for request, token in zip(batch.requests, unpack_ids(result.token_ids), strict=True):
-            request.in_flight -= 1
-            if token >= 0:
-                self._take_token(request, token, result.ended)
-            if forced and request.seq in forced:
-                self._take_forced(request, forced[request.seq], result.ended)
-            if request.in_flight == 0 and request.status >= Status.RETRACTED:
-                self._steps_are_over(request)
-        self.statistics.generation_tokens += len(self.texts.output.tokens)
-        if result.logprobs is not None:
-            for told in self.texts.output.take_logprobs(result.logprobs, batch.requests):
-                self._journal.told(told.seq, told.told[-1])
-        output = self.texts.output
-        self._journal.produced(output.seqs, output.tokens, result.ended)
+        assert self._planner is not None
+        self._results.take(self.pipeline.answered(result), result, self._planner)
         # One output message a step: its tokens all carry this step's time.
         self._flush_output()
-
-    def _take_forced(self, request: Request, tokens: "array[int]", time: float) -> None:
-        assert self._planner is not None
-        self._planner.jump(request, len(tokens))
-        for token in tokens:
-            self._take_token(request, token, time)
-
-    def _take_token(self, request: Request, token: int, time: float) -> None:
-        if request.finish_reason:
-            return
-        if not request.first_token:
-            self._take_first_token(request, time)
-        tokens, output = request.tokens, self.texts.output
-        tokens.append(token)
-        output.seqs.append(request.seq)
-        output.tokens.append(token)
-        if token in request.stop_ids:
-            self._finish(request, "stop", matched_stop=token)
-        elif len(tokens) == request.most_known:
-            self._finish(request, "length")
-
-    def _take_first_token(self, request: Request, time: float) -> None:
-        request.first_token = time
-        if request.status is Status.PREFILLING:
-            request.status = Status.DECODING
-        self.statistics.prompt_tokens += request.num_prompt
-        self.statistics.cached_tokens += request.cached_tokens
-        self.texts.output.opened.append(open_text(request))
-        if request.prompt_logprobs:
-            self._journal.told_prompt(request.seq, request.prompt_logprobs)
-
-    def _steps_are_over(self, request: Request) -> None:
-        """A request that ended or was retracted has no step in flight any more."""
-        assert self._planner is not None
-        if request.status is Status.RETRACTED:
-            self._planner.requeue(request)
-        else:
-            self._planner.release(request)
 
     def _take_worker(self, ready: WorkerReady) -> None:
         """A worker is there, the first one or another: everything is sent to it anew."""
@@ -240,7 +182,7 @@ class Scheduler:
             if request.grammar is not None:
                 self._grammars.arrived(request)
         if to_blame is not None:
-            self._fail(to_blame, blame(to_blame))
+            self.fail(to_blame, blame(to_blame))
         for request in self._requests:
             if not self._grammars.is_held_back(request):
                 self._enqueue(request)
@@ -255,7 +197,7 @@ class Scheduler:
             admission,
             self.waiting,
             self._deadlines,
-            self._fail,
+            self.fail,
         )
         if self._report.planner is not None:
             self._planner.retractions = self._report.planner.retractions
@@ -264,7 +206,7 @@ class Scheduler:
     def _take_grammar(self, ready: GrammarReady) -> None:
         for request in self._grammars.answered(ready):
             if ready.error:
-                self._fail(request, RequestFailed(ready.error))
+                self.fail(request, RequestFailed(ready.error))
             else:
                 self._enqueue(request)
 
@@ -277,10 +219,10 @@ class Scheduler:
             case AbortRequest():
                 for request in self._requests.of(message.client, message.request_id):
                     self.statistics.aborts[message.by] += 1
-                    self._finish(request, "abort")
+                    self.finish(request, "abort")
             case StopFound():
                 for stopped in self._requests.numbered(message.seqs):
-                    self._finish(stopped, "stop")
+                    self.finish(stopped, "stop")
             case DetokReady():
                 self.texts.take_detok(message, self._requests, self._num_waiting)
                 self._said_all_told = False
@@ -300,7 +242,7 @@ class Scheduler:
                 error = ErrorInfo("server_stopping", message.reason)
                 for request in self._requests:
                     self.statistics.aborts[SERVER_STOPPING] += 1
-                    self._finish(request, "abort", error=error)
+                    self.finish(request, "abort", error=error)
 
     def _accept(self, message: Submit) -> None:
         if self._is_known(message):
@@ -315,7 +257,7 @@ class Scheduler:
                 self._check_queue(len(requests))
         except QuadrigaError as error:
             for request in requests:
-                self._fail(request, error)
+                self.fail(request, error)
             return
         for request in requests:
             self._deadlines.watch(request)
@@ -344,7 +286,7 @@ class Scheduler:
             if self._planner is not None:
                 self._planner.admission.check_fits(request)
         except QuadrigaError as error:
-            self._fail(request, error)
+            self.fail(request, error)
             return
         if self._planner is not None:
             self._planner.push(request)
@@ -353,11 +295,12 @@ class Scheduler:
 
     # --- the one way out --------------------------------------------------------------------------
 
-    def _fail(self, request: Request, error: QuadrigaError) -> None:
+    def fail(self, request: Request, error: QuadrigaError) -> None:
+        """End a request with an error, as `finish`."""
         self.statistics.errors[error.code] += not request.finished
-        self._finish(request, "error", error=ErrorInfo.of(error))
+        self.finish(request, "error", error=ErrorInfo.of(error))
 
-    def _finish(
+    def finish(
         self,
         request: Request,
         reason: str,

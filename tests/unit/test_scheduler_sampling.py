@@ -116,7 +116,7 @@ def test_a_token_that_nobody_waits_for_has_no_place() -> None:
     bench.submit(n=2, logprobs=0)
     plan = bench.plan()
     requests = bench.scheduler._requests.of(b"c", "r")
-    bench.scheduler._finish(requests[0], "stop")
+    bench.scheduler.finish(requests[0], "stop")
     told = SampledLogprobs(pack_ids([0, 1]), block(-0.5, -0.25))
     outputs = bench.answer(plan, [50, 51], logprobs=told)
     with_tokens = next(output for output in outputs if output.seqs)
