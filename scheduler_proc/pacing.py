@@ -16,7 +16,7 @@ LEAD_SECONDS = 0.002
 LEAD_SHARE = 0.05
 """A plan is made so long before the predicted end, plus this share of the step: time to be woken,
 to plan, and for the message to get there."""
-PATIENCE = 0.1
+PATIENCE = 0.2
 """Of the shortest step: the delay is small against what a request loses that just misses one."""
 MOST_PATIENCE_SECONDS = 0.002
 
