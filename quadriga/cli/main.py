@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from quadriga.cli import ask, chat, keygen
 
-EXIT_INTERRUPTED, EXIT_UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+EXIT_INTERRUPTED, EXIT_UNREAD = 130, 141
+"""As shells say of whoever was ended by SIGINT or SIGPIPE, which Windows does not have."""
 DESCRIPTION = "Serve language models in four processes, and talk to them."
 BESIDE = """\
 serving
