@@ -26,7 +26,7 @@ from quadriga.messages.to_detok import CloseText, StepOutput
 from quadriga.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
-from scheduler_proc.main import MESSAGES_A_ROUND, QUIETS_GATHERED
+from scheduler_proc.main import MESSAGES_A_ROUND
 from scheduler_proc.scheduler import Scheduler
 from worker_proc.saturation import ON_A_GPU, SIZES, choose
 
@@ -216,8 +216,6 @@ class Replica:
         self._results: list[StepResult] = []
         self._index_of = Growing(np.int64)
         self._wake_at = math.inf
-        self._gathered_at: float | None = None
-        self._gather_deadline = 0.0
         slots = config.scheduler.max_running_requests
         self.worker = SimulatedWorker(
             model, slots, clock, lambda when, result: clock.at(when, self.take_result, result)
@@ -240,28 +238,12 @@ class Replica:
 
     def round(self) -> None:
         """What the process does when it is woken."""
-        if self._gathers():
-            return
         messages, self._messages = self._messages, []
         results, self._results = self._results, []
         self.scheduler.iterate(messages[:MESSAGES_A_ROUND], results)
         for first in range(MESSAGES_A_ROUND, len(messages), MESSAGES_A_ROUND):
             self.scheduler.iterate(messages[first : first + MESSAGES_A_ROUND], [])
         self._wake(self.scheduler.wake_at)
-
-    def _gathers(self) -> bool:
-        """While the worker has nothing to do, requests that come together are waited for."""
-        now, quiet = self._clock.now, self.scheduler.pipeline.patience
-        if self._gathered_at is None:
-            if not (self._messages and self.scheduler.pipeline.idle and quiet > 0):
-                return False
-            self._gather_deadline = now + QUIETS_GATHERED * quiet
-        elif now >= min(self._gathered_at, self._gather_deadline):
-            self._gathered_at = None
-            return False
-        self._gathered_at = now + quiet
-        self._wake(self._gathered_at)
-        return True
 
     def _wake(self, when: float | None) -> None:
         """The next round without a message; an earlier wish is forgotten."""

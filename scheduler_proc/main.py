@@ -5,7 +5,7 @@ import itertools
 import time
 
 from quadriga.faults import faulty_inbox
-from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage, Submit
+from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.messages.worker import ResultMessage
 from quadriga.model_source import resolve_model
 from quadriga.process import ABORT, Child, run_child
@@ -17,7 +17,9 @@ from scheduler_proc.step_deadline import StepDeadline
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
-QUIETS_GATHERED = 5
+GLANCE_SECONDS = 0.0007
+"""Between two looks at who has come, while others are expected: to be woken for each of them would
+take the time of the front door, which often has the same core."""
 
 
 def main() -> None:
@@ -56,14 +58,14 @@ def serve(child: Child) -> None:
     launch = child.config.launch
     deadline = StepDeadline(launch.watchdog_timeout, scheduler.pipeline, child.lifeline)
     while not scheduler.stopped:
-        poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
+        if scheduler.pipeline.awaits_company(time.time()):
+            time.sleep(GLANCE_SECONDS)
+        else:
+            poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
         for order, reason in child.lifeline.take_orders():
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
-        messages = list(inbox.drain(MESSAGES_A_ROUND))
-        if scheduler.pipeline.idle and any(isinstance(message, Submit) for message in messages):
-            messages += _gather(inbox, scheduler.pipeline.patience)
-        scheduler.iterate(messages, results.drain())
+        scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())
         status.update(time.time())
         deadline.check(time.time())
     status.close()
@@ -73,13 +75,3 @@ def _until(*moments: float | None) -> float | None:
     """Seconds until the first of them; None where there is none."""
     now = time.time()
     return min((max(0.0, m - now) for m in moments if m is not None), default=None)
-
-
-def _gather(inbox: "Inbox[SchedulerMessage]", quiet: float) -> list[SchedulerMessage]:
-    """What else comes at the same time, while the worker has nothing to do: until nothing has come
-    for `quiet` seconds. Whoever just misses a step waits for the whole of it."""
-    messages: list[SchedulerMessage] = []
-    poller, deadline = Poller(inbox), time.monotonic() + QUIETS_GATHERED * quiet
-    while time.monotonic() < deadline and poller.wait(quiet):
-        messages += inbox.drain(MESSAGES_A_ROUND)
-    return messages

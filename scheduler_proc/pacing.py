@@ -19,6 +19,8 @@ to plan, and for the message to get there."""
 PATIENCE = 0.2
 """Of the shortest step: the delay is small against what a request loses that just misses one."""
 MOST_PATIENCE_SECONDS = 0.002
+MOST_COMPANY_SECONDS = 5 * MOST_PATIENCE_SECONDS
+"""However many come."""
 
 Kind = tuple[int, int]
 """Of a step: its mode, and its size in powers of two of tokens."""
@@ -60,9 +62,27 @@ class Pace:
 
     @property
     def patience(self) -> float:
-        """Seconds for which it pays to wait for company before an idle worker gets a step."""
+        """Seconds without another request after which an idle worker gets a step."""
         shortest = min(self._last.values(), default=1.0)
         return min(MOST_PATIENCE_SECONDS, PATIENCE * shortest)
+
+
+class Company:
+    """Until when an idle worker waits for those who come together: `until`, on the clock. Whoever
+    just misses a step waits for the whole of it."""
+
+    def __init__(self) -> None:
+        self.until = self._latest = 0.0
+
+    def came(self, now: float, patience: float) -> None:
+        """Somebody did; the next one is waited for."""
+        if self._latest + MOST_COMPANY_SECONDS < now:  # those who came then have ended meanwhile
+            self._latest = now + MOST_COMPANY_SECONDS
+        self.until = min(now + patience, self._latest)
+
+    def left(self) -> None:
+        """A step is planned for them."""
+        self.until = self._latest = 0.0
 
 
 def _kind(batch: ScheduleBatch, tokens: int) -> Kind:

@@ -6,7 +6,7 @@ from collections import deque
 from quadriga.messages.worker import ResultMessage, StepResult
 from scheduler_proc.batch import ScheduleBatch
 from scheduler_proc.output import Link
-from scheduler_proc.pacing import Pace
+from scheduler_proc.pacing import Company, Pace
 from scheduler_proc.request import Request
 
 MOST_OUTSTANDING = 2
@@ -24,6 +24,7 @@ class Pipeline:
         self._plan_at_once = plan_at_once
         self._outstanding: deque[ScheduleBatch] = deque()
         self._pace = Pace()
+        self._company = Company()
         self._next_step = 0
         self._session = 0
         self._worker_since = 0.0
@@ -49,10 +50,19 @@ class Pipeline:
     def due(self) -> float:
         """The clock's time from which another plan is wanted."""
         if not self._outstanding:
-            return 0.0
+            return self._company.until
         if len(self._outstanding) >= MOST_OUTSTANDING:
             return math.inf
         return 0.0 if self._plan_at_once else self._pace.due(self._outstanding[0])
+
+    def expect_company(self, now: float) -> None:
+        """Somebody has come to an idle worker, and others may come with them."""
+        if not self._plan_at_once:
+            self._company.came(now, self._pace.patience)
+
+    def awaits_company(self, now: float) -> bool:
+        """An idle worker has no step yet because others may come."""
+        return now < self._company.until
 
     def run(self, batch: ScheduleBatch, released: list[int], now: float) -> None:
         """Send a plan. released: slots that the worker may forget first."""
@@ -60,6 +70,7 @@ class Pipeline:
         batch.planned_at = now
         self._worker.send(batch.to_plan(released, self._session))
         self._outstanding.append(batch)
+        self._company.left()
 
     def answered(self, result: StepResult) -> ScheduleBatch:
         """The step whose result this is: results come in the order of the plans."""
@@ -74,8 +85,3 @@ class Pipeline:
         if not self._outstanding:
             return None
         return max(self._outstanding[0].planned_at, self._pace.last_ended, self._worker_since)
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which it pays to wait for company before an idle worker gets a step."""
-        return self._pace.patience

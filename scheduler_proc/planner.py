@@ -123,6 +123,15 @@ class Planner:
         somebody = len(self._running) + len(self.waiting) + len(self._padding) + len(self.trial)
         return somebody > 0 or self._chunked is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Nobody would be in the next step but those who wait, and it could take more of them."""
+        if len(self._running) + len(self.trial) + len(self._padding) or self._chunked is not None:
+            return False
+        places, budget = self._places(), self._budget + self._slack
+        first = self.waiting.first(places, budget)
+        return len(first) < places and sum(map(self._to_compute, first)) < budget
+
     def _decode_has_the_turn(self) -> bool:
         if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):
             return True
@@ -228,13 +237,16 @@ class Planner:
         The first prompt of a step is cut to the budget, or goes alone where prompts are never cut;
         those after it are cut where a page ends.
         """
-        page_size = self._kv.page_size
-        to_compute = request.known - self._kv.locate(request).depth * page_size
+        page_size, to_compute = self._kv.page_size, self._to_compute(request)
         if to_compute <= budget:
             return to_compute
         if batch.batch_size == batch.num_decodes:
             return budget if self._cuts else to_compute
         return budget // page_size * page_size if self._cuts else 0
+
+    def _to_compute(self, request: Request) -> int:
+        """Tokens of a waiting prompt that are not cached."""
+        return request.known - self._kv.locate(request).depth * self._kv.page_size
 
     def _fits(self, request: Request, expected: int) -> bool:
         if self.admission.fits(request, expected):

@@ -118,9 +118,12 @@ class Scheduler:
         """One round: take in what has arrived, keep the worker busy, pass on what it gave."""
         for result in results:
             self._process_result(result)
+        waiting = len(self.waiting)
         for message in messages:
             self._process_input(message)
         now = self._clock()
+        if len(self.waiting) > waiting and self.pipeline.idle:
+            self.pipeline.expect_company(now)
         for request, error in self._deadlines.expired(now):
             self.fail(request, error)
         self.wake_at = self._deadlines.next
@@ -140,7 +143,7 @@ class Scheduler:
         if self._planner is None or not self._planner.has_work:
             return False
         due = self.pipeline.due
-        if now >= due:
+        if now >= due or (self.pipeline.idle and not self._planner.has_room):
             return True
         if due < math.inf:
             self.wake_at = due if self.wake_at is None else min(due, self.wake_at)

@@ -16,6 +16,7 @@ from quadriga.messages.to_scheduler import (
 from quadriga.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
 from quadriga.sampling import SamplingParams
 from quadriga.scheduler_args import SchedulerArgs
+from scheduler_proc.pacing import MOST_COMPANY_SECONDS
 from scheduler_proc.scheduler import Scheduler
 
 EOS = 2
@@ -271,6 +272,8 @@ class World:
     def step(self) -> bool:
         """Run one step of the worker, waking the scheduler meanwhile when it wants to be woken;
         False where nothing was planned."""
+        if self.worker.done_at is None:
+            self.begin()
         done_at = self.worker.done_at
         if done_at is None:
             return False
@@ -284,6 +287,10 @@ class World:
         self._acknowledge()
         self._check()
         return True
+
+    def begin(self) -> None:
+        """Nobody else comes: an idle worker gets its step."""
+        self.wake(self.worker.now + MOST_COMPANY_SECONDS)
 
     def _acknowledge(self) -> None:
         """The detokenizer says which ends it has handed on."""

@@ -137,6 +137,7 @@ def test_a_request_aborted_while_waiting_running_or_in_flight_ends_once_and_free
 def test_an_empty_id_aborts_all_requests_of_that_client_and_no_other() -> None:
     world = World(args())
     world.tell(submit("a", [9], 6, b"x"), submit("b", [9], 6, b"x"), submit("c", [9], 6, b"y"))
+    world.begin()
     world.tell(abort("", b"x"))
     assert world.scheduler.info()["running"] == 1
     world.run()
@@ -432,6 +433,7 @@ def test_conservative_admission_lets_fewer_run_at_once() -> None:
     for conservativeness in (0.1, 2.0):
         world = World(args(schedule_conservativeness=conservativeness), num_pages=20)
         world.tell(*(submit(f"r{i}", [9 + i] * 4, 40, ignore_eos=True) for i in range(8)))
+        world.begin()
         peaks.append(len(world.worker.plans[0][1].new))
         world.run()
     assert peaks[0] > peaks[1] >= 1
@@ -484,6 +486,62 @@ def test_a_running_request_past_its_deadline_ends_and_frees_its_pages() -> None:
     assert "did not finish within 0.1 s (timeout), after" in error.message
     assert 5 <= len(world.detok.tokens["a"]) <= 10
     assert world.scheduler.wake_at is None
+
+
+# --- company --------------------------------------------------------------------------------------
+
+
+def first_step(*gaps: float, **flags: Any) -> int:
+    """How many requests the first step takes in, of those that come so many seconds after each
+    other to an idle server."""
+    world = World(args(max_batch_size=8, **flags))
+    world.tell(submit("one", [9], 2, ignore_eos=True))
+    for i, gap in enumerate(gaps):
+        world.wake(world.worker.now + gap)
+        world.tell(submit(f"other{i}", [9], 2, ignore_eos=True))
+    world.begin()
+    return len(world.worker.plans[0][1].new)
+
+
+def test_requests_that_come_together_share_an_idle_workers_step() -> None:
+    assert first_step(0.001, 0.001, 0.0015) == 4
+
+
+def test_who_comes_later_is_not_waited_for() -> None:
+    assert first_step(0.001, 0.0025) == 2
+
+
+def test_company_is_waited_for_so_long_and_no_longer() -> None:
+    assert first_step(*[0.0015] * 7) == 7
+
+
+def test_who_is_awaited_in_vain_leaves_nothing_behind() -> None:
+    world = World(args())
+    world.tell(submit("one", [9], 2))
+    world.tell(abort("one"))
+    assert world.scheduler.pipeline.awaits_company(world.worker.now)
+    world.begin()
+    assert not world.worker.plans
+    assert not world.scheduler.pipeline.awaits_company(world.worker.now)
+    world.wake(world.worker.now + 1)
+    world.tell(submit("other", [9], 2))
+    assert not world.worker.plans
+    world.run()
+    assert world.detok.closed["other"].finish_reason == "length"
+
+
+def test_a_step_that_can_take_nobody_else_is_not_waited_for() -> None:
+    assert first_step(0.0, 0.0, prefill_max_batch_size=2) == 2
+    assert first_step(0.0, 0.0, prefill_max_tokens=2) == 2
+    world = World(args(prefill_max_tokens=4))
+    world.tell(submit("long", [9] * 4, 2))
+    assert world.worker.plans
+
+
+def test_nobody_is_waited_for_where_plans_are_made_at_once() -> None:
+    world = World(args(plan_at_once=True))
+    world.tell(submit("one", [9], 2))
+    assert world.worker.plans
 
 
 # --- late plans -----------------------------------------------------------------------------------

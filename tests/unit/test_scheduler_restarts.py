@@ -248,6 +248,7 @@ def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> Non
     world.run()
     world.checked = False
     world.scheduler.iterate([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
+    world.begin()
     while (result := world.worker.run_one()) is not None:
         world.scheduler.iterate([], [result])
     world.detok.ended.clear()  # the front door dies with it
