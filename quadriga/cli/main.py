@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from quadriga.cli import ask, chat, keygen
 
-EXIT_INTERRUPTED, EXIT_UNREAD = 130, 141
-"""As shells say of whoever was ended by SIGINT or SIGPIPE, which Windows does not have."""
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 130, 141
+"""The last two as shells say of who was ended by SIGINT or SIGPIPE, which Windows does not have."""
 DESCRIPTION = "Serve language models in four processes, and talk to them."
 BESIDE = """\
 serving
@@ -36,12 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more, as after `quadriga ask ... | head`. Python writes out what is left
-        # when it ends; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody reads any more, as after `quadriga ask ... | head`
+        _leave_the_rest_unwritten()
         return EXIT_UNREAD
+    except OSError as error:
+        _leave_the_rest_unwritten()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return code
+
+
+def _leave_the_rest_unwritten() -> None:
+    """Python writes out what is left when it ends; that must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -153,6 +153,14 @@ def test_an_answer_that_is_left_is_aborted_without_a_word(
         time.sleep(0.01)
 
 
+def test_an_answer_that_cannot_be_written_is_an_error_in_one_line(server: FakeServer) -> None:
+    command = [sys.executable, "-m", "quadriga", "ask", "--endpoint", server.endpoint, "endless"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=30)
+    assert ended.returncode == 1
+    assert ended.stderr == b"OSError: [Errno 28] No space left on device\n"
+
+
 def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> None:
     command = [sys.executable, "-m", "quadriga", "chat", "--endpoint", server.endpoint]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
