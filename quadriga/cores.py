@@ -43,11 +43,21 @@ def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> Shares:
     spared = next((spared for least, spared in SPARED if usable >= least), 0)
     threads = args.worker_threads or max(1, (usable - spared) // args.tp)
     taken = threads * args.tp
-    on_a_card = args.device not in ("cpu", "auto") or (args.device == "auto" and CARD.exists())
     # With less time than cores it is the time that is short, and nothing is gained by places.
-    if args.no_affinity or on_a_card or not spared or usable < len(cores) or taken >= len(cores):
+    if (
+        args.no_affinity
+        or on_a_card(args)
+        or not spared
+        or usable < len(cores)
+        or taken >= len(cores)
+    ):
         return Shares(threads)
     return Shares(threads, _together(cores[-taken:]), _together(cores[:-taken]))
+
+
+def on_a_card(args: WorkerArgs) -> bool:
+    """The worker computes there, as far as can be told before torch is loaded."""
+    return args.device not in ("cpu", "auto") or (args.device == "auto" and CARD.exists())
 
 
 def keep_to(cpus: Cpus) -> None:

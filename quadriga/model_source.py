@@ -56,6 +56,14 @@ class ModelFiles:
         return int(next(self.config[key] for key in keys if self.config.get(key)))
 
     @property
+    def weights_bytes(self) -> int:
+        """Of the files of weights."""
+        if self.weights is None:
+            return 0
+        files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
+        return sum(file.stat().st_size for file in files)
+
+    @property
     def attention_window(self) -> int | None:
         """The last tokens that are attended to; None: all of them."""
         if not self.config.get("use_sliding_window", True):

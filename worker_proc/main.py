@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quadriga.cores import show_cpus
+from quadriga.cores import on_a_card, show_cpus
 from quadriga.faults import faulty_inbox
 from quadriga.messages.worker import (
     CompileGrammar,
@@ -25,6 +25,7 @@ from quadriga.sockets import Inbox, Outbox
 from worker_proc.followers import Followers
 from worker_proc.grammar_compiler import GrammarCompiler
 from worker_proc.heap import use_one_heap
+from worker_proc.memory import memory_meanwhile
 from worker_proc.results import Results, ResultsAtOnce, ResultsBehind
 
 if TYPE_CHECKING:
@@ -125,15 +126,17 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     store: where all ranks find each other, None where there is one.
     """
     clock = _PhaseClock(child)
-    from worker_proc.hardware import take_cores
-    from worker_proc.runner import make_runner
-    from worker_proc.saturation import saturating_tokens
-    from worker_proc.shares import Part
+    files = resolve_model(child.config.model)
+    with memory_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
+        from worker_proc.hardware import take_cores
+        from worker_proc.runner import make_runner
+        from worker_proc.saturation import saturating_tokens
+        from worker_proc.shares import Part
 
     cores = take_cores(child.config.worker)
     clock.end_of("import torch")
     part = Part(0, child.config.worker.tp)
-    runner = make_runner(child.config, resolve_model(child.config.model), part, store)
+    runner = make_runner(child.config, files, part, store)
     clock.end_of("load weights")
     runner.warm_up()
     clock.end_of("warm up")

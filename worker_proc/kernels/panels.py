@@ -1,7 +1,5 @@
 """Weights in the form in which the kernels multiply them, and memory for them."""
 
-import mmap
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_proc.kernels.groups import Groups
+from worker_proc.memory import in_large_pages
 
 LANES = 16
 UNIT_BYTES = 4
@@ -88,8 +87,4 @@ def empty(size: int) -> Tensor:
 
 
 def _mapping(length: int) -> NDArray[np.uint8]:
-    # Private: Linux gives large pages to shared memory only where it is told to by other means.
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
+    return np.frombuffer(in_large_pages(length), dtype=np.uint8)

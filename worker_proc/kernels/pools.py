@@ -8,11 +8,10 @@ from torch import Tensor
 
 from quadriga.cores import Cpus, keep_to
 from worker_proc.kernels.panels import LARGE_BYTES, empty
+from worker_proc.memory import LARGE_PAGE
 
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later."""
-PIECE_BYTES = 1 << 21
-"""A large page: the system gives no less at a time."""
 AHEAD_BYTES = 1 << 27
 """Of all layers together: at 300 MB/s, the least that was seen, it takes half a second."""
 
@@ -47,7 +46,7 @@ class Pools:
 
     def _follow(self, cpus: Cpus) -> None:
         keep_to(cpus)
-        ahead = max(AHEAD_BYTES // len(self.layers) // PIECE_BYTES, 1) * PIECE_BYTES
+        ahead = max(AHEAD_BYTES // len(self.layers) // LARGE_PAGE, 1) * LARGE_PAGE
         taken = 0
         while taken < self._layer_bytes:
             self._more.wait()
@@ -56,11 +55,11 @@ class Pools:
             while taken < wanted:
                 if not all(_take(layer, taken) for layer in self.layers):
                     return
-                taken += PIECE_BYTES
+                taken += LARGE_PAGE
 
 
 def _take(layer: Tensor, begin: int) -> bool:
     """The piece that begins there. Whether the system knows how."""
     address = ctypes.c_void_p(layer.data_ptr() + begin)
-    size = ctypes.c_size_t(min(PIECE_BYTES, layer.numel() - begin))
+    size = ctypes.c_size_t(min(LARGE_PAGE, layer.numel() - begin))
     return bool(ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE) == 0)

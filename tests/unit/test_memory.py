@@ -1,0 +1,48 @@
+"""Memory that a thread takes while something else is done."""
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quadriga.config import ModelArgs
+from quadriga.model_source import resolve_model
+from worker_proc import memory
+from worker_proc.memory import memory_meanwhile
+
+SIZE = 64 << 20
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_memory_is_taken_while_the_body_runs_and_given_back_after_it() -> None:
+    before, deadline = resident(), time.monotonic() + 20
+    with memory_meanwhile(SIZE):
+        while resident() < before + SIZE * 0.9:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert resident() < before + SIZE * 0.1
+
+
+@pytest.mark.parametrize("size", [1 << 33, 1 << 60])
+def test_the_body_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(memory, "MOST_MEANWHILE", size)
+    with memory_meanwhile(size):
+        pass
+    assert "memory" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_nothing_is_taken_where_nothing_is_needed() -> None:
+    with memory_meanwhile(0):
+        assert "memory" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_the_weights_need_is_the_size_of_their_files(llama_dir: Path) -> None:
+    files = resolve_model(ModelArgs(model=str(llama_dir)))
+    assert files.weights_bytes == (llama_dir / "model.safetensors").stat().st_size
+    dummy = resolve_model(ModelArgs(model=str(llama_dir), load_format="dummy"))
+    assert dummy.weights_bytes == 0
