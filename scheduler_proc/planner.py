@@ -40,6 +40,7 @@ class Planner:
         self._mode = args.mode
         self._budget = args.prefill_budget(prefill_tokens)
         self._slack = args.prefill_slack(prefill_tokens)
+        self._chunk = args.longest_chunk(prefill_tokens)
         self._cuts = args.chunk_size(prefill_tokens) is not None
         self._width = args.max_batch_size
         self._static = args.batching == "static"
@@ -103,7 +104,7 @@ class Planner:
         batch = ScheduleBatch()
         if suspect.slot >= 0:
             if self._chunked is suspect:
-                self._add_prefill(batch, suspect, self._budget)
+                self._add_prefill(batch, suspect, self._chunk)
             else:
                 self._add_decodes(batch)
             return batch
@@ -114,7 +115,7 @@ class Planner:
             self._deadlines.admitted(suspect)
             self.admission.seat(suspect, now)
             batch.new.append(new_slot(suspect))
-            self._add_prefill(batch, suspect, self._budget)
+            self._add_prefill(batch, suspect, self._chunk)
         return batch
 
     @property
@@ -166,8 +167,7 @@ class Planner:
         if self._chunked is not None and self._preempts:
             self._preempt_chunked(self._chunked)
         if self._chunked is not None:
-            wanted = self._chunked.to_compute
-            budget -= self._add_prefill(batch, self._chunked, self._stretched(budget, wanted))
+            budget -= self._add_prefill(batch, self._chunked, self._chunk)
         if budget > 0 and len(self.waiting) and not self._gave_way:
             self._admit(batch, budget, now)
 
@@ -175,9 +175,9 @@ class Planner:
         """Enough for all that is wanted, where that is little more than the budget."""
         return wanted if budget < wanted <= budget + self._slack else budget
 
-    def _add_prefill(self, batch: ScheduleBatch, request: Request, budget: int) -> int:
-        """The next tokens of a prompt, at most `budget`; how many."""
-        count = min(request.to_compute, budget) if self._cuts else request.to_compute
+    def _add_prefill(self, batch: ScheduleBatch, request: Request, most: int) -> int:
+        """The next tokens of a prompt, at most so many; how many."""
+        count = min(request.to_compute, most) if self._cuts else request.to_compute
         samples = batch.add_prefill(request, count)
         self._kv.share_computed(request)
         self._chunked = None if samples else request
@@ -234,14 +234,14 @@ class Planner:
     def _tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
         """How many tokens of a waiting prompt this step can take; 0: none.
 
-        The first prompt of a step is cut to the budget, or goes alone where prompts are never cut;
-        those after it are cut where a page ends.
+        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are
+        never cut; those after it are cut where a page ends.
         """
         page_size, to_compute = self._kv.page_size, self._to_compute(request)
         if to_compute <= budget:
             return to_compute
         if batch.batch_size == batch.num_decodes:
-            return budget if self._cuts else to_compute
+            return min(to_compute, self._chunk) if self._cuts else to_compute
         return budget // page_size * page_size if self._cuts else 0
 
     def _to_compute(self, request: Request) -> int:

@@ -252,14 +252,27 @@ class Detok:
 class World:
     """Scheduler, simulated worker and detokenizer in one."""
 
-    def __init__(self, args: SchedulerArgs, num_pages: int = 64, page_size: int = 4) -> None:
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        num_pages: int = 64,
+        page_size: int = 4,
+        prefill_tokens: int = 256,
+    ) -> None:
         self.checked = True
         self.worker = SimulatedWorker(page_size)
         self.detok = Detok()
         self.scheduler = Scheduler(
             args, frozenset({EOS}), self.worker, self.detok, lambda: self.worker.now
         )
-        self._ready = WorkerReady(num_pages, page_size, args.max_running_requests, "float32", "cpu")
+        self._ready = WorkerReady(
+            num_pages,
+            page_size,
+            args.max_running_requests,
+            "float32",
+            "cpu",
+            prefill_tokens=prefill_tokens,
+        )
         self.scheduler.iterate([], [self._ready])
         self.deaths = 0
         self._detok_sessions = 0

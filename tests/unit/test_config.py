@@ -114,6 +114,14 @@ def test_only_a_measured_step_may_be_half_again_as_large() -> None:
     assert parse("--chunked-prefill-size", "-1").scheduler.prefill_slack(128) == 0
 
 
+def test_of_a_single_prompt_a_step_computes_twice_as_much_where_it_was_measured() -> None:
+    assert parse().scheduler.longest_chunk(128) == 256
+    assert parse().scheduler.longest_chunk(1024) == 1024
+    assert parse().scheduler.longest_chunk(8192) == 8192
+    assert parse("--prefill-max-tokens", "150").scheduler.longest_chunk(128) == 150
+    assert parse("--chunked-prefill-size", "128").scheduler.longest_chunk(64) == 128
+
+
 def test_the_prefill_width_is_the_decode_width_where_unset() -> None:
     assert parse("--max-batch-size", "5").scheduler.prefill_width == 5
     config = parse("--max-batch-size", "5", "--prefill-max-batch-size", "7")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.to_scheduler import AbortAll, Drain, Leave, StopFound
 from quadriga.messages.worker import DECODE, EXTEND, MIXED
 from quadriga.scheduler_args import BATCH_MODES, SchedulerArgs
@@ -486,6 +487,33 @@ def test_a_running_request_past_its_deadline_ends_and_frees_its_pages() -> None:
     assert "did not finish within 0.1 s (timeout), after" in error.message
     assert 5 <= len(world.detok.tokens["a"]) <= 10
     assert world.scheduler.wake_at is None
+
+
+# --- the size of a step ---------------------------------------------------------------------------
+
+
+def prefill_steps(*lengths: int) -> list[list[int]]:
+    """The prompt tokens of each step, where prompts of these lengths wait, and the worker has
+    measured that a step of eight keeps it busy."""
+    world = World(args(), prefill_tokens=8)
+    world.tell(*(submit(f"r{i}", [9] * n, 1) for i, n in enumerate(lengths)))
+    steps = []
+    world.begin()
+    while world.worker.plans:
+        steps.append(unpack_ids(world.worker.plans[0][1].num_tokens).tolist())
+        world.step()
+    return steps
+
+
+def test_several_prompts_share_a_step_as_large_as_the_worker_measured() -> None:
+    assert prefill_steps(4, 4, 4, 4, 4) == [[4, 4], [4, 4, 4]]  # no step for the last one alone
+    assert prefill_steps(4, 4, 4, 4, 4, 4, 4) == [[4, 4], [4, 4], [4, 4, 4]]
+
+
+def test_of_a_single_prompt_a_step_computes_twice_as_much() -> None:
+    assert prefill_steps(40) == [[16], [16], [8]]
+    assert prefill_steps(14, 4, 4) == [[14], [4, 4]]
+    assert prefill_steps(18, 4, 4) == [[16], [2, 4, 4]]
 
 
 # --- company --------------------------------------------------------------------------------------
