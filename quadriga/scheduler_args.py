@@ -8,8 +8,8 @@ from quadriga.errors import ConfigError
 from quadriga.flags import flag, flag_name, positive
 
 BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
-LONGEST_CHUNK = 1024
-"""Tokens of a prompt in one step, where the worker was asked how many."""
+SINGLE_CHUNK = 256
+"""Tokens that a step may compute of a single prompt, where fewer of several are enough."""
 POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
 
 
@@ -160,13 +160,12 @@ class SchedulerArgs:
         return min(budget // 2, self.prefill_max_tokens - budget)
 
     def longest_chunk(self, measured: int) -> int:
-        """Tokens that a step may compute of a single prompt: twice as many where they are measured.
-        More of several prompts would make the first ones wait for the last; a long one waits for
-        nobody but itself."""
+        """Tokens that a step may compute of a single prompt. More of several prompts would make
+        the first ones wait for the last; a long one waits for nobody but itself."""
         budget = self.prefill_budget(measured)
         if not self.measures_chunks:
             return budget
-        return min(max(budget, min(2 * budget, LONGEST_CHUNK)), self.prefill_max_tokens)
+        return min(max(budget, SINGLE_CHUNK), self.prefill_max_tokens)
 
     def chunk_size(self, measured: int) -> int | None:
         """Tokens of the largest chunk; None where prompts are never cut."""

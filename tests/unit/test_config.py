@@ -114,9 +114,9 @@ def test_only_a_measured_step_may_be_half_again_as_large() -> None:
     assert parse("--chunked-prefill-size", "-1").scheduler.prefill_slack(128) == 0
 
 
-def test_of_a_single_prompt_a_step_computes_twice_as_much_where_it_was_measured() -> None:
+def test_of_a_single_prompt_a_step_computes_256_tokens_where_they_are_measured() -> None:
     assert parse().scheduler.longest_chunk(128) == 256
-    assert parse().scheduler.longest_chunk(1024) == 1024
+    assert parse().scheduler.longest_chunk(512) == 512
     assert parse().scheduler.longest_chunk(8192) == 8192
     assert parse("--prefill-max-tokens", "150").scheduler.longest_chunk(128) == 150
     assert parse("--chunked-prefill-size", "128").scheduler.longest_chunk(64) == 128

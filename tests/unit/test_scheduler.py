@@ -495,7 +495,7 @@ def test_a_running_request_past_its_deadline_ends_and_frees_its_pages() -> None:
 def prefill_steps(*lengths: int) -> list[list[int]]:
     """The prompt tokens of each step, where prompts of these lengths wait, and the worker has
     measured that a step of eight keeps it busy."""
-    world = World(args(), prefill_tokens=8)
+    world = World(args(), num_pages=200, prefill_tokens=8)
     world.tell(*(submit(f"r{i}", [9] * n, 1) for i, n in enumerate(lengths)))
     steps = []
     world.begin()
@@ -510,10 +510,10 @@ def test_several_prompts_share_a_step_as_large_as_the_worker_measured() -> None:
     assert prefill_steps(4, 4, 4, 4, 4, 4, 4) == [[4, 4], [4, 4], [4, 4, 4]]
 
 
-def test_of_a_single_prompt_a_step_computes_twice_as_much() -> None:
-    assert prefill_steps(40) == [[16], [16], [8]]
-    assert prefill_steps(14, 4, 4) == [[14], [4, 4]]
-    assert prefill_steps(18, 4, 4) == [[16], [2, 4, 4]]
+def test_of_a_single_prompt_a_step_computes_more() -> None:
+    assert prefill_steps(600) == [[256], [256], [88]]
+    assert prefill_steps(40, 4, 4) == [[40], [4, 4]]
+    assert prefill_steps(258, 4, 4) == [[256], [2, 4, 4]]
 
 
 # --- company --------------------------------------------------------------------------------------
