@@ -25,7 +25,8 @@ class SchedulerArgs:
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens of one step; a longer prompt is computed in chunks of that size, -1: never"
-        " (default: on a CPU as many as keep it busy, measured at the start; 8192 on a GPU)",
+        " (default: on a CPU as many as keep it busy, measured at the start, or 256 of a single"
+        " prompt where that is more; 8192 on a GPU)",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
