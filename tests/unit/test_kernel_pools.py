@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from worker_proc.kernels.pools import AHEAD_BYTES, PIECE_BYTES, Pools
+from worker_proc.kernels.pools import AHEAD_BYTES, Pools
+from worker_proc.memory import LARGE_PAGE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what memory is there")
 
@@ -45,7 +46,7 @@ def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
         pools.reach(pages)
         most = max(pages, NUM_PAGES // 2 if pages else 0) * PAGE_BYTES + AHEAD
         wait_until(lambda most=most: all(there(one) >= most for one in pools.layers))  # type: ignore[misc]
-        assert there(pools.layers[-1]) < most + 2 * PIECE_BYTES
+        assert there(pools.layers[-1]) < most + 2 * LARGE_PAGE
     pools.reach(NUM_PAGES)
     wait_until(lambda: all(there(one) >= one.numel() for one in pools.layers))
     assert not any(bool(one.any()) for one in pools.layers[:2])
