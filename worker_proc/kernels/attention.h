@@ -17,6 +17,8 @@ constexpr int QUERY_BLOCK = 24;
 constexpr int MOST_SHARED = 128;              // query heads that may share a key head
 constexpr int MOST_QUERIES = std::max(QUERY_BLOCK, MOST_SHARED);
 constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
+// Of one query: memory is read the more evenly the smaller the blocks are.
+constexpr int KEY_PANELS_OF_ONE = 2;
 constexpr int SHORTEST_PART = 128;            // keys
 constexpr float LOWEST = -3e38f;              // below every score
 
@@ -150,11 +152,12 @@ struct Attend {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
 
-    // Keys `key` to `key + keys` of a row, in `count` panels. bytes: of panels in 8 bits.
+    // Keys `key` to `key + keys` of a row, in `count` panels; `size` keys where it is not the last.
+    // bytes: of panels in 8 bits.
     struct KeyBlock {
         const Stored* panels[KEY_PANELS] = {};
         const int8_t* bytes[KEY_PANELS] = {};
-        long key = 0, keys = 0;
+        long key = 0, keys = 0, size = 0;
         int count = 0;
     };
 
@@ -169,21 +172,32 @@ struct Attend {
 
     long count() const { return long(work.items.size()) * program.kv_heads; }
 
+    // The first keys and values of a piece, if there is one of that number.
+    void fetch(long i, Coming& coming) const {
+        if (i >= count() || !pages.direct()) return;
+        KeyBlock block = find(item_of(i), i % program.kv_heads, item_of(i).key_begin);
+        for (int p = 0; p < block.count; p++)
+            coming.add(block.panels[p], block.panels[p] + pages.panel_size());
+    }
+
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next, Scratch<E>& s) const {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
         take_queries(item, kv_head, s);
         for (long r = 0; r < rows; r++) s.most[r] = LOWEST, s.total[r] = Floats{};
-        for (long key = item.key_begin; key < item.key_end; key += KEY_BLOCK) {
+        long size = block_size(item);
+        for (long key = item.key_begin; key < item.key_end; key += size) {
             KeyBlock block = find(item, kv_head, key), after;
-            if (key + KEY_BLOCK < item.key_end)
-                after = find(item, kv_head, key + KEY_BLOCK);
+            if (item.count > 1)  // the queries before these have read the same keys
+                after = KeyBlock();
+            else if (key + size < item.key_end)
+                after = find(item, kv_head, key + size);
             else if (next >= 0)
                 after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
             if (!pages.direct()) put_together(item, kv_head, block, after, s);
             score(block, after, int(rows), s);
-            weigh(item, block, rows, key == item.key_begin, s);
+            weigh(item, block, after, rows, key == item.key_begin, s);
             add_values(block, after, int(rows), key != item.key_begin, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
@@ -200,11 +214,16 @@ struct Attend {
                    shared * bytes);
     }
 
+    static long block_size(const Item& item) {
+        return item.count == 1 ? KEY_PANELS_OF_ONE * LANES : KEY_BLOCK;
+    }
+
     const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
 
     KeyBlock find(const Item& item, long kv_head, long key) const {
         KeyBlock block;
-        block.key = key, block.keys = std::min<long>(KEY_BLOCK, item.key_end - key);
+        block.size = block_size(item);
+        block.key = key, block.keys = std::min(block.size, item.key_end - key);
         block.count = int((block.keys + LANES - 1) / LANES);
         for (int i = 0; i < block.count; i++) {
             long at = key + i * LANES;
@@ -253,14 +272,18 @@ struct Attend {
     }
 
     // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
-    void weigh(const Item& item, const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
-        bool all_seen = item.position + 1 - block.key >= KEY_BLOCK;
+    void weigh(const Item& item, const KeyBlock& block, const KeyBlock& after, long rows,
+               bool first, Scratch<E>& s) const {
+        bool all_seen = item.position + 1 - block.key >= block.count * LANES;
         if (program.int8_pages) scale_scores(block, rows, s);
         if (!all_seen) hide(item, block, rows, s);
-        if (all_seen && !program.int8_pages)
-            weigh_block<true>(block, rows, first, s);
+        int plain = all_seen && !program.int8_pages ? block.count : 0;
+        if (plain == KEY_PANELS)
+            weigh_block<KEY_PANELS>(block, after, rows, first, s);
+        else if (plain == KEY_PANELS_OF_ONE)
+            weigh_block<KEY_PANELS_OF_ONE>(block, after, rows, first, s);
         else
-            weigh_block<false>(block, rows, first, s);
+            weigh_block<0>(block, after, rows, first, s);
     }
 
     void scale_scores(const KeyBlock& block, long rows, Scratch<E>& s) const {
@@ -283,10 +306,14 @@ struct Attend {
         }
     }
 
-    // PLAIN: of KEY_PANELS panels, none of them hidden or with scales.
-    template <bool PLAIN>
-    void weigh_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
-        const int count = PLAIN ? KEY_PANELS : block.count;
+    // PANELS: so many, none of them hidden or with scales; 0: any.
+    template <int PANELS>
+    void weigh_block(const KeyBlock& block, const KeyBlock& after, long rows, bool first,
+                     Scratch<E>& s) const {
+        constexpr bool PLAIN = PANELS > 0;
+        const int count = PLAIN ? PANELS : block.count;
+        const char* ahead = after.panels[0] ? values_of(after, 0) : nullptr;
+        const long lines = ahead ? lines_along(block) : 0, lines_a_row = (lines + rows - 1) / rows;
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
             Floats most = s.most[r];
@@ -300,6 +327,8 @@ struct Attend {
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
             Floats total = {}, most = s.most[r];
+            for (long n = r * lines_a_row; n < std::min((r + 1) * lines_a_row, lines); n++)
+                __builtin_prefetch(ahead + n * 64, 0, 2);
             for (int i = 0; i < count; i++) {
                 Floats score = load<Floats>(scores + i * LANES), w = exp(score - most);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
@@ -328,19 +357,25 @@ struct Attend {
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
             products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
                         KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add,
-                        values_ahead(after, d, wide));
+                        values_ahead(block, after, d, wide));
         }
     }
 
-    // The part of the next block's values that is fetched along with columns d to d + wide.
-    Ahead values_ahead(const KeyBlock& after, int d, int wide) const {
-        long lines_a_panel = program.dim / E::PACK, lines = KEY_BLOCK / E::PACK;
+    const char* values_of(const KeyBlock& block, long panel) const {
+        return (const char*)(block.panels[panel] + LANES * program.dim);
+    }
+
+    // Of the next block's values: so many lines are fetched with each 16 columns of this one's.
+    static long lines_along(const KeyBlock& block) { return block.size / E::PACK; }
+
+    // Those that are fetched with columns d to d + wide. The first were fetched by `weigh`.
+    Ahead values_ahead(const KeyBlock& block, const KeyBlock& after, int d, int wide) const {
+        long lines_a_panel = program.dim / E::PACK, lines = lines_along(block);
         Ahead ahead;
         for (int p = 0; p < wide; p++) {
             long line = (d + p) * lines, panel = line / lines_a_panel;
-            if (panel < after.count && after.panels[panel])
-                ahead.lines[p] = (const char*)(after.panels[panel] + LANES * program.dim) +
-                                 line % lines_a_panel * 64;
+            if (line > 0 && panel < after.count && after.panels[panel])
+                ahead.lines[p] = values_of(after, panel) + line % lines_a_panel * 64;
         }
         return ahead;
     }

@@ -87,6 +87,13 @@ struct Matmul {
         : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), best(best),
           places(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
 
+    // The weights of a piece, if there is one of that number.
+    void fetch(long i, Coming& coming) const {
+        if (i >= pieces.columns) return;
+        long first = pieces.first_panel(i), end = first + PANELS_A_PIECE;
+        coming.add(at(first), at(std::min(end, op.matrix.panel_count)));
+    }
+
     // `next`: the piece that this thread computes after this one, -1 for none.
     void piece(long i, long next) const {
         switch (op.matrix.format) {

@@ -18,7 +18,9 @@ class Barrier {
   public:
     explicit Barrier(int threads) : threads(threads), missing(threads) {}
 
-    void wait() {
+    // `meanwhile` is called again and again for as long as others are missing.
+    template <class Meanwhile>
+    void wait(Meanwhile meanwhile) {
         int now = generation.load(std::memory_order_acquire);
         if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             missing.store(threads, std::memory_order_relaxed);
@@ -28,9 +30,7 @@ class Barrier {
         }
         for (int i = 0; i < LOOKS; i++) {
             if (generation.load(std::memory_order_acquire) != now) return;
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
+            meanwhile();
         }
         generation.wait(now, std::memory_order_acquire);
     }
@@ -41,6 +41,12 @@ class Barrier {
     alignas(64) std::atomic<int> missing;
     alignas(64) std::atomic<int> generation{0};
 };
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
 
 struct alignas(64) Counter {
     std::atomic<long> next{0};
@@ -54,6 +60,7 @@ class Run {
     Run(const Program& program, const Step& step, int threads)
         : program(program),
           step(step),
+          threads(threads),
           attention(program, step),
           barrier(threads),
           taken(program.op_count),
@@ -69,10 +76,19 @@ class Run {
 
     void thread(int id) {
         scratch_of_thread();
+        Coming coming;
+        long reader = -1;  // the operation that reads what is coming
         for (long i = 0; i < program.op_count; i++) {
             auto began = std::chrono::steady_clock::now();
             run(program.ops[i], taken[i].next, id);
-            barrier.wait();
+            if (i >= reader) {
+                do reader++;
+                while (reader < program.op_count && !reads_much(program.ops[reader]));
+                coming = reader < program.op_count ? first_of(program.ops[reader], id) : Coming();
+            }
+            barrier.wait([&] {
+                if (!coming.fetch()) relax();
+            });
             if (id == 0 && step.seconds)
                 step.seconds[i] += std::chrono::duration<float>(
                     std::chrono::steady_clock::now() - began).count();
@@ -93,6 +109,7 @@ class Run {
   private:
     const Program& program;
     const Step& step;
+    const int threads;  // that there are: perhaps fewer than were asked for
     AttentionWork attention;
     std::unique_ptr<AttentionWork> sampled_attention;  // null: every token is sampled
     Barrier barrier;
@@ -106,22 +123,21 @@ class Run {
         return *own;
     }
 
-    // Take piece after piece until none is left; `work` also hears which piece comes next.
+    // Take piece after piece until none is left, each thread that of its number first; `work` also
+    // hears which piece comes next.
     template <class Work>
-    static void share(std::atomic<long>& next, long count, Work work) {
-        long i = next.fetch_add(1, std::memory_order_relaxed);
-        while (i < count) {
-            long after = next.fetch_add(1, std::memory_order_relaxed);
+    void share(std::atomic<long>& next, int id, long count, Work work) {
+        for (long i = id, after; i < count; i = after) {
+            after = threads + next.fetch_add(1, std::memory_order_relaxed);
             work(i, after < count ? after : -1);
-            i = after;
         }
     }
 
     template <class Work>
-    void each_row(const Op& op, std::atomic<long>& next, Work work) {
+    void each_row(const Op& op, std::atomic<long>& next, int id, Work work) {
         long rows = rows_of(op), a_thread = (rows + step.threads - 1) / step.threads;
         long size = std::clamp<long>(a_thread, 1, MOST_TOKENS_A_PIECE);
-        share(next, (rows + size - 1) / size, [&](long i, long) {
+        share(next, id, (rows + size - 1) / size, [&](long i, long) {
             for (long token = i * size; token < std::min((i + 1) * size, rows); token++) work(token);
         });
     }
@@ -132,30 +148,43 @@ class Run {
         return op.sampled && sampled_attention ? *sampled_attention : attention;
     }
 
+    static bool reads_much(const Op& op) { return op.kind == ATTEND || is_product(op); }
+    static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_BEST; }
+
+    // Where the thread's first piece of the operation begins to read.
+    Coming first_of(const Op& op, int id) const {
+        Coming coming;
+        if (is_product(op))
+            Matmul<E>(op, step, rows_of(op), nullptr).fetch(id, coming);
+        else
+            Attend<E>(program, step, op, attention_of(op)).fetch(id, coming);
+        return coming;
+    }
+
     void run(const Op& op, std::atomic<long>& next, int id) {
         switch (op.kind) {
         case EMBED:
-            return each_row(op, next, [&](long token) {
+            return each_row(op, next, id, [&](long token) {
                 embed<E>(program, step, op, places[token], token);
             });
         case RMS_NORM:
         case LAYER_NORM:
-            return each_row(op, next, [&](long token) { norm<E>(step, op, token); });
+            return each_row(op, next, id, [&](long token) { norm<E>(step, op, token); });
         case QUANTISE:
-            return each_row(op, next, [&](long token) { quantise_token<E>(step, op, token); });
+            return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
         case ROTATE_WRITE:
-            return each_row(op, next, [&](long token) {
+            return each_row(op, next, id, [&](long token) {
                 rotate_write<E>(program, step, op, places[token], token);
             });
         case ATTEND: {
             Attend<E> attend(program, step, op, attention_of(op));
             Scratch<E>& scratch = scratch_of_thread();
-            return share(next, attend.count(),
+            return share(next, id, attend.count(),
                          [&](long i, long after) { attend.piece(i, after, scratch); });
         }
         case COMBINE: {
             const std::vector<SplitRow>& split = attention_of(op).split;
-            return share(next, long(split.size()) * program.heads, [&](long i, long) {
+            return share(next, id, long(split.size()) * program.heads, [&](long i, long) {
                 combine<E>(program, step, op, split[i / program.heads], i % program.heads);
             });
         }
@@ -164,7 +193,7 @@ class Run {
             [[fallthrough]];
         default:
             Matmul<E> matmul(op, step, rows_of(op), best[id].data());
-            return share(next, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
+            return share(next, id, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
         }
     }
 };

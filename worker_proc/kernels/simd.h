@@ -126,8 +126,21 @@ INLINE Floats select(Ints where, Floats one, Floats other) {
     });
 }
 
+#if defined(__AVX512F__)  // compilers take two instructions where one of the two is a constant
+INLINE Floats max(Floats a, Floats b) {
+    return Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm512_max_ps((__m512)a.parts[i], (__m512)b.parts[i]);
+    });
+}
+INLINE Floats min(Floats a, Floats b) {
+    return Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm512_min_ps((__m512)a.parts[i], (__m512)b.parts[i]);
+    });
+}
+#else
 INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 INLINE Floats min(Floats a, Floats b) { return select(a < b, a, b); }
+#endif
 
 // All lanes put together by `two`, which takes machine vectors as well as numbers.
 template <class F>
@@ -175,6 +188,17 @@ INLINE Floats from_bytes(const int8_t* from) {
 #endif
 }
 
+// x times 2 to the power of n, a whole number.
+INLINE Floats scale(Floats x, Floats n) {
+#if defined(__AVX512F__)
+    return Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm512_scalef_ps((__m512)x.parts[i], (__m512)n.parts[i]);
+    });
+#else
+    return x * as<Floats>((to<Ints>(n) + 127) << 23);
+#endif
+}
+
 // e^x to 2 units in the last place. Cephes' reduction (x = n ln 2 + r) and polynomial.
 INLINE Floats exp(Floats x) {
     x = max(min(x, 88.0f), -87.3f);
@@ -187,7 +211,7 @@ INLINE Floats exp(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * as<Floats>((to<Ints>(n) + 127) << 23);
+    return scale(p, n);
 }
 
 INLINE Floats silu(Floats x) { return x / (1.0f + exp(-x)); }

@@ -24,6 +24,31 @@ struct Ahead {
     const char* lines[TILE_PANELS] = {};
 };
 
+// What a thread reads first in the operation that comes next, fetched line by line while it waits
+// for the others: memory is not idle between two operations.
+class Coming {
+  public:
+    void add(const void* begin, const void* end) {
+        if (count < MOST) parts[count++] = {(const char*)begin, (const char*)end};
+    }
+
+    // The next line; whether there was one.
+    bool fetch() {
+        while (count > 0 && parts[count - 1].line >= parts[count - 1].end) count--;
+        if (count == 0) return false;
+        __builtin_prefetch(parts[count - 1].line, 0, 2);
+        parts[count - 1].line += 64;
+        return true;
+    }
+
+  private:
+    static constexpr int MOST = 4;
+    struct {
+        const char *line, *end;
+    } parts[MOST];
+    int count = 0;
+};
+
 // One stretch of the inner dimension. A panel is [depth][16 columns] units, `step` units from one
 // depth to the next.
 struct Stretch {
