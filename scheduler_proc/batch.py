@@ -1,8 +1,7 @@
 """What one step runs (ScheduleBatch), and who takes turns at decoding (RunningBatch)."""
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -53,19 +52,22 @@ class ScheduleBatch:
             return ForwardMode.DECODE
         return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
 
-    def add_decode(self, request: Request) -> None:
-        """The next token of a request that has room for it in its pages; after a jump, as many
+    def add_decodes(self, requests: Iterable[Request]) -> None:
+        """The next token of requests that have room for it in their pages; after a jump, as many
         as there is room for."""
-        count = request.known - request.computed
-        if count > 1:
-            count = min(count, request.capacity - request.computed)
-        request.computed += count
-        if request.computed == request.known:
-            request.known += 1
-        request.in_flight += 1
-        self.requests.append(request)
-        self.num_tokens.append(count)
-        self.num_decodes += 1
+        rows, num_tokens, before = self.requests, self.num_tokens, len(self.requests)
+        for request in requests:
+            known, computed = request.known, request.computed
+            count = known - computed
+            if count > 1:
+                count = min(count, request.capacity - computed)
+            request.computed = computed = computed + count
+            if computed == known:
+                request.known = known + 1
+            request.in_flight += 1
+            rows.append(request)
+            num_tokens.append(count)
+        self.num_decodes += len(rows) - before
 
     def add_prefill(self, request: Request, count: int) -> bool:
         """The next `count` known tokens of a request. Whether nothing is left then, so that it
@@ -113,7 +115,7 @@ class RunningBatch:
     """The prefilled requests that still need decode steps, in the order of their turns."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[int, Request] = OrderedDict()
+        self._turns: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -138,5 +140,5 @@ class RunningBatch:
             return list(self._turns.values())
         group = list(islice(self._turns.values(), width))
         for request in group:
-            self._turns.move_to_end(request.seq)
+            self._turns[request.seq] = self._turns.pop(request.seq)
         return group

@@ -95,7 +95,7 @@ class KVCache:
     def grow(self, request: Request) -> int:
         """One more page for the request, which must be available. Its number."""
         self.share_computed(request)
-        page = self._take(1)[0]
+        page = self._free.pop() if self._free else self.tree.evict(1)[0]
         request.pages.append(page)
         request.capacity += self.page_size
         return page

@@ -47,7 +47,7 @@ class Padding:
                 if kv.num_available == 0:
                     continue
                 batch.grown += (request.slot, kv.grow(request))
-            batch.add_decode(request)
+            batch.add_decodes([request])
 
     def end(self) -> None:
         """No row pads any more: the batch is over, or somebody who runs needs the pages."""

@@ -140,16 +140,29 @@ class Planner:
 
     def _add_decodes(self, batch: ScheduleBatch) -> None:
         padding = self._padding.rows()
-        for request in self._running.next_group(self._width):
-            if self._gave_way and request not in self._running:
-                continue
-            if request.computed == request.capacity and not self._grow(request, batch):
-                continue
-            batch.add_decode(request)
-            if request.known == request.most_known:
-                self._stop_decoding(request)
-        if not batch.is_empty:
+        rows = self._with_room(self._running.next_group(self._width), batch)
+        batch.add_decodes(rows)
+        for request in [one for one in rows if one.known == one.most_known]:
+            self._stop_decoding(request)
+        if rows:
             self._padding.add_rows(batch, padding)
+
+    def _with_room(self, group: list[Request], batch: ScheduleBatch) -> list[Request]:
+        """Those of a group who have a page for their next token, once all were given one for whom
+        there is one."""
+        full = [request for request in group if request.computed == request.capacity]
+        if not full:
+            return group
+        for request in full:
+            if request in self._running and self._make_room(request):
+                self._kv.grow(request)
+        rows = [one for one in group if one.computed < one.capacity]
+        if self._gave_way:
+            rows = [one for one in rows if one in self._running]
+        for request in full:
+            if request.computed < request.capacity and request in self._running:
+                batch.grown += (request.slot, request.pages[-1])
+        return rows
 
     def jump(self, request: Request, count: int) -> None:
         """So many tokens follow the one that was sampled, and need no step each."""
@@ -267,8 +280,8 @@ class Planner:
 
     # --- giving way -------------------------------------------------------------------------------
 
-    def _grow(self, request: Request, batch: ScheduleBatch) -> bool:
-        """Another page for a request; the least worthy gives way if there is none.
+    def _make_room(self, request: Request) -> bool:
+        """Whether there is another page for a request; the least worthy gives way if there is none.
 
         False: the request cannot run in this step. The pages of whoever gives way come back when
         its steps in flight are answered. A request that is alone and still has no room has filled
@@ -284,14 +297,13 @@ class Planner:
             if victim is None:
                 if self._kv.drop_duplicates(request):
                     continue
-                if batch.is_empty and not self._in_flight:
+                if not self._in_flight:
                     self._gave_way = True
                     self._fail(request, self.admission.pool_is_full(request))
                 return False
             self._retract(victim)
             if victim is request:
                 return False
-        batch.grown += (request.slot, self._kv.grow(request))
         return True
 
     def _victim(self) -> Request | None:

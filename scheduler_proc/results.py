@@ -1,6 +1,7 @@
 """Takes in what a step gave: tokens, what was told of them, and whose last step it was."""
 
-from array import array
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Protocol
 
 from quadriga.errors import QuadrigaError, RequestFailed
@@ -43,14 +44,15 @@ class Results:
             requests[piece.row].prompt_logprobs.append(piece.block)
         for failed in result.failed:
             self._ends.fail(requests[failed.row], RequestFailed(failed.error))
-        forced = {requests[one.row].seq: unpack_ids(one.token_ids) for one in result.forced}
-        for request, token in zip(requests, unpack_ids(result.token_ids), strict=True):
+        for request in requests:
             request.in_flight -= 1
-            if token >= 0:
-                self._take_token(request, token, ended)
-            if forced and request.seq in forced:
-                self._take_forced(request, forced[request.seq], ended, planner)
-            if request.in_flight == 0 and request.status >= Status.RETRACTED:
+        self._take_tokens(zip(requests, unpack_ids(result.token_ids), strict=True), ended)
+        for one in result.forced:
+            request, forced = requests[one.row], unpack_ids(one.token_ids)
+            planner.jump(request, len(forced))
+            self._take_tokens(zip(repeat(request), forced), ended)
+        for request in [one for one in requests if one.in_flight == 0]:
+            if request.status >= Status.RETRACTED:
                 _steps_are_over(request, planner)
         self._statistics.generation_tokens += len(output.tokens)
         if result.logprobs is not None:
@@ -58,26 +60,23 @@ class Results:
                 self._journal.told(told.seq, told.told[-1])
         self._journal.produced(output.seqs, output.tokens, ended)
 
-    def _take_forced(
-        self, request: Request, tokens: "array[int]", time: float, planner: Planner
-    ) -> None:
-        planner.jump(request, len(tokens))
-        for token in tokens:
-            self._take_token(request, token, time)
-
-    def _take_token(self, request: Request, token: int, time: float) -> None:
-        if request.finish_reason:
-            return
-        if not request.first_token:
-            self._take_first_token(request, time)
-        tokens, output = request.tokens, self._texts.output
-        tokens.append(token)
-        output.seqs.append(request.seq)
-        output.tokens.append(token)
-        if token in request.stop_ids:
-            self._ends.finish(request, "stop", matched_stop=token)
-        elif len(tokens) == request.most_known:
-            self._ends.finish(request, "length")
+    def _take_tokens(self, told: Iterable[tuple[Request, int]], time: float) -> None:
+        """Each request's next token; -1 where it has none yet."""
+        output = self._texts.output
+        all_seqs, all_tokens = output.seqs, output.tokens
+        for request, token in told:
+            if token < 0 or request.finish_reason:
+                continue
+            if not request.first_token:
+                self._take_first_token(request, time)
+            tokens = request.tokens
+            tokens.append(token)
+            all_seqs.append(request.seq)
+            all_tokens.append(token)
+            if token in request.stop_ids:
+                self._ends.finish(request, "stop", matched_stop=token)
+            elif len(tokens) == request.most_known:
+                self._ends.finish(request, "length")
 
     def _take_first_token(self, request: Request, time: float) -> None:
         request.first_token = time
