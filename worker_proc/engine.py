@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from quadriga.cores import Cpus
+from quadriga.messages.worker import StepPlan
 from worker_proc.inputs import StepInputs
 from worker_proc.kv_pool import SlotTable
 from worker_proc.sampler import SamplingRows, sample
@@ -58,6 +59,12 @@ class Engine(ABC):
         table, slots = inputs.table, inputs.sampled_slots
         there = send_all(table.device, slots, inputs.sample_positions)
         return self.sample(logits, table.sampling.rows(slots, *there))
+
+    def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
+        """A step from its plan to the tokens that it gave, packed as in StepResult, if each of its
+        rows decodes one token, greedily, and this engine has a shorter way for that. None where
+        not; then nothing has happened."""
+        return None
 
     def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
         """Add what was chosen [samples] to what is known of its slots."""

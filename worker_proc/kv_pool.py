@@ -54,9 +54,10 @@ class SlotTable:
     On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
     adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
     int64, filled up with the spare page.
-    On the host, in numpy [slots]: known and computed (tokens), num_pages_of (the pages of its row);
-    jumps: its grammar has forced tokens, so that a row computes all that is known. held: the slots
-    that are. pages_reached: every page that a slot ever had is below this number.
+    On the host, in numpy [slots]: known and computed (tokens; nothing is known of a slot that is
+    not held), num_pages_of (the pages of its row); jumps: its grammar has forced tokens, so that a
+    row computes all that is known. held: the slots that are. pages_reached: every page that a slot
+    ever had is below this number.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SlotTable:
         """Forget these slots. ValueError where one is not held."""
         self.require_held(slots, "releases")
         self.held.difference_update(slots)
+        self.known[slots] = 0
         self.sampling.release(slots)
 
     def release_all(self) -> None:

@@ -18,6 +18,7 @@ OF_THE_ENGINE = (
     "forward_sampled",
     "forward_and_choose",
     "forward_and_draw",
+    "decode",
     "logits",
     "sample",
     "note",

@@ -69,7 +69,10 @@ class Runner:
         if plan.grown:
             self.table.grow(*ints_of(plan.grown).reshape(-1, 2).T)
         if not plan.slots:
-            return _without_tokens(plan, clock.stop())
+            return _decoded(plan, b"", clock.stop())
+        decoded = self.engine.decode(plan, self.table) if plan.forward_mode == DECODE else None
+        if decoded is not None:
+            return _decoded(plan, decoded, clock.stop())
         inputs = make_inputs(plan, self.table)
         chosen, prompts = self._compute(inputs)
         self.table.computed[inputs.rows.slots] = inputs.reached
@@ -118,10 +121,12 @@ class Runner:
         self.engine.prepare(table)
 
 
-def _without_tokens(plan: StepPlan, times: Times) -> Finish:
+def _decoded(plan: StepPlan, token_ids: bytes, times: Times) -> Finish:
+    """What a step gave of which there is no more to tell."""
+
     def finish() -> StepResult:
         began, ended = times()
-        return StepResult(plan.step, b"", began, ended, session=plan.session)
+        return StepResult(plan.step, token_ids, began, ended, session=plan.session)
 
     return finish
 

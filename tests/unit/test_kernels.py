@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quadriga.config import ModelArgs
 from quadriga.errors import ModelError
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.worker import DECODE, StepPlan
 from quadriga.model_source import resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of
@@ -161,6 +163,70 @@ def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) ->
     driver = Driver(Runner(engine, table, torch.float32))
     request = driver.add(prompts_of([100])[0])
     driver.generate([request], 20)
+
+
+def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_llama(tmp_path)
+    tables: list[SlotTable] = []
+    outputs: list[list[list[int]]] = []
+    for in_one_go in (True, False):
+        engine = native(directory, torch.float32, 4)
+        taken: list[bool] = []
+
+        def decode(plan: StepPlan, table: SlotTable, engine=engine, taken=taken, may=in_one_go):
+            tokens = NativeEngine.decode(engine, plan, table) if may else None
+            taken.append(tokens is not None)
+            return tokens
+
+        monkeypatch.setattr(engine, "decode", decode)
+        tables.append(SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU))
+        driver = Driver(Runner(engine, tables[-1], torch.float32), seed=5)
+        requests = [driver.add(p) for p in prompts_of([5, 90, 17, 5, 40, 1, 64])]
+        driver.generate(requests, 30, chunk=50)
+        driver.release(requests.pop(2))
+        requests.append(driver.add([7, 8, 9]))
+        driver.generate(requests, 35)
+        outputs.append([request.output for request in requests])
+        assert (sum(taken) > 20) == in_one_go
+    assert outputs[0] == outputs[1]
+    for name in ("tokens", "known", "computed", "num_pages_of"):
+        ours, theirs = (getattr(table, name) for table in tables)
+        assert (ours == theirs).all()
+
+
+def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> None:
+    engine = native(tiny_llama(tmp_path), torch.float32, 4)
+    table = SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU)
+    driver = Driver(Runner(engine, table, torch.float32))
+    greedy, full = driver.add([1, 2]), driver.add([1, 2, 3, 4])
+    drawn, begun, gone = driver.add([1, 2], temperature=1.0), driver.add([1] * 9), driver.add([1])
+    driver.step((greedy, 2), (full, 4), (drawn, 2), (begun, 5), (gone, 1))
+    driver.release(gone)
+    driver.step((greedy, 1))
+    kept = (table.tokens, table.known, table.computed)
+    before = [values.clone() if isinstance(values, Tensor) else values.copy() for values in kept]
+
+    def decode(slots: list[int], counts: list[int]) -> bytes | None:
+        plan = StepPlan(9, DECODE, pack_ids(slots), pack_ids(counts), [], b"")
+        return engine.decode(plan, table)
+
+    alone = greedy.slot
+    for others in (
+        [full.slot],
+        [drawn.slot],
+        [begun.slot],
+        [gone.slot],
+        [alone],
+        [-1],
+        [NUM_SLOTS],
+    ):
+        assert decode([alone, *others], [1, 1]) is None
+    assert decode([alone], [2]) is None
+    assert decode([alone], []) is None
+    assert all((now == then).all() for now, then in zip(kept, before, strict=True))
+    assert decode([alone], [1]) is not None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quadriga.cores import Cpus
 from quadriga.errors import ModelError
+from quadriga.messages.worker import StepPlan
 from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
@@ -21,6 +22,7 @@ from worker_proc.kernels.program import (
     Buffer,
     OpKind,
     Program,
+    Slots,
     Step,
     check_layout,
 )
@@ -78,6 +80,7 @@ class NativeEngine(Engine):
         self._record(model, num_pages, page_size, int8_pages)
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)
+        self._slots = Slots()
         self._table: SlotTable | None = None
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, Tensor]] | None = None
@@ -98,6 +101,18 @@ class NativeEngine(Engine):
         """As a single run, so that the threads are woken but once."""
         self._forward(self._whole, inputs, inputs.last_tokens)
         return self._rows.best[: len(inputs.samples)]
+
+    def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
+        if len(plan.num_tokens) != len(plan.slots):
+            return None
+        count = len(plan.slots) // 4
+        self._prepare(self._whole, count, table)
+        self._reserve_rows(count)
+        self._step.row_count = count
+        chosen = ctypes.create_string_buffer(4 * count)
+        of_the_step = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, chosen)
+        took = self._call(self._library.quadriga_decode, self._whole, count, None, *of_the_step)
+        return chosen.raw if took else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._reserve(self._head, len(hidden))
@@ -178,12 +193,15 @@ class NativeEngine(Engine):
 
     def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> None:
         """sampled: as in `_run`."""
-        self._reserve(recorded, inputs.num_tokens)
-        if inputs.table is not self._table:
-            self._take(inputs.table)
-        self._pools.reach(inputs.table.pages_reached)
+        self._prepare(recorded, inputs.num_tokens, inputs.table)
         self._set_rows(inputs.rows)
         self._run(recorded, inputs.num_tokens, sampled)
+
+    def _prepare(self, recorded: "Recorded", tokens: int, table: SlotTable) -> None:
+        self._reserve(recorded, tokens)
+        if table is not self._table:
+            self._take(table)
+        self._pools.reach(table.pages_reached)
 
     def _hidden(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
         """What `_forward` left: [tokens, hidden]."""
@@ -195,19 +213,25 @@ class NativeEngine(Engine):
         step, tokens, pages = self._step, table.tokens, table.pages
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
+        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.plain)
+        self._slots = Slots(table.num_slots, *(values.ctypes.data for values in of_slots))
         self._table = table
 
     def _set_rows(self, rows: Rows) -> None:
         """Copied to where the kernels look: asking arrays for their addresses takes longer."""
-        count, step = len(rows.slots), self._step
-        if count > len(self._rows.slots):
-            self._rows = mine = StepRows.of(round_up(count, 64))
-            step.slots, step.computed = mine.slots.ctypes.data, mine.computed.ctypes.data
-            step.num_tokens, step.best = mine.num_tokens.ctypes.data, mine.best.ctypes.data
+        count = len(rows.slots)
+        self._reserve_rows(count)
         self._rows.slots[:count] = rows.slots
         self._rows.computed[:count] = rows.computed
         self._rows.num_tokens[:count] = rows.num_tokens
-        step.row_count = count
+        self._step.row_count = count
+
+    def _reserve_rows(self, count: int) -> None:
+        if count > len(self._rows.slots):
+            self._rows = mine = StepRows.of(round_up(count, 64))
+            step = self._step
+            step.slots, step.computed = mine.slots.ctypes.data, mine.computed.ctypes.data
+            step.num_tokens, step.best = mine.num_tokens.ctypes.data, mine.best.ctypes.data
 
     def _reserve(self, recorded: "Recorded", tokens: int) -> None:
         """Make the buffers large enough. They start as zeros, which is what the kernels read
@@ -234,16 +258,31 @@ class NativeEngine(Engine):
 
     def _run(self, recorded: "Recorded", tokens: int, sampled: Tensor | None) -> None:
         """sampled: where the sampled tokens are in the step; None: all of them are."""
-        program = recorded.program
-        self._step.token_count = tokens
-        self._step.sampled = None if sampled is None else sampled.data_ptr()
-        self._step.sampled_count = tokens if sampled is None else len(sampled)
-        self._step.seconds = None
-        if self._timed is not None:
-            seconds = torch.zeros(program.op_count)
-            self._step.seconds = seconds.data_ptr()
+        self._call(self._library.quadriga_run, recorded, tokens, sampled)
+
+    def _call(
+        self,
+        run: Callable[..., int],
+        recorded: "Recorded",
+        tokens: int,
+        sampled: Tensor | None,
+        *more: object,
+    ) -> int:
+        """What the library's function says. sampled: as in `_run`; more: what it is given besides
+        program and step."""
+        program, step = recorded.program, self._step
+        step.token_count = tokens
+        step.sampled = None if sampled is None else sampled.data_ptr()
+        step.sampled_count = tokens if sampled is None else len(sampled)
+        step.seconds = None
+        if self._timed is None:
+            return run(ctypes.byref(program), ctypes.byref(step), *more)
+        seconds = torch.zeros(program.op_count)
+        step.seconds = seconds.data_ptr()
+        said = run(ctypes.byref(program), ctypes.byref(step), *more)
+        if seconds.any():
             self._timed.append((program, seconds))
-        self._library.quadriga_run(ctypes.byref(program), ctypes.byref(self._step))
+        return said
 
 
 def _check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:

@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "decode.h"
 #include "elementwise.h"
 #include "matmul.h"
 #include "sampling.h"
@@ -223,6 +224,16 @@ void quadriga_run(const Program* program, const Step* step) {
         run_step<Float32>(*program, *step);
 }
 
+// A step of [rows] slots, see decode.h. 0, with nothing done, where it is not such a one.
+int64_t quadriga_decode(const Program* program, const Step* step, const Slots* slots,
+                        const int32_t* plan, const int32_t* num_tokens, int32_t* chosen) {
+    Decode decode(*program, *step, *slots, plan);
+    if (!decode.begin(num_tokens)) return 0;
+    quadriga_run(program, step);
+    decode.end(chosen);
+    return 1;
+}
+
 // Tokens of `count` rows of logits [columns], `stride` apart.
 void quadriga_sample(int64_t* tokens, const float* logits, int64_t stride, int64_t columns,
                      int64_t count, const SamplingRow* rows, int64_t threads) {
@@ -249,7 +260,7 @@ int64_t quadriga_most_shared() { return MOST_SHARED; }
 // So that Python can check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {
     const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step),
-                             sizeof(SamplingRow)};
+                             sizeof(Slots), sizeof(SamplingRow)};
     return sizes[which];
 }
 }

@@ -62,12 +62,12 @@ struct Program {
 struct Step {
     int64_t threads;
     int64_t token_count;
-    const int32_t* tokens;     // [slots][token_stride]: all that is known of each
+    int32_t* tokens;           // [slots][token_stride]: all that is known of each
     int64_t token_stride;
     int64_t row_count;
-    const int64_t* slots;      // [rows]
-    const int64_t* computed;   // [rows]
-    const int64_t* num_tokens; // [rows]
+    int64_t* slots;            // [rows]
+    int64_t* computed;         // [rows]
+    int64_t* num_tokens;       // [rows]
     const int64_t* page_table; // [slots][page_stride]
     int64_t page_stride;
     void* buffers[BUFFERS];
@@ -78,4 +78,13 @@ struct Step {
     float* parts;              // scratch of rows whose context is split
     int64_t part_floats;       // how much of it there is
     float* seconds;            // [ops], null: not wanted. How long each operation took
+};
+
+// What is kept of each slot: see SlotTable and SamplingState.
+struct Slots {
+    int64_t count;
+    int64_t* known;
+    int64_t* computed;
+    const int64_t* num_pages;
+    const bool* plain;
 };

@@ -113,6 +113,16 @@ class Step(ctypes.Structure):
     ]
 
 
+class Slots(ctypes.Structure):
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("known", ctypes.c_void_p),
+        ("computed", ctypes.c_void_p),
+        ("num_pages", ctypes.c_void_p),
+        ("plain", ctypes.c_void_p),
+    ]
+
+
 SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32),
@@ -128,7 +138,7 @@ def check_layout(library: ctypes.CDLL) -> None:
     """ModelError where the compiled kernels have other structures than these."""
     library.quadriga_size.restype = ctypes.c_int64
     library.quadriga_size.argtypes = [ctypes.c_int64]
-    for number, structure in enumerate((Matrix, Op, Program, Step)):
+    for number, structure in enumerate((Matrix, Op, Program, Step, Slots)):
         if library.quadriga_size(number) != ctypes.sizeof(structure):
             raise ModelError(
                 f"the compiled kernels have another {structure.__name__}: rebuild them"
