@@ -83,7 +83,7 @@ class NativeEngine(Engine):
         self._slots = Slots()
         self._table: SlotTable | None = None
         self._parts = torch.empty(PART_FLOATS)
-        self._timed: list[tuple[Program, Tensor]] | None = None
+        self._timed: list[tuple[Program, ctypes.Array[ctypes.c_float]]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def take_memory_ahead(self, cpus: Cpus) -> None:
@@ -149,7 +149,7 @@ class NativeEngine(Engine):
         """A list that holds afterwards, in their order, the operations of everything that ran
         inside, and the seconds that each took: on the first thread, until the last one was done."""
         operations: list[tuple[OpKind, float]] = []
-        runs: list[tuple[Program, Tensor]] = []
+        runs: list[tuple[Program, ctypes.Array[ctypes.c_float]]] = []
         self._timed = runs
         try:
             yield operations
@@ -157,7 +157,7 @@ class NativeEngine(Engine):
             self._timed = None
             for program, seconds in runs:
                 kinds = (OpKind(op.kind) for op in program.ops[: program.op_count])
-                operations += zip(kinds, seconds.tolist(), strict=True)
+                operations += zip(kinds, seconds, strict=True)
 
     def _record(self, model: Model, num_pages: int, page_size: int, int8_pages: bool) -> None:
         shape, weights = model.attention_shape, self._weights
@@ -277,10 +277,10 @@ class NativeEngine(Engine):
         step.seconds = None
         if self._timed is None:
             return run(ctypes.byref(program), ctypes.byref(step), *more)
-        seconds = torch.zeros(program.op_count)
-        step.seconds = seconds.data_ptr()
+        seconds = (ctypes.c_float * program.op_count)()
+        step.seconds = ctypes.addressof(seconds)
         said = run(ctypes.byref(program), ctypes.byref(step), *more)
-        if seconds.any():
+        if seconds[0]:
             self._timed.append((program, seconds))
         return said
 

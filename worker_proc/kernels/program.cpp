@@ -202,11 +202,17 @@ class Run {
 template <class E>
 void run_step(const Program& program, const Step& step) {
     std::unique_ptr<Run<E>> run;
+    std::atomic<Run<E>*> ready{nullptr};
 #pragma omp parallel num_threads(int(step.threads))
     {
-#pragma omp single
-        run.reset(new Run<E>(program, step, omp_get_num_threads()));
-        run->thread(omp_get_thread_num());
+        int id = omp_get_thread_num();
+        if (id == 0) {  // is there first: the others have to wake up
+            run.reset(new Run<E>(program, step, omp_get_num_threads()));
+            ready.store(run.get(), std::memory_order_release);
+        }
+        Run<E>* mine;
+        while (!(mine = ready.load(std::memory_order_acquire))) relax();
+        mine->thread(id);
     }
     const Op& last = program.ops[program.op_count - 1];
     if (last.kind == MATMUL_BEST)
