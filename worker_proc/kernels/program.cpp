@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <thread>
 
 #include <omp.h>
 
@@ -13,8 +14,9 @@
 
 namespace {
 
-// Waiting threads look for a while, then sleep: a thread that only looks keeps the one it waits
-// for from running where another process needs a core.
+// Waiting threads look for a while, then let others run between two looks, and sleep in the end. A
+// thread that only looks keeps the one it waits for from running where another process needs a
+// core; one that sleeps halts its core, which a virtual machine may be slow to get back.
 class Barrier {
   public:
     explicit Barrier(int threads) : threads(threads), missing(threads) {}
@@ -33,11 +35,15 @@ class Barrier {
             if (generation.load(std::memory_order_acquire) != now) return;
             meanwhile();
         }
+        for (int i = 0; i < YIELDS; i++) {
+            if (generation.load(std::memory_order_acquire) != now) return;
+            std::this_thread::yield();
+        }
         generation.wait(now, std::memory_order_acquire);
     }
 
   private:
-    static constexpr int LOOKS = 2000;
+    static constexpr int LOOKS = 2000, YIELDS = 4000;
     const int threads;
     alignas(64) std::atomic<int> missing;
     alignas(64) std::atomic<int> generation{0};
