@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from quadriga.cores import Cpus
-from quadriga.errors import ModelError
 from quadriga.messages.worker import StepPlan
-from worker_proc.attention.base import INT8_SCALE_BYTES, AttentionShape, Rows
+from worker_proc.attention.base import INT8_SCALE_BYTES, Rows
 from worker_proc.engine import Engine
 from worker_proc.inputs import StepInputs
 from worker_proc.kernels.build import load_kernels
@@ -24,7 +23,9 @@ from worker_proc.kernels.program import (
     Program,
     Slots,
     Step,
+    check_heads,
     check_layout,
+    passed_dtype,
 )
 from worker_proc.kernels.recorded import Recorded, StepRows
 from worker_proc.kernels.recorder import Recorder, Weights
@@ -66,7 +67,7 @@ class NativeEngine(Engine):
         kernels cannot be compiled."""
         self._library = load_kernels(say)
         check_layout(self._library)
-        _check_heads(self._library, model.attention_shape)
+        check_heads(self._library, model.attention_shape)
         self._dtype = dtype
         self._passed = passed_dtype(self._library, dtype)
         if self._passed != dtype:
@@ -283,25 +284,3 @@ class NativeEngine(Engine):
         if seconds[0]:
             self._timed.append((program, seconds))
         return said
-
-
-def _check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
-    """ModelError where the kernels have no room for such heads."""
-    shared = shape.heads // shape.kv_heads
-    for what, value, most in (
-        ("heads of {}", shape.head_dim, library.quadriga_most_head_dim),
-        ("{} query heads for each key head", shared, library.quadriga_most_shared),
-    ):
-        most.restype = ctypes.c_int64
-        if value > most():
-            raise ModelError(
-                f"the model has {what.format(value)}, the native kernels compute at most {most()};"
-                " take --attention-backend torch"
-            )
-
-
-def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:
-    """Of what operations pass to each other: float32 where the CPU cannot multiply the other."""
-    library.quadriga_passed_bytes.restype = ctypes.c_int64
-    passed = library.quadriga_passed_bytes(ctypes.c_int64(dtype == torch.bfloat16))
-    return dtype if passed == dtype.itemsize else torch.float32

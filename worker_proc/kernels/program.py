@@ -1,11 +1,14 @@
-"""The structures of program.h, as Python fills them in."""
+"""The structures of program.h, as Python fills them in, and what the compiled kernels say of
+themselves."""
 
 import ctypes
 from enum import IntEnum
 
 import numpy as np
+import torch
 
 from quadriga.errors import ModelError
+from worker_proc.attention.base import AttentionShape
 
 
 class OpKind(IntEnum):
@@ -143,3 +146,25 @@ def check_layout(library: ctypes.CDLL) -> None:
             raise ModelError(
                 f"the compiled kernels have another {structure.__name__}: rebuild them"
             )
+
+
+def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
+    """ModelError where the kernels have no room for such heads."""
+    shared = shape.heads // shape.kv_heads
+    for what, value, most in (
+        ("heads of {}", shape.head_dim, library.quadriga_most_head_dim),
+        ("{} query heads for each key head", shared, library.quadriga_most_shared),
+    ):
+        most.restype = ctypes.c_int64
+        if value > most():
+            raise ModelError(
+                f"the model has {what.format(value)}, the native kernels compute at most {most()};"
+                " take --attention-backend torch"
+            )
+
+
+def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:
+    """Of what operations pass to each other: float32 where the CPU cannot multiply the other."""
+    library.quadriga_passed_bytes.restype = ctypes.c_int64
+    passed = library.quadriga_passed_bytes(ctypes.c_int64(dtype == torch.bfloat16))
+    return dtype if passed == dtype.itemsize else torch.float32
