@@ -87,7 +87,7 @@ def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[f
         assert isinstance(result, StepResult)
         scheduler.iterate([], [result])
         times.append(time.perf_counter() - began)
-        missing = waiting - len(scheduler.waiting)
+        missing = waiting - scheduler.arrivals.num_queued
         scheduler.iterate([load.next(now) for _ in range(missing)], [])
     return times
 

@@ -3,7 +3,6 @@
 from quadriga.errors import PromptTooLong, QueueFull, RequestFailed
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.kv_cache import KVCache
-from scheduler_proc.policy import WaitingQueue
 from scheduler_proc.request import Request, Status
 
 INIT_RATIO = 0.7
@@ -127,11 +126,11 @@ class Admission:
         )
 
 
-def check_queue(waiting: WaitingQueue, limit: int, count: int = 1) -> None:
+def check_queue(waiting: int, count: int, limit: int) -> None:
     """Raise QueueFull where so many further requests may not wait."""
-    if len(waiting) + count > limit:
+    if waiting + count > limit:
         raise QueueFull(
-            f"{len(waiting)} requests are waiting and --max-queued-requests is {limit};"
+            f"{waiting} requests are waiting and --max-queued-requests is {limit};"
             f" try again in {RETRY_AFTER:g} s",
             RETRY_AFTER,
         )

@@ -112,10 +112,14 @@ def new_slot(request: Request) -> NewSlot:
 
 
 class RunningBatch:
-    """The prefilled requests that still need decode steps, in the order of their turns."""
+    """The prefilled requests that still need decode steps, in the order of their turns.
+
+    chunked: who runs beside them, with a prompt of which a part is computed.
+    """
 
     def __init__(self) -> None:
         self._turns: dict[int, Request] = {}
+        self.chunked: Request | None = None
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -130,9 +134,17 @@ class RunningBatch:
         """Take in a request whose prompt is computed."""
         self._turns[request.seq] = request
 
+    @property
+    def everybody(self) -> list[Request]:
+        """Those who decode, and the chunked one."""
+        others = [] if self.chunked is None else [self.chunked]
+        return [*self._turns.values(), *others]
+
     def remove(self, request: Request) -> None:
         """Nothing happens where it is not there any more."""
         self._turns.pop(request.seq, None)
+        if self.chunked is request:
+            self.chunked = None
 
     def next_group(self, width: int) -> list[Request]:
         """The `width` requests whose turn it is; they go to the back (round-robin)."""

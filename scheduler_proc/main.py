@@ -45,7 +45,7 @@ def serve(child: Child) -> None:
         child.config.launch.fault,
         retract=lambda: scheduler.retract_one(next(strikes)),
     )
-    scheduler.take_up(found)
+    scheduler.arrivals.take_up(found)
     if child.again:
         scheduler.greet()
     child.ready()

@@ -39,7 +39,7 @@ class Padding:
     def add_rows(self, batch: ScheduleBatch, rows: list[Request]) -> None:
         """Let those of the rows that still pad do so in a step of decode. They take no page from
         anybody: where there is none left, a row stays out."""
-        kv = self._admission.kv
+        kv, seated = self._admission.kv, []
         for request in rows:
             if request not in self:
                 continue
@@ -47,7 +47,8 @@ class Padding:
                 if kv.num_available == 0:
                     continue
                 batch.grown += (request.slot, kv.grow(request))
-            batch.add_decodes([request])
+            seated.append(request)
+        batch.add_decodes(seated)
 
     def end(self) -> None:
         """No row pads any more: the batch is over, or somebody who runs needs the pages."""

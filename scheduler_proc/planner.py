@@ -7,12 +7,11 @@ from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.admission import Admission
 from scheduler_proc.batch import RunningBatch, ScheduleBatch, new_slot
 from scheduler_proc.deadlines import Deadlines
+from scheduler_proc.giving_way import GivingWay
 from scheduler_proc.padding import Padding
 from scheduler_proc.policy import WaitingQueue
-from scheduler_proc.request import Request, Status, progress, worth
+from scheduler_proc.request import Request
 from scheduler_proc.suspects import Trial, is_suspect
-
-DEFAULT_PREEMPTION_THRESHOLD = 10
 
 
 class Planner:
@@ -23,8 +22,6 @@ class Planner:
     mixed: each step decodes and computes prompts, as many as the token budget allows.
     decode-first: prompts only as long as one decode step is not full.
     alternate: one step of prompts, then one decode step.
-
-    retractions: how often a request had to give its pages back.
     """
 
     def __init__(
@@ -44,43 +41,35 @@ class Planner:
         self._cuts = args.chunk_size(prefill_tokens) is not None
         self._width = args.max_batch_size
         self._static = args.batching == "static"
-        self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
-        self._by_priority = args.schedule_policy == "priority"
-        # Taking turns would give the place back to the one that was preempted, over and over.
-        self._preempts = self._by_priority and not args.fair_clients
         self.admission = admission
         self._kv = admission.kv
         self.waiting = waiting
         self._running = RunningBatch()
         self._deadlines = deadlines
-        self._fail = fail
-        self._chunked: Request | None = None
-        self._gave_way = False
         self._prefilled_last = False
-        self._in_flight = False
         self._filling = True
         self._padding = Padding(admission)
         self.trial = Trial()
-        self.retractions = 0
+        self.giving_way = GivingWay(args, admission, self._running, self._padding, self.push, fail)
 
     # --- composing --------------------------------------------------------------------------------
 
     def next_batch(self, now: float, in_flight: bool) -> ScheduleBatch:
         """The next step; empty where nothing can run. in_flight: earlier ones are not answered."""
-        self._in_flight = in_flight
+        self.giving_way.in_flight = in_flight
         batch = self._compose(now)
-        while batch.is_empty and self._gave_way:
+        while batch.is_empty and self.giving_way.happened:
             batch = self._compose(now)
         self._prefilled_last = batch.num_decodes < batch.batch_size
         if batch.num_decodes:
             self._filling = False
-            if not self._gave_way:
+            if not self.giving_way.happened:
                 self.admission.ratio.step_went_well()
         return batch
 
     def _compose(self, now: float) -> ScheduleBatch:
-        self._gave_way = False
-        if not self._running and self._chunked is None:
+        self.giving_way.happened = False
+        if not self._running and self._running.chunked is None:
             self._padding.end()
         suspect = self.trial.current
         if suspect is not None:
@@ -103,15 +92,15 @@ class Planner:
         """A step of one request and nobody else, so that it is known whose step ends the worker."""
         batch = ScheduleBatch()
         if suspect.slot >= 0:
-            if self._chunked is suspect:
+            if self._running.chunked is suspect:
                 self._add_prefill(batch, suspect, self._chunk)
             else:
                 self._add_decodes(batch)
             return batch
         self._padding.end()
-        for other in [*self._running, *filter(None, [self._chunked])]:
-            self._retract(other)
-        if not self._in_flight and self.admission.fits(suspect, 0):
+        for other in self._running.everybody:
+            self.giving_way.retract(other)
+        if not self.giving_way.in_flight and self.admission.fits(suspect, 0):
             self._deadlines.admitted(suspect)
             self.admission.seat(suspect, now)
             batch.new.append(new_slot(suspect))
@@ -122,19 +111,20 @@ class Planner:
     def has_work(self) -> bool:
         """Somebody could use a step."""
         somebody = len(self._running) + len(self.waiting) + len(self._padding) + len(self.trial)
-        return somebody > 0 or self._chunked is not None
+        return somebody > 0 or self._running.chunked is not None
 
     @property
     def has_room(self) -> bool:
         """Nobody would be in the next step but those who wait, and it could take more of them."""
-        if len(self._running) + len(self.trial) + len(self._padding) or self._chunked is not None:
+        if len(self._running.everybody) + len(self.trial) + len(self._padding):
             return False
         places, budget = self._places(), self._budget + self._slack
         first = self.waiting.first(places, budget)
         return len(first) < places and sum(map(self._to_compute, first)) < budget
 
     def _decode_has_the_turn(self) -> bool:
-        if self._prefilled_last and (self._chunked is not None or self._mode == "alternate"):
+        in_turns = self._mode == "alternate" or self._running.chunked is not None
+        if self._prefilled_last and in_turns:
             return True
         return self._mode == "decode-first" and len(self._running) >= self._width
 
@@ -154,10 +144,10 @@ class Planner:
         if not full:
             return group
         for request in full:
-            if request in self._running and self._make_room(request):
+            if request in self._running and self.giving_way.make_room(request):
                 self._kv.grow(request)
         rows = [one for one in group if one.computed < one.capacity]
-        if self._gave_way:
+        if self.giving_way.happened:
             rows = [one for one in rows if one in self._running]
         for request in full:
             if request.computed < request.capacity and request in self._running:
@@ -177,11 +167,11 @@ class Planner:
 
     def _add_prefills(self, batch: ScheduleBatch, now: float) -> None:
         budget = self._budget
-        if self._chunked is not None and self._preempts:
-            self._preempt_chunked(self._chunked)
-        if self._chunked is not None:
-            budget -= self._add_prefill(batch, self._chunked, self._chunk)
-        if budget > 0 and len(self.waiting) and not self._gave_way:
+        if self._running.chunked is not None and self.giving_way.preempts:
+            self.giving_way.chunked_to(self.waiting.first(1, budget))
+        if self._running.chunked is not None:
+            budget -= self._add_prefill(batch, self._running.chunked, self._chunk)
+        if budget > 0 and len(self.waiting) and not self.giving_way.happened:
             self._admit(batch, budget, now)
 
     def _stretched(self, budget: int, wanted: int) -> int:
@@ -193,7 +183,7 @@ class Planner:
         count = min(request.to_compute, most) if self._cuts else request.to_compute
         samples = batch.add_prefill(request, count)
         self._kv.share_computed(request)
-        self._chunked = None if samples else request
+        self._running.chunked = None if samples else request
         if samples and request.still_to_sample:
             self._running.merge(request)
         elif samples:
@@ -230,13 +220,13 @@ class Planner:
             expected += request.still_to_sample
             budget -= self._add_prefill(batch, request, count)
             places -= 1
-            if places == 0 or budget <= 0 or self._chunked is not None:
+            if places == 0 or budget <= 0 or self._running.chunked is not None:
                 return
 
     def _places(self) -> int:
         """How many requests this step may admit; without a free slot, one is looked at for whom
         another may have to give way."""
-        free = self.admission.num_free_slots or int(self._preempts)
+        free = self.admission.num_free_slots or int(self.giving_way.preempts)
         if not self._static:
             return min(self._args.prefill_width, free)
         seated = len(self.admission.seated)
@@ -264,82 +254,11 @@ class Planner:
     def _fits(self, request: Request, expected: int) -> bool:
         if self.admission.fits(request, expected):
             return True
-        if self._preempts and not self.admission.leaving:
-            victim = min(self._running, key=worth, default=None)
-            if victim is not None and self._outranks(request, victim):
-                self._retract(victim)
+        if self.giving_way.preempts and not self.admission.leaving:
+            self.giving_way.one_to(request)
         return False
 
-    def _outranks(self, request: Request, other: Request) -> bool:
-        return request.priority - other.priority >= self._threshold
-
-    def _preempt_chunked(self, chunked: Request) -> None:
-        """A long prompt takes up whole steps: somebody urgent need not wait for its end."""
-        if any(self._outranks(first, chunked) for first in self.waiting.first(1, self._budget)):
-            self._retract(chunked)
-
-    # --- giving way -------------------------------------------------------------------------------
-
-    def _make_room(self, request: Request) -> bool:
-        """Whether there is another page for a request; the least worthy gives way if there is none.
-
-        False: the request cannot run in this step. The pages of whoever gives way come back when
-        its steps in flight are answered. A request that is alone and still has no room has filled
-        the pool.
-        """
-        while self._kv.num_available == 0:
-            if self.admission.leaving:
-                return False
-            if self._padding:
-                self._padding.end()
-                continue
-            victim = self._victim()
-            if victim is None:
-                if self._kv.drop_duplicates(request):
-                    continue
-                if not self._in_flight:
-                    self._gave_way = True
-                    self._fail(request, self.admission.pool_is_full(request))
-                return False
-            self._retract(victim)
-            if victim is request:
-                return False
-        return True
-
-    def _victim(self) -> Request | None:
-        """The one who has generated least (of the lowest priority, where that counts); None where
-        only one is left."""
-        candidates = list(self._running)
-        if self._chunked is not None:
-            candidates.append(self._chunked)
-        if len(candidates) < 2:
-            return None
-        return min(candidates, key=worth if self._by_priority else progress)
-
-    def _retract(self, request: Request) -> None:
-        """Its pages are needed: it will wait again, and what is no longer cached by then is
-        computed again. Its stream goes on as if nothing had happened."""
-        self._running.remove(request)
-        if self._chunked is request:
-            self._chunked = None
-        self.retractions += 1
-        self._gave_way = True
-        self.admission.ratio.retracted(list(self._running))
-        request.status = Status.RETRACTED
-        self.admission.leaving.add(request.seq)
-        if request.in_flight == 0:
-            self.requeue(request)
-
-    def requeue(self, request: Request) -> None:
-        """No step of a retracted request is in flight any more."""
-        self.admission.release(request)
-        if self._kv.pages_for(request.known) > self._kv.num_pages:
-            self._fail(request, self.admission.pool_is_full(request))
-            return
-        request.status = Status.WAITING
-        request.computed = 0
-        request.forget_prompt()
-        self.push(request)
+    # --- coming and going -------------------------------------------------------------------------
 
     def push(self, request: Request) -> None:
         """A request that arrived, or has to wait again."""
@@ -354,8 +273,7 @@ class Planner:
         self.trial.remove(request)
         if request in self._running:
             self._stop_decoding(request)
-        if self._chunked is request:
-            self._chunked = None
+        self._running.remove(request)
 
     def release(self, request: Request) -> None:
         """It has ended, and no step of it is in flight. Its pages come back, unless it pads."""
@@ -366,4 +284,4 @@ class Planner:
         """See Scheduler.retract_one. Who is tried alone stays alone."""
         running = list(self._running)
         if running and self.trial.current is None:
-            self._retract(running[number % len(running)])
+            self.giving_way.retract(running[number % len(running)])

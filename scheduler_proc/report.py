@@ -7,6 +7,7 @@ from quadriga.messages.to_detok import InfoReply
 from quadriga.messages.to_scheduler import Inspect
 from quadriga.messages.worker import WorkerReady
 from quadriga.scheduler_args import SchedulerArgs
+from scheduler_proc.arrivals import Arrivals
 from scheduler_proc.grammars import Grammars
 from scheduler_proc.planner import Planner
 from scheduler_proc.requests import LiveRequests
@@ -14,21 +15,22 @@ from scheduler_proc.statistics import Statistics
 
 
 class Report:
-    """Asks everybody who knows something. worker, planner: None until the worker is there."""
+    """Asks everybody who knows something. worker: None until it is there."""
 
     def __init__(
         self,
         args: SchedulerArgs,
         requests: LiveRequests,
         grammars: Grammars,
+        arrivals: Arrivals,
         statistics: Statistics,
     ) -> None:
         self._args = args
         self._requests = requests
         self._grammars = grammars
+        self._arrivals = arrivals
         self._statistics = statistics
         self.worker: WorkerReady | None = None
-        self.planner: Planner | None = None
 
     def answer(self, message: Inspect) -> InfoReply:
         """The Info that a client asked for, on its way back; the cache is flushed before, if the
@@ -43,27 +45,21 @@ class Report:
 
     def _flush_cache(self) -> int:
         """Forget the cached prefixes that nobody uses; their pages."""
-        return 0 if self.planner is None else self.planner.admission.kv.flush()
+        planner = self._arrivals.planner
+        return 0 if planner is None else planner.admission.kv.flush()
 
     def info(self) -> InfoValues:
         """The scheduler's own part of an Info."""
-        waiting = self._waiting()
+        waiting = self._arrivals.num_waiting
         return {
             "running": len(self._requests) - waiting,
             "waiting": waiting,
             "waiting_for_grammar": self._grammars.num_waiting,
             **_worker_info(self.worker),
             **_policy_info(self._args, self.worker),
-            **_pool_info(self.planner),
+            **_pool_info(self._arrivals.planner),
             **self._statistics.info(),
         }
-
-    def _waiting(self) -> int:
-        """All who have no slot: also those whose grammar is being compiled."""
-        if self.planner is None:
-            return len(self._requests)
-        queued = len(self.planner.waiting) + len(self.planner.trial)
-        return queued + self._grammars.num_waiting
 
 
 def _worker_info(ready: WorkerReady | None) -> InfoValues:
@@ -99,6 +95,6 @@ def _pool_info(planner: Planner | None) -> InfoValues:
         "pages_free": kv.num_free,
         "pages_cached": kv.num_cached,
         "pages_held": kv.num_held,
-        "retractions": planner.retractions,
+        "retractions": planner.giving_way.retractions,
         "new_token_ratio": admission.ratio.value,
     }

@@ -92,6 +92,6 @@ class Results:
 def _steps_are_over(request: Request, planner: Planner) -> None:
     """A request that ended or was retracted has no step in flight any more."""
     if request.status is Status.RETRACTED:
-        planner.requeue(request)
+        planner.giving_way.requeue(request)
     else:
         planner.release(request)

@@ -35,18 +35,17 @@ from quadriga.messages.worker import (
     WorkerReady,
 )
 from quadriga.scheduler_args import SchedulerArgs
-from scheduler_proc.admission import Admission, check_queue
+from scheduler_proc.admission import Admission
+from scheduler_proc.arrivals import Arrivals
 from scheduler_proc.batch import ScheduleBatch
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.grammars import Grammars
 from scheduler_proc.journal import NO_JOURNAL, Journal, NoJournal
-from scheduler_proc.journal_frames import Found
 from scheduler_proc.kv_cache import KVCache
 from scheduler_proc.output import Link
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planner import Planner
 from scheduler_proc.policies import make_queue
-from scheduler_proc.policy import FirstComeFirstServed, WaitingQueue
 from scheduler_proc.report import Report
 from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
@@ -80,7 +79,6 @@ class Scheduler:
         self._clock = clock
         self._requests = LiveRequests(eos_ids)
         self._planner: Planner | None = None
-        self.waiting: WaitingQueue = FirstComeFirstServed()
         self._deadlines = Deadlines()
         self._grammars = Grammars(worker)
         self.pipeline = Pipeline(worker, args.plan_at_once)
@@ -90,25 +88,15 @@ class Scheduler:
         self.wake_at: float | None = None
         self.statistics = Statistics()
         self._results = Results(self.texts, journal, self.statistics, self)
-        self._report = Report(args, self._requests, self._grammars, self.statistics)
+        self.arrivals = Arrivals(
+            args, self._requests, self.texts, journal, self._deadlines, self._grammars, self.fail
+        )
+        self._report = Report(args, self._requests, self._grammars, self.arrivals, self.statistics)
 
     def greet(self) -> None:
         """Another scheduler was here before: worker and detokenizer have to forget what it said."""
         self._worker.send(to_worker.NewScheduler())
         self._detok.send(to_detok.NewScheduler())
-
-    def take_up(self, found: Iterable[Found]) -> None:
-        """Go on with what another scheduler has left in the journal."""
-        for one in found:
-            request = self._requests.restore(one)
-            self._journal.keep(one.message, [request])
-            if not request.finished:
-                self._deadlines.watch(request)
-                continue
-            self.texts.recall(request, one.settled)
-            if one.settled:
-                self._journal.settled([request.seq])
-        self._journal.compact()
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -118,11 +106,11 @@ class Scheduler:
         """One round: take in what has arrived, keep the worker busy, pass on what it gave."""
         for result in results:
             self._process_result(result)
-        waiting = len(self.waiting)
+        queued = self.arrivals.num_queued
         for message in messages:
             self._process_input(message)
         now = self._clock()
-        if len(self.waiting) > waiting and self.pipeline.idle:
+        if self.arrivals.num_queued > queued and self.pipeline.idle:
             self.pipeline.expect_company(now)
         for request, error in self._deadlines.expired(now):
             self.fail(request, error)
@@ -182,43 +170,40 @@ class Scheduler:
         self._make_planner(ready)
         for request in self._requests:
             request.lose_worker()
-            if request.grammar is not None:
-                self._grammars.arrived(request)
         if to_blame is not None:
             self.fail(to_blame, blame(to_blame))
         for request in self._requests:
-            if not self._grammars.is_held_back(request):
-                self._enqueue(request)
+            self.arrivals.hold_or_enqueue(request)
 
     def _make_planner(self, ready: WorkerReady) -> None:
         kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
         admission = Admission(self._args, kv)
-        self.waiting = make_queue(self._args, kv.locate, ready.page_size)
         self._planner = Planner(
             self._args,
             ready.prefill_tokens,
             admission,
-            self.waiting,
+            make_queue(self._args, kv.locate, ready.page_size),
             self._deadlines,
             self.fail,
         )
-        if self._report.planner is not None:
-            self._planner.retractions = self._report.planner.retractions
-        self._report.worker, self._report.planner = ready, self._planner
+        if self.arrivals.planner is not None:
+            earlier = self.arrivals.planner.giving_way.retractions
+            self._planner.giving_way.retractions = earlier
+        self.arrivals.planner, self._report.worker = self._planner, ready
 
     def _take_grammar(self, ready: GrammarReady) -> None:
         for request in self._grammars.answered(ready):
             if ready.error:
                 self.fail(request, RequestFailed(ready.error))
             else:
-                self._enqueue(request)
+                self.arrivals.enqueue(request)
 
     # --- what the clients want --------------------------------------------------------------------
 
     def _process_input(self, message: SchedulerMessage) -> None:
         match message:
             case Submit():
-                self._accept(message)
+                self.arrivals.accept(message)
             case AbortRequest():
                 for request in self._requests.of(message.client, message.request_id):
                     self.statistics.aborts[message.by] += 1
@@ -227,13 +212,13 @@ class Scheduler:
                 for stopped in self._requests.numbered(message.seqs):
                     self.finish(stopped, "stop")
             case DetokReady():
-                self.texts.take_detok(message, self._requests, self._num_waiting)
+                self.texts.take_detok(message, self._requests, self.arrivals.num_waiting)
                 self._said_all_told = False
             case TextsEnded():
                 self.texts.settle(message.seqs)
                 self._journal.settled(message.seqs)
             case NewFrontDoor():
-                self.texts.tell_ends(self._num_waiting)
+                self.texts.tell_ends(self.arrivals.num_waiting)
             case Inspect():
                 self._detok.send(self._report.answer(message))
             case Drain():
@@ -246,55 +231,6 @@ class Scheduler:
                 for request in self._requests:
                     self.statistics.aborts[SERVER_STOPPING] += 1
                     self.finish(request, "abort", error=error)
-
-    def _accept(self, message: Submit) -> None:
-        if self._is_known(message):
-            return
-        self.texts.begins(message.client, message.request_id)
-        requests = self._requests.add(message)
-        self._journal.accepted(message, requests)
-        if message.resent:
-            self.texts.tell(requests, [], self._num_waiting)
-        try:
-            if not message.again:
-                self._check_queue(len(requests))
-        except QuadrigaError as error:
-            for request in requests:
-                self.fail(request, error)
-            return
-        for request in requests:
-            self._deadlines.watch(request)
-            if request.grammar is not None:
-                self._grammars.arrived(request)
-            if not self._grammars.is_held_back(request):
-                self._enqueue(request)
-
-    def _is_known(self, message: Submit) -> bool:
-        """It was accepted before. A client that has sent it again is told all there is of it."""
-        name = (message.client, message.request_id)
-        live = self._requests.of(*name)
-        if not message.resent:
-            return bool(live) or (message.again and self.texts.has_ended(*name, message.received))
-        ended = self.texts.ended(*name)
-        self.texts.tell(live, ended, self._num_waiting)
-        return bool(live or ended)
-
-    def _check_queue(self, count: int) -> None:
-        limit = self._args.max_queued_requests
-        check_queue(self.waiting, limit, count + self._grammars.num_waiting)
-
-    def _enqueue(self, request: Request) -> None:
-        """Into the waiting queue, unless the request can never run."""
-        try:
-            if self._planner is not None:
-                self._planner.admission.check_fits(request)
-        except QuadrigaError as error:
-            self.fail(request, error)
-            return
-        if self._planner is not None:
-            self._planner.push(request)
-        else:
-            self.waiting.push(request)
 
     # --- the one way out --------------------------------------------------------------------------
 
@@ -313,9 +249,7 @@ class Scheduler:
         """End a request, wherever it stands: exactly one terminal message, for the first reason."""
         if request.finished:
             return
-        if self._planner is None:
-            self.waiting.remove(request)
-        else:
+        if self._planner is not None:
             self._planner.forget(request)
         request.status = Status.FINISHED
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
@@ -329,11 +263,7 @@ class Scheduler:
             self._planner.release(request)
 
     def _flush_output(self) -> None:
-        self.texts.flush(self._num_waiting)
-
-    @property
-    def _num_waiting(self) -> int:
-        return len(self.waiting) + self._grammars.num_waiting
+        self.texts.flush(self.arrivals.num_waiting)
 
     @property
     def _is_empty(self) -> bool:

@@ -35,7 +35,7 @@ class MortalWorld(World):
             lambda: self.worker.now,
             journal,
         )
-        self.scheduler.take_up(found)
+        self.scheduler.arrivals.take_up(found)
         self.worker.die()
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
