@@ -116,34 +116,43 @@ struct Scratch {
 // out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels.
 template <class E, int ROWS, int PANELS>
 void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
-             int stretches, int depth, long step, bool add, const Ahead& ahead) {
+             int stretches, int depth, long step, bool add) {
     Floats acc[ROWS][PANELS];
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, ahead);
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, Ahead());
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 
 template <class E, int PANELS, int... ROWS>
-auto choose_product(int rows, std::integer_sequence<int, ROWS...>) {
+auto product_of_rows(int rows, std::integer_sequence<int, ROWS...>) {
     static constexpr decltype(&product<E, 1, PANELS>) all[] = {product<E, ROWS + 1, PANELS>...};
     return all[rows - 1];
 }
 
 template <class E>
-void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Stretch* stretch, int stretches, int depth, long step, bool add,
-              const Ahead& ahead) {
+auto choose_product(int rows, int panels) {
     typedef std::make_integer_sequence<int, TILE_ROWS<E>> Rows;
+    if (panels == 1) return product_of_rows<E, 1>(rows, Rows());
+    if (panels == TILE_PANELS) return product_of_rows<E, TILE_PANELS>(rows, Rows());
+    return product_of_rows<E, WIDE_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>());
+}
+
+// How many of these panels a product takes at a time.
+inline int panels_at_once(int rows, int panels) {
+    return rows <= FEW_ROWS && panels >= WIDE_PANELS ? WIDE_PANELS : std::min(TILE_PANELS, panels);
+}
+
+template <class E>
+void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
+              const Stretch* stretch, int stretches, int depth, long step, bool add) {
     int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
     for (int t = 0; t < tiles; t++) {
         int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
-        auto run = panels == 1 ? choose_product<E, 1>(count, Rows())
-                               : choose_product<E, TILE_PANELS>(count, Rows());
-        run(out + row * out_stride, out_stride, a + row * a_stride, a_stride, stretch, stretches,
-            depth, step, add, t == 0 ? ahead : Ahead());
+        choose_product<E>(count, panels)(out + row * out_stride, out_stride, a + row * a_stride,
+                                         a_stride, stretch, stretches, depth, step, add);
     }
 }
 
@@ -152,12 +161,11 @@ struct Attend {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
 
-    // Keys `key` to `key + keys` of a row, in `count` panels; `size` keys where it is not the last.
-    // bytes: of panels in 8 bits.
+    // Keys `key` to `key + keys` of a row, in `count` panels. bytes: of panels in 8 bits.
     struct KeyBlock {
         const Stored* panels[KEY_PANELS] = {};
         const int8_t* bytes[KEY_PANELS] = {};
-        long key = 0, keys = 0, size = 0;
+        long key = 0, keys = 0;
         int count = 0;
     };
 
@@ -195,10 +203,13 @@ struct Attend {
                 after = find(item, kv_head, key + size);
             else if (next >= 0)
                 after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
-            if (!pages.direct()) put_together(item, kv_head, block, after, s);
-            score(block, after, int(rows), s);
-            weigh(item, block, after, rows, key == item.key_begin, s);
-            add_values(block, after, int(rows), key != item.key_begin, s);
+            if (!pages.direct()) put_together(item, kv_head, block, s);
+            bring(after, KEYS, 0, KEY_PANELS_OF_ONE);
+            score(block, int(rows), s);
+            bring(after, VALUES, 0, 1);
+            weigh(item, block, rows, key == item.key_begin, s);
+            bring(after, VALUES, 1, KEY_PANELS_OF_ONE);
+            add_values(block, int(rows), key != item.key_begin, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
     }
@@ -222,8 +233,7 @@ struct Attend {
 
     KeyBlock find(const Item& item, long kv_head, long key) const {
         KeyBlock block;
-        block.size = block_size(item);
-        block.key = key, block.keys = std::min(block.size, item.key_end - key);
+        block.key = key, block.keys = std::min(block_size(item), item.key_end - key);
         block.count = int((block.keys + LANES - 1) / LANES);
         for (int i = 0; i < block.count; i++) {
             long at = key + i * LANES;
@@ -235,13 +245,25 @@ struct Attend {
         return block;
     }
 
+    enum Half { KEYS, VALUES };
+
+    // Fetch half of panels `from` to `to` of the block that comes next, where pages hold panels.
+    // Not all at once: what is left of this block has to come through as well.
+    void bring(const KeyBlock& after, Half half, int from, int to) const {
+        long bytes = pages.panel_bytes() / 2;
+        for (int p = from; p < std::min(to, after.count); p++) {
+            const char* panel = (const char*)after.panels[p];
+            if (!panel) panel = (const char*)after.bytes[p];
+            if (panel) fetch_lines(panel + half * bytes, panel + (half + 1) * bytes);
+        }
+    }
+
     // Panels of keys and values that cannot be multiplied where they lie.
-    void put_together(const Item& item, long kv_head, KeyBlock& block, const KeyBlock& after,
-                      Scratch<E>& s) const {
+    void put_together(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
         for (int i = 0; i < block.count; i++) {
             Stored* to = s.gathered + i * pages.panel_size();
             if (block.bytes[i])
-                pages.take_wide(to, block.bytes[i], after.bytes[i]);
+                pages.take_wide(to, block.bytes[i]);
             else
                 pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
             block.panels[i] = to;
@@ -249,18 +271,15 @@ struct Attend {
     }
 
     // scores[row][key] = query x key, but for the key's scale
-    void score(const KeyBlock& block, const KeyBlock& after, int rows, Scratch<E>& s) const {
+    void score(const KeyBlock& block, int rows, Scratch<E>& s) const {
         int depth = int(program.dim / E::PACK);
-        for (int i = 0; i < block.count; i += TILE_PANELS) {
-            int wide = std::min(TILE_PANELS, block.count - i);
+        for (int i = 0, wide; i < block.count; i += wide) {
+            wide = panels_at_once(rows, block.count - i);
             Stretch stretch;
-            Ahead ahead;
-            for (int p = 0; p < wide; p++) {
+            for (int p = 0; p < wide; p++)
                 stretch.panels[p] = (const uint32_t*)block.panels[i + p];
-                ahead.lines[p] = (const char*)after.panels[i + p];
-            }
             products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
-                        depth * E::TERMS, &stretch, 1, depth, LANES, false, ahead);
+                        depth * E::TERMS, &stretch, 1, depth, LANES, false);
         }
     }
 
@@ -272,18 +291,18 @@ struct Attend {
     }
 
     // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
-    void weigh(const Item& item, const KeyBlock& block, const KeyBlock& after, long rows,
-               bool first, Scratch<E>& s) const {
+    void weigh(const Item& item, const KeyBlock& block, long rows, bool first,
+               Scratch<E>& s) const {
         bool all_seen = item.position + 1 - block.key >= block.count * LANES;
         if (program.int8_pages) scale_scores(block, rows, s);
         if (!all_seen) hide(item, block, rows, s);
         int plain = all_seen && !program.int8_pages ? block.count : 0;
         if (plain == KEY_PANELS)
-            weigh_block<KEY_PANELS>(block, after, rows, first, s);
+            weigh_block<KEY_PANELS>(block, rows, first, s);
         else if (plain == KEY_PANELS_OF_ONE)
-            weigh_block<KEY_PANELS_OF_ONE>(block, after, rows, first, s);
+            weigh_block<KEY_PANELS_OF_ONE>(block, rows, first, s);
         else
-            weigh_block<0>(block, after, rows, first, s);
+            weigh_block<0>(block, rows, first, s);
     }
 
     void scale_scores(const KeyBlock& block, long rows, Scratch<E>& s) const {
@@ -308,12 +327,9 @@ struct Attend {
 
     // PANELS: so many, none of them hidden or with scales; 0: any.
     template <int PANELS>
-    void weigh_block(const KeyBlock& block, const KeyBlock& after, long rows, bool first,
-                     Scratch<E>& s) const {
+    void weigh_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
         constexpr bool PLAIN = PANELS > 0;
         const int count = PLAIN ? PANELS : block.count;
-        const char* ahead = after.panels[0] ? values_of(after, 0) : nullptr;
-        const long lines = ahead ? lines_along(block) : 0, lines_a_row = (lines + rows - 1) / rows;
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
             Floats most = s.most[r];
@@ -327,8 +343,6 @@ struct Attend {
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
             Floats total = {}, most = s.most[r];
-            for (long n = r * lines_a_row; n < std::min((r + 1) * lines_a_row, lines); n++)
-                __builtin_prefetch(ahead + n * 64, 0, 2);
             for (int i = 0; i < count; i++) {
                 Floats score = load<Floats>(scores + i * LANES), w = exp(score - most);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
@@ -345,39 +359,18 @@ struct Attend {
     }
 
     // sums[row] (+)= weights x values
-    void add_values(const KeyBlock& block, const KeyBlock& after, int rows, bool add,
-                    Scratch<E>& s) const {
+    void add_values(const KeyBlock& block, int rows, bool add, Scratch<E>& s) const {
         int dim = int(program.dim), depth = LANES / E::PACK;
-        for (int d = 0; d < dim / LANES; d += TILE_PANELS) {
-            int wide = std::min(TILE_PANELS, dim / LANES - d);
+        for (int d = 0, wide; d < dim / LANES; d += wide) {
+            wide = panels_at_once(rows, dim / LANES - d);
             Stretch stretch[KEY_PANELS];
             for (int i = 0; i < block.count; i++)
                 for (int p = 0; p < wide; p++)
                     stretch[i].panels[p] =
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
             products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add,
-                        values_ahead(block, after, d, wide));
+                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add);
         }
-    }
-
-    const char* values_of(const KeyBlock& block, long panel) const {
-        return (const char*)(block.panels[panel] + LANES * program.dim);
-    }
-
-    // Of the next block's values: so many lines are fetched with each 16 columns of this one's.
-    static long lines_along(const KeyBlock& block) { return block.size / E::PACK; }
-
-    // Those that are fetched with columns d to d + wide. The first were fetched by `weigh`.
-    Ahead values_ahead(const KeyBlock& block, const KeyBlock& after, int d, int wide) const {
-        long lines_a_panel = program.dim / E::PACK, lines = lines_along(block);
-        Ahead ahead;
-        for (int p = 0; p < wide; p++) {
-            long line = (d + p) * lines, panel = line / lines_a_panel;
-            if (line > 0 && panel < after.count && after.panels[panel])
-                ahead.lines[p] = values_of(after, panel) + line % lines_a_panel * 64;
-        }
-        return ahead;
     }
 
     void put(const Item& item, long kv_head, Scratch<E>& s) const {

@@ -31,9 +31,13 @@ struct Pages {
 
     // The keys of 16 tokens from `position` on; their values follow.
     Stored* panel(long row, long position, long kv_head) const {
-        return (Stored*)(pool + panel_number(row, position, kv_head) * panel_size() * sizeof(Stored));
+        return (Stored*)(pool + panel_number(row, position, kv_head) * panel_bytes());
     }
     long panel_size() const { return 2 * LANES * program.dim; }
+    long panel_bytes() const {
+        return program.int8_pages ? panel_size() + 2 * LANES * long(sizeof(float))
+                                  : panel_size() * long(sizeof(Stored));
+    }
 
     // key, value: [dim], zeros beyond head_dim.
     void write(long row, long position, long kv_head, const Stored* key, const Stored* value) const {
@@ -64,17 +68,13 @@ struct Pages {
     // Where the pages are in 8 bits: the keys of 16 tokens from `position` on; their values follow,
     // and then the scales of the keys and those of the values.
     int8_t* int8_panel(long row, long position, long kv_head) const {
-        long bytes = panel_size() + 2 * LANES * sizeof(float);
-        return (int8_t*)pool + panel_number(row, position, kv_head) * bytes;
+        return (int8_t*)pool + panel_number(row, position, kv_head) * panel_bytes();
     }
     const float* scales(const int8_t* panel) const { return (const float*)(panel + panel_size()); }
 
-    // The numbers of a panel in 8 bits, without their scales. `ahead` is fetched meanwhile.
-    void take_wide(Stored* to, const int8_t* from, const int8_t* ahead) const {
-        for (long line = 0; line < panel_size(); line += 64) {
-            if (ahead) __builtin_prefetch(ahead + line, 0, 2);
-            for (long n = line; n < line + 64; n += LANES) narrow(to + n, from_bytes(from + n));
-        }
+    // The numbers of a panel in 8 bits, without their scales.
+    void take_wide(Stored* to, const int8_t* from) const {
+        for (long n = 0; n < panel_size(); n += LANES) narrow(to + n, from_bytes(from + n));
     }
 
     // Tokens position..end - 1 (at most 16) of pages that hold no panels, as a panel in `to`.

@@ -4,25 +4,36 @@
 #include "simd.h"
 
 // Rows and 16-column panels of the largest tile: as many sums as registers hold, beside a unit of
-// each panel and, where it takes several products, its term.
+// each panel and, where it takes several products, its term. Of few rows a tile is wider, so that
+// no sum waits for itself.
 #if defined(__AVX512F__)
 template <class E>
 constexpr int TILE_ROWS = 8;
-constexpr int TILE_PANELS = 2;
+constexpr int TILE_PANELS = 2, FEW_ROWS = 3, WIDE_PANELS = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
 template <class E>
 constexpr int TILE_ROWS = E::TERMS == 1 ? 6 : 5;
-constexpr int TILE_PANELS = 1;
+constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
 #else
 template <class E>
 constexpr int TILE_ROWS = E::TERMS == 1 ? 3 : 2;
-constexpr int TILE_PANELS = 1;
+constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
 #endif
 
 // What will be needed next, fetched into the cache meanwhile: one line of each for a unit of depth.
 struct Ahead {
-    const char* lines[TILE_PANELS] = {};
+    const char* lines[WIDE_PANELS] = {};
 };
+
+// Fetch line after line. A prefetch that finds every buffer of the core taken is lost, and without
+// anything between them most would be.
+INLINE void fetch_lines(const char* begin, const char* end) {
+#pragma GCC unroll 1
+    for (; begin < end; begin += 64) {
+        __builtin_prefetch(begin, 0, 2);
+        asm volatile("nop; nop; nop; nop; nop; nop");
+    }
+}
 
 // What a thread reads first in the operation that comes next, fetched line by line while it waits
 // for the others: memory is not idle between two operations.
@@ -52,7 +63,7 @@ class Coming {
 // One stretch of the inner dimension. A panel is [depth][16 columns] units, `step` units from one
 // depth to the next.
 struct Stretch {
-    const uint32_t* panels[TILE_PANELS];
+    const uint32_t* panels[WIDE_PANELS];
 };
 
 // acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each; what meets them lies
