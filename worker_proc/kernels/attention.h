@@ -3,99 +3,17 @@
 // a block of one query; the query heads that share a key head are more queries of the same product.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
+#include "attention_work.h"
 #include "pages.h"
-#include "program.h"
 #include "tile.h"
 
-// Queries times the heads that share a key head: so many that what is kept of them stays in the
-// first-level cache beside a block of keys and values.
-constexpr int QUERY_BLOCK = 24;
-constexpr int MOST_SHARED = 128;              // query heads that may share a key head
+constexpr int MOST_SHARED = 128;  // query heads that may share a key head
 constexpr int MOST_QUERIES = std::max(QUERY_BLOCK, MOST_SHARED);
-constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
 // Of one query: memory is read the more evenly the smaller the blocks are.
 constexpr int KEY_PANELS_OF_ONE = 2;
-constexpr int SHORTEST_PART = 128;            // keys
-constexpr float LOWEST = -3e38f;              // below every score
-
-
-// Queries of the step's tokens `token` to `token + count`, all of one row and the first at
-// `position`, against keys `key_begin` to `key_end`; what comes out begins at row `output`.
-// part: which part of a split context, -1 where it is not split.
-struct Item {
-    long row, token, position, count, output, key_begin, key_end, part;
-};
-
-// What a row whose context is split leaves for COMBINE.
-struct SplitRow {
-    long output, first_part, parts;
-};
-
-// Where a token of the step stands.
-struct Place {
-    long row, position;
-};
-
-struct AttentionWork {
-    std::vector<Item> items;
-    std::vector<SplitRow> split;
-
-    // Of every token of the step.
-    AttentionWork(const Program& program, const Step& step) : program(program), step(step) {
-        long token = 0;
-        for (long row = 0; row < step.row_count; token += step.num_tokens[row], row++)
-            add(row, token, step.computed[row], step.num_tokens[row], token, step.row_count);
-    }
-
-    // Of the sampled tokens only, whose outputs lie one after the other. places: of each token.
-    AttentionWork(const Program& program, const Step& step, const std::vector<Place>& places)
-        : program(program), step(step) {
-        for (long i = 0; i < step.sampled_count; i++) {
-            long token = step.sampled[i];
-            add(places[token].row, token, places[token].position, 1, i, step.sampled_count);
-        }
-    }
-
-    // Of one part of one row: per query head a maximum, a sum, and head_dim values not divided yet.
-    static long part_floats(const Program& program) { return program.heads * (program.dim + 2); }
-
-  private:
-    const Program& program;
-    const Step& step;
-    long parts = 0;
-
-    // `n` tokens of a row; `rows`: of all the work.
-    void add(long row, long token, long position, long n, long output, long rows) {
-        long length = n == 1 ? part_length(position + 1, rows) : 0;
-        if (n == 1 && length <= position) {
-            long count = (position + length) / length;
-            if ((parts + count) * part_floats(program) <= step.part_floats) {
-                split.push_back({output, parts, count});
-                for (long i = 0; i < count; i++)
-                    items.push_back({row, token, position, 1, output, i * length,
-                                     std::min((i + 1) * length, position + 1), parts++});
-                return;
-            }
-        }
-        long shared = program.heads / program.kv_heads, block = std::max<long>(1, QUERY_BLOCK / shared);
-        for (long q = 0; q < n; q += block) {
-            long count = std::min(block, n - q);
-            items.push_back({row, token + q, position + q, count, output + q, 0, position + q + count, -1});
-        }
-    }
-
-    // So many keys that each thread has several pieces of a step with few rows.
-    long part_length(long keys, long rows) const {
-        long pieces_a_row = 4 * step.threads / (rows * program.kv_heads) + 1;
-        long length = (keys + pieces_a_row - 1) / pieces_a_row;
-        length = (length + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-        return std::max<long>(length, SHORTEST_PART);
-    }
-};
+constexpr float LOWEST = -3e38f;  // below every score
 
 // One thread's memory for one block of queries.
 template <class E>
@@ -118,11 +36,15 @@ template <class E, int ROWS, int PANELS>
 void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
              int stretches, int depth, long step, bool add) {
     Floats acc[ROWS][PANELS];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, Ahead());
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, nullptr);
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 
@@ -195,20 +117,20 @@ struct Attend {
         take_queries(item, kv_head, s);
         for (long r = 0; r < rows; r++) s.most[r] = LOWEST, s.total[r] = Floats{};
         long size = block_size(item);
-        for (long key = item.key_begin; key < item.key_end; key += size) {
-            KeyBlock block = find(item, kv_head, key), after;
-            if (item.count > 1)  // the queries before these have read the same keys
-                after = KeyBlock();
-            else if (key + size < item.key_end)
+        KeyBlock block = find(item, kv_head, item.key_begin), after;
+        for (long key = item.key_begin; key < item.key_end; key += size, block = after) {
+            if (key + size < item.key_end)
                 after = find(item, kv_head, key + size);
             else if (next >= 0)
                 after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
+            else
+                after = KeyBlock();
             if (!pages.direct()) put_together(item, kv_head, block, s);
-            bring(after, KEYS, 0, KEY_PANELS_OF_ONE);
+            bring(item, after, KEYS, 0, KEY_PANELS_OF_ONE);
             score(block, int(rows), s);
-            bring(after, VALUES, 0, 1);
+            bring(item, after, VALUES, 0, 1);
             weigh(item, block, rows, key == item.key_begin, s);
-            bring(after, VALUES, 1, KEY_PANELS_OF_ONE);
+            bring(item, after, VALUES, 1, KEY_PANELS_OF_ONE);
             add_values(block, int(rows), key != item.key_begin, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
@@ -248,8 +170,10 @@ struct Attend {
     enum Half { KEYS, VALUES };
 
     // Fetch half of panels `from` to `to` of the block that comes next, where pages hold panels.
-    // Not all at once: what is left of this block has to come through as well.
-    void bring(const KeyBlock& after, Half half, int from, int to) const {
+    // Not all at once: what is left of this block has to come through as well. Of a prompt nothing:
+    // the queries before these have read the same keys.
+    void bring(const Item& item, const KeyBlock& after, Half half, int from, int to) const {
+        if (item.count > 1) return;
         long bytes = pages.panel_bytes() / 2;
         for (int p = from; p < std::min(to, after.count); p++) {
             const char* panel = (const char*)after.panels[p];
@@ -344,7 +268,7 @@ struct Attend {
             const float* scores = s.scores + r * KEY_BLOCK;
             Floats total = {}, most = s.most[r];
             for (int i = 0; i < count; i++) {
-                Floats score = load<Floats>(scores + i * LANES), w = exp(score - most);
+                Floats score = load<Floats>(scores + i * LANES), w = E::power(score - most);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
                 total += w;
                 if (!PLAIN && block.bytes[i]) w *= value_scales(block, i);

@@ -3,7 +3,8 @@
 
 #include <cmath>
 
-#include "attention.h"
+#include "attention_work.h"
+#include "pages.h"
 #include "quantised.h"
 
 // The weight of row `id` of the table (a column of the matrix, as the head multiplies it).

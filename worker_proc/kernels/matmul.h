@@ -25,11 +25,17 @@ typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long
 template <class E, int ROWS, int PANELS>
 void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
                   const uint32_t* panels, long panel_units, long depth, const Ahead& ahead) {
-    Floats acc[ROWS][PANELS] = {};
+    Floats acc[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) acc[r][p] = Floats(0.0f);
     Stretch stretch;
     for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * panel_units;
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, ahead);
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, &ahead);
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 

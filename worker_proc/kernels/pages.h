@@ -4,14 +4,16 @@
 // [head_dim / PACK][16 tokens] units and its values [16 / PACK][head_dim] units: the form in which
 // `multiply` takes them, so that nothing is ever rearranged. In 8 bits the numbers lie in the same
 // order, a byte each, followed by a scale for each token's keys and one for its values; such a
-// panel is widened when it is read, and the scales are left to what is made of it. Where 16 does not divide the page size, a page holds
-// [2][tokens][head_dim] for each key head, and panels are put together when they are read.
+// panel is widened when it is read, and the scales are left to what is made of it. Where 16 does not
+// divide the page size, a page holds [2][tokens][head_dim] for each key head, and panels are put
+// together when they are read.
 #pragma once
 
 #include <algorithm>
 
+#include "fetch.h"
 #include "program.h"
-#include "simd.h"
+#include "numbers.h"
 
 constexpr int MOST_HEAD_DIM = 256;
 
@@ -57,11 +59,9 @@ struct Pages {
         for (long h = 0; h < program.kv_heads; h++) {
             const Stored* keys = panel(row, position, h);
             const Stored* values = keys + LANES * program.dim;
-            long token = position % LANES, line = 64 / sizeof(Stored);
-            for (long d = 0; d < program.dim; d += E::PACK)
-                __builtin_prefetch(keys + d * LANES, 1, 3);
-            const Stored* first = values + token / E::PACK * program.dim * E::PACK;
-            for (long n = 0; n < program.dim * E::PACK; n += line) __builtin_prefetch(first + n, 1, 3);
+            fetch_lines<1>(keys, values);
+            const Stored* first = values + position % LANES / E::PACK * program.dim * E::PACK;
+            fetch_lines<1>(first, first + program.dim * E::PACK);
         }
     }
 
@@ -103,7 +103,8 @@ struct Pages {
         return (Stored*)pool + token * program.dim;
     }
 
-    // Token i of a panel of whatever is kept of a number.
+    // Token i of a panel of whatever is kept of a number. Another thread may write its neighbour, so
+    // that nothing but its own bytes is touched.
     template <class T>
     void put(T* to, long i, const T* key, const T* value) const {
         for (long d = 0; d < program.dim; d += E::PACK)

@@ -140,10 +140,12 @@ class Run {
         }
     }
 
+    // most: rows in a piece, if there are enough for all threads.
     template <class Work>
-    void each_row(const Op& op, std::atomic<long>& next, int id, Work work) {
-        long rows = rows_of(op), a_thread = (rows + step.threads - 1) / step.threads;
-        long size = std::clamp<long>(a_thread, 1, MOST_TOKENS_A_PIECE);
+    void each_row(const Op& op, std::atomic<long>& next, int id, Work work,
+                  long most = MOST_TOKENS_A_PIECE) {
+        long rows = rows_of(op), a_thread = (rows + threads - 1) / threads;
+        long size = std::clamp<long>(a_thread, 1, most);
         share(next, id, (rows + size - 1) / size, [&](long i, long) {
             for (long token = i * size; token < std::min((i + 1) * size, rows); token++) work(token);
         });
@@ -182,7 +184,7 @@ class Run {
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
                 rotate_write<E>(program, step, op, places[token], token);
-            });
+            }, LANES);  // 16 neighbours are written to the same lines
         case ATTEND: {
             Attend<E> attend(program, step, op, attention_of(op));
             Scratch<E>& scratch = scratch_of_thread();

@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "simd.h"
+#include "numbers.h"
 
 struct SamplingRow {
     float temperature;  // 0: the likeliest, and nothing else counts

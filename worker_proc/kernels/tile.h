@@ -1,7 +1,8 @@
 // The one inner loop: a tile of a matrix product, kept in registers.
 #pragma once
 
-#include "simd.h"
+#include "fetch.h"
+#include "numbers.h"
 
 // Rows and 16-column panels of the largest tile: as many sums as registers hold, beside a unit of
 // each panel and, where it takes several products, its term. Of few rows a tile is wider, so that
@@ -20,44 +21,9 @@ constexpr int TILE_ROWS = E::TERMS == 1 ? 3 : 2;
 constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
 #endif
 
-// What will be needed next, fetched into the cache meanwhile: one line of each for a unit of depth.
+// What a product fetches meanwhile: one line of each for a unit of depth.
 struct Ahead {
-    const char* lines[WIDE_PANELS] = {};
-};
-
-// Fetch line after line. A prefetch that finds every buffer of the core taken is lost, and without
-// anything between them most would be.
-INLINE void fetch_lines(const char* begin, const char* end) {
-#pragma GCC unroll 1
-    for (; begin < end; begin += 64) {
-        __builtin_prefetch(begin, 0, 2);
-        asm volatile("nop; nop; nop; nop; nop; nop");
-    }
-}
-
-// What a thread reads first in the operation that comes next, fetched line by line while it waits
-// for the others: memory is not idle between two operations.
-class Coming {
-  public:
-    void add(const void* begin, const void* end) {
-        if (count < MOST) parts[count++] = {(const char*)begin, (const char*)end};
-    }
-
-    // The next line; whether there was one.
-    bool fetch() {
-        while (count > 0 && parts[count - 1].line >= parts[count - 1].end) count--;
-        if (count == 0) return false;
-        __builtin_prefetch(parts[count - 1].line, 0, 2);
-        parts[count - 1].line += 64;
-        return true;
-    }
-
-  private:
-    static constexpr int MOST = 4;
-    struct {
-        const char *line, *end;
-    } parts[MOST];
-    int count = 0;
+    const char* lines[TILE_PANELS] = {};
 };
 
 // One stretch of the inner dimension. A panel is [depth][16 columns] units, `step` units from one
@@ -67,24 +33,30 @@ struct Stretch {
 };
 
 // acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each; what meets them lies
-// one after the other in a's rows.
+// one after the other in a's rows. ahead: null, or of no more panels than it has room for.
 template <class E, int ROWS, int PANELS>
 INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stride,
                      const Stretch* stretch, int stretches, int depth, long step,
-                     const Ahead& ahead) {
+                     const Ahead* ahead) {
+    // Every loop over sums is unrolled, or they would pass through memory.
     // Few sums would wait for themselves: then each term has its own.
     constexpr int CHAINS = ROWS * PANELS <= 3 ? E::TERMS : 1;
-    Floats sums[CHAINS][ROWS][PANELS] = {};
+    Floats sums[CHAINS][ROWS][PANELS];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) sums[0][r][p] = acc[r][p];
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) {
+            sums[0][r][p] = acc[r][p];
+            if (CHAINS == 2) sums[CHAINS - 1][r][p] = Floats(0.0f);
+        }
     for (int s = 0; s < stretches; s++, a += depth * E::TERMS) {
         for (int k = 0; k < depth; k++) {
             Words b[PANELS];
 #pragma GCC unroll 4
             for (int p = 0; p < PANELS; p++) {
                 b[p] = load<Words>(stretch[s].panels[p] + k * step);
-                if (ahead.lines[p])
-                    __builtin_prefetch(ahead.lines[p] + (s * depth + k) * 64L, 0, 2);
+                if (ahead && ahead->lines[p])
+                    __builtin_prefetch(ahead->lines[p] + (s * depth + k) * 64L, 0, 2);
             }
 #pragma GCC unroll 2
             for (int t = 0; t < E::TERMS; t++) {
@@ -102,7 +74,9 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stri
             }
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = CHAINS == 1 ? sums[0][r][p] : sums[0][r][p] + sums[CHAINS - 1][r][p];
 }

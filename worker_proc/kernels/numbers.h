@@ -1,0 +1,168 @@
+// What is computed lane by lane, and the element types: how numbers are kept, passed, multiplied.
+#pragma once
+
+#include "simd.h"
+
+INLINE Floats round_to_even(Floats x) {
+    const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+    return (x + magic) - magic;
+}
+
+// By way of 16 bits: compilers take byte after byte for a longer step.
+INLINE Bytes to_bytes(Floats whole) { return to<Bytes>(to<Shorts>(to<Ints>(whole))); }
+
+INLINE Floats from_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return to<Floats>(Ints::of([&](int) INLINED { return (Ints::Part)_mm512_cvtepi8_epi32(bytes); }));
+#else
+    return to<Floats>(to<Ints>(to<Shorts>(load<Bytes>(from))));
+#endif
+}
+
+// x times 2 to the power of n, a whole number.
+INLINE Floats scale(Floats x, Floats n) {
+#if defined(__AVX512F__)
+    return Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm512_scalef_ps((__m512)x.parts[i], (__m512)n.parts[i]);
+    });
+#else
+    return x * as<Floats>((to<Ints>(n) + 127) << 23);
+#endif
+}
+
+// e^x to 2 units in the last place. Cephes' reduction (x = n ln 2 + r) and polynomial.
+INLINE Floats exp(Floats x) {
+    x = max(min(x, 88.0f), -87.3f);
+    Floats n = round_to_even(x * 1.44269504f);
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return scale(p, n);
+}
+
+// e^x for a result that is rounded to bfloat16: 2^f to 3e-6, by a polynomial in the fraction f of
+// x / ln 2.
+INLINE Floats exp_roughly(Floats x) {
+#if defined(__AVX512DQ__)
+    Floats t = max(x * 1.44269504f, -126.0f);
+    Floats f = Floats::of([&](int i) INLINED {
+        return (Floats::Part)_mm512_reduce_ps((__m512)t.parts[i], _MM_FROUND_TO_NEG_INF);
+    });
+    Floats p = 1.35341669e-2f;
+    p = p * f + 5.20114638e-2f;
+    p = p * f + 2.41442755e-1f;
+    p = p * f + 6.93003833e-1f;
+    p = p * f + 1.00000262f;
+    return scale(p, t);  // takes the whole part of t
+#else
+    return exp(x);
+#endif
+}
+
+INLINE Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+// The tanh approximation: x/2 (1 + tanh(z)) = x / (1 + e^(-2z)).
+INLINE Floats gelu(Floats x) {
+    Floats z = 0.7978845608f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp(-2.0f * z));
+}
+
+// Numbers as they are kept: float, or bfloat16 in 16 bits.
+INLINE Floats widen(const float* from) { return load<Floats>(from); }
+INLINE Floats widen(const uint16_t* from) {
+    return as<Floats>(to<Words>(load<Halves>(from)) << 16);
+}
+
+INLINE void narrow(float* to, Floats v) { store(to, v); }
+INLINE void narrow(uint16_t* into, Floats v) {
+#if defined(__AVX512BF16__)
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v.parts[0]);
+    memcpy(into, &rounded, sizeof rounded);
+#else
+    Words bits = as<Words>(v);
+    bits = bits + 0x7fffu + ((bits >> 16) & 1u);  // to the nearest, ties to even
+    store(into, to<Halves>(bits >> 16));
+#endif
+}
+
+INLINE float widen_one(float x) { return x; }
+INLINE float widen_one(uint16_t x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE void narrow_one(float* to, float x) { *to = x; }
+INLINE void narrow_one(uint16_t* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Element types. Weights, keys and values are kept in units of 4 bytes: one float, or two bfloat16
+// neighbours.
+// Stored: of weights, keys and values. Passed: what operations pass to each other.
+// TERMS: so many words of what is passed meet one unit; term(unit, i) is what meets the i-th.
+// power(x): e^x, as exact as what is passed.
+struct Float32 {
+    typedef float Stored, Passed;
+    static constexpr int PACK = 1, TERMS = 1;
+
+    static INLINE Floats power(Floats x) { return exp(x); }
+    static INLINE Words term(Words unit, int) { return unit; }
+    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
+        return acc + as<Floats>(a) * as<Floats>(b);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16 {
+    typedef uint16_t Stored, Passed;
+    static constexpr int PACK = 2, TERMS = 1;
+
+    static INLINE Floats power(Floats x) { return exp_roughly(x); }
+    static INLINE Words term(Words unit, int) { return unit; }
+    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
+        return Floats::of([&](int i) INLINED {
+            return (Floats::Part)_mm512_dpbf16_ps((__m512)acc.parts[i], (__m512bh)a.parts[i],
+                                                  (__m512bh)b.parts[i]);
+        });
+    }
+};
+#else
+// Where no instruction takes bfloat16, its neighbours become floats when they are multiplied, and
+// what is passed is float from the start.
+struct BFloat16 {
+    typedef uint16_t Stored;
+    typedef float Passed;
+    static constexpr int PACK = 2, TERMS = 2;
+
+    static INLINE Floats power(Floats x) { return exp(x); }
+    static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
+    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
+        return acc + as<Floats>(a) * as<Floats>(b);
+    }
+};
+#endif
+
+// The first `count` lanes only; those beyond are read as zeros.
+INLINE Floats load_some(const float* from, long count) {
+    if (count >= LANES) return load<Floats>(from);
+    alignas(64) float some[LANES] = {};
+    for (long i = 0; i < count; i++) some[i] = from[i];
+    return load<Floats>(some);
+}
+
+template <class T>
+INLINE void narrow_some(T* to, Floats v, long count) {
+    if (count >= LANES) return narrow(to, v);
+    for (long i = 0; i < count; i++) narrow_one(to + i, v[i]);
+}
