@@ -33,8 +33,10 @@ class Shares:
 
 
 def shares(args: WorkerArgs) -> Shares:
-    """On this machine, of what this process is allowed to use."""
-    return share_out(_cores(_allowed()), _quota(), args)
+    """On this machine, of what this process is allowed to use. Where a system has no places for
+    processes (macOS, Windows), everybody may run everywhere."""
+    found = share_out(_cores(_allowed()), _quota(), args)
+    return found if hasattr(os, "sched_setaffinity") else Shares(found.threads)
 
 
 def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> Shares:

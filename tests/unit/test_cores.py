@@ -108,6 +108,16 @@ def test_this_machine_has_shares() -> None:
     assert bool(found.worker) == bool(found.others)
 
 
+def test_where_processes_cannot_keep_to_cpus_none_is_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))
+    monkeypatch.setattr(module, "_quota", lambda: math.inf)
+    assert shares(ON_CPU).worker
+    monkeypatch.delattr(module.os, "sched_setaffinity")
+    assert shares(ON_CPU) == Shares(threads=7)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
 def test_a_process_keeps_to_its_cpus_with_the_threads_it_starts() -> None:
     program = (
