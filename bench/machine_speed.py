@@ -23,20 +23,29 @@ READ_BYTES = 512 * 2**20
 """Far more than the caches hold."""
 PASSES = 3
 """Each measurement is the best of so many."""
+READ_INPUTS = 1024
+"""Of a product that is nothing but reading: one row."""
 PRODUCT_ROWS = 512
 CPU = torch.device("cpu")
 
 
 class ReadSpeed:
-    """Reads a large array with all of torch's threads, again and again."""
+    """Reads a large array with all threads, by torch and as the weights of the worker's own
+    product of one row: which one is faster depends on the machine."""
 
-    def __init__(self, size: int = READ_BYTES) -> None:
+    def __init__(self, args: WorkerArgs, dtype: torch.dtype, size: int = READ_BYTES) -> None:
         # Not all the same: a host may keep equal pages once, and reading that one is too fast.
         self._array = empty(size).view(torch.float32).uniform_()
+        product = Product(READ_INPUTS, size // dtype.itemsize // READ_INPUTS)
+        plain = dataclasses.replace(args, quantization="none")
+        self._product = _Way(product, plain, args.attention_backend, dtype, rows=1)
+        self._size = product.weights * dtype.itemsize
 
+    @torch.inference_mode()
     def measure(self) -> float:
-        """Bytes per second."""
-        return self._array.nbytes / _least_seconds(self._array.max)
+        """Bytes per second, by the faster way."""
+        by_torch = self._array.nbytes / _least_seconds(self._array.max)
+        return max(by_torch, self._size / self._product.measure())
 
 
 class ProductSpeed:
@@ -45,7 +54,9 @@ class ProductSpeed:
     def __init__(self, products: Iterable[Product], args: WorkerArgs, dtype: torch.dtype) -> None:
         kinds = dict.fromkeys(("torch", args.attention_backend))
         self._ways = {
-            product: {kernels: _Way(product, args, kernels, dtype) for kernels in kinds}
+            product: {
+                kernels: _Way(product, args, kernels, dtype, PRODUCT_ROWS) for kernels in kinds
+            }
             for product in dict.fromkeys(products)
         }
 
@@ -53,40 +64,43 @@ class ProductSpeed:
     def measure(self) -> dict[Product, float]:
         """Operations per second of each product, by the faster way."""
         return {
-            product: max([way.measure() for way in ways.values()])
+            product: product.operations(PRODUCT_ROWS)
+            / min([way.measure() for way in ways.values()])
             for product, ways in self._ways.items()
         }
 
     def medians(self) -> dict[Product, dict[str, float]]:
         """Of all measurements, by the value of --attention-backend."""
         return {
-            product: {kernels: statistics.median(way.rates) for kernels, way in ways.items()}
+            product: {
+                kernels: product.operations(PRODUCT_ROWS) / statistics.median(way.seconds)
+                for kernels, way in ways.items()
+            }
             for product, ways in self._ways.items()
         }
 
 
 class _Way:
-    """One product, by one engine."""
+    """One product of so many rows, by one engine. seconds: of each measurement."""
 
     def __init__(
-        self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype
+        self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype, rows: int
     ) -> None:
         own = dataclasses.replace(args, attention_backend=kernels)
         model = _OneProduct(product).to(dtype)
         for weight in model.parameters():
             weight.normal_()
         self._engine: Engine = make_engine(own, model, 1, dtype, CPU)
-        self._input = torch.randn(PRODUCT_ROWS, product.inputs).to(dtype)
-        self._operations = product.operations(PRODUCT_ROWS)
+        self._input = torch.randn(rows, product.inputs).to(dtype)
         # The kernels write nothing but the place of the greatest: that is the product alone.
         native = isinstance(self._engine, NativeEngine)
         self._multiply = self._engine.likeliest if native else self._engine.logits
-        self.rates: list[float] = []
+        self.seconds: list[float] = []
 
     def measure(self) -> float:
-        seconds = _least_seconds(lambda: self._multiply(self._input))
-        self.rates.append(self._operations / seconds)
-        return self.rates[-1]
+        """Seconds."""
+        self.seconds.append(_least_seconds(lambda: self._multiply(self._input)))
+        return self.seconds[-1]
 
 
 class _OneProduct(Model):

@@ -170,7 +170,8 @@ def report(config: ServerConfig) -> bool:
 
     dtype = bench.runner.dtype
     work = work_of(files.config, config.worker.quantization, dtype.itemsize)
-    reads, products = ReadSpeed(), ProductSpeed(work.products, config.worker, dtype)
+    reads = ReadSpeed(config.worker, dtype)
+    products = ProductSpeed(work.products, config.worker, dtype)
     bench.fill()
     measured = measure(bench, kinds_for(files.context_length), reads, products)
 

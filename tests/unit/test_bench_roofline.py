@@ -143,7 +143,7 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(
     args = WorkerArgs(attention_backend=attention_backend)
     products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]
-    found = measure(bench, kinds, ReadSpeed(size=2**16), products)
+    found = measure(bench, kinds, ReadSpeed(args, torch.bfloat16, 2**16), products)
     assert not bench.runner.table.held
     for rounds in found.values():
         steps = [step for round in rounds for step in round.steps]
