@@ -22,7 +22,9 @@ from tests.unit.test_kernels import (
     round_weights,
 )
 from worker_proc.engines import make_engine
+from worker_proc.kernels import engine as kernels_engine
 from worker_proc.kernels.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
+from worker_proc.kernels.program import Numbers, fastest_numbers
 from worker_proc.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
@@ -54,6 +56,24 @@ def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
             round_weights(theirs, bits)
             ours = native(directory, dtype, 16, bits=bits, int8=True)
             drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=3)
+
+
+@pytest.mark.parametrize("numbers", [Numbers.BFLOAT16, Numbers.BFLOAT16_PAIRS])
+def test_bfloat16_is_multiplied_either_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: Numbers
+) -> None:
+    """Which one a server takes depends on the CPU."""
+    if numbers is Numbers.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
+        assert fastest_numbers(load_kernels(print), torch.bfloat16) is Numbers.BFLOAT16
+        pytest.skip("this CPU has no instruction for pairs of bfloat16")
+    monkeypatch.setattr(kernels_engine, "fastest_numbers", lambda *_: numbers)
+    directory, dtype = tiny_llama(tmp_path), torch.bfloat16
+    for int8, page_size in ((False, 16), (True, 16), (False, 8)):
+        ours = native(directory, dtype, page_size, int8=int8)
+        within = QUANTISED_WITHIN if int8 else WITHIN[dtype]
+        drive(
+            Compared(ours, reference(directory, dtype, page_size), within), dtype, page_size, seed=4
+        )
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,17 +31,18 @@ struct Scratch {
     Floats total[MOST_QUERIES];
 };
 
-// out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels.
+// out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels. ahead: null, or what
+// is fetched meanwhile.
 template <class E, int ROWS, int PANELS>
 void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
-             int stretches, int depth, long step, bool add) {
+             int stretches, int depth, long step, bool add, const Ahead* ahead) {
     Floats acc[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, nullptr);
+    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, ahead);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -69,12 +70,14 @@ inline int panels_at_once(int rows, int panels) {
 
 template <class E>
 void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Stretch* stretch, int stretches, int depth, long step, bool add) {
+              const Stretch* stretch, int stretches, int depth, long step, bool add,
+              const Ahead* ahead) {
     int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
     for (int t = 0; t < tiles; t++) {
         int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
         choose_product<E>(count, panels)(out + row * out_stride, out_stride, a + row * a_stride,
-                                         a_stride, stretch, stretches, depth, step, add);
+                                         a_stride, stretch, stretches, depth, step, add,
+                                         t == 0 ? ahead : nullptr);
     }
 }
 
@@ -126,12 +129,13 @@ struct Attend {
             else
                 after = KeyBlock();
             if (!pages.direct()) put_together(item, kv_head, block, s);
-            bring(item, after, KEYS, 0, KEY_PANELS_OF_ONE);
-            score(block, int(rows), s);
-            bring(item, after, VALUES, 0, 1);
+            const KeyBlock* next = evenly(item, block, after) ? &after : nullptr;
+            if (!next) bring(item, after, KEYS, 0, KEY_PANELS_OF_ONE);
+            score(block, int(rows), next, s);
+            if (!next) bring(item, after, VALUES, 0, 1);
             weigh(item, block, rows, key == item.key_begin, s);
-            bring(item, after, VALUES, 1, KEY_PANELS_OF_ONE);
-            add_values(block, int(rows), key != item.key_begin, s);
+            if (!next) bring(item, after, VALUES, 1, KEY_PANELS_OF_ONE);
+            add_values(block, int(rows), key != item.key_begin, next, s);
         }
         item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
     }
@@ -167,6 +171,33 @@ struct Attend {
         return block;
     }
 
+    // Whether the products of a block fetch the next block meanwhile, line by line: a decode's, where
+    // each finds as many keys or values there as it reads itself.
+    bool evenly(const Item& item, const KeyBlock& block, const KeyBlock& after) const {
+        bool alike = block.count == KEY_PANELS_OF_ONE && after.count == KEY_PANELS_OF_ONE;
+        return PREFETCHES_WAIT && item.count == 1 && alike && pages.direct() &&
+               program.dim % (KEY_PANELS_OF_ONE * LANES) == 0;
+    }
+
+    // What the product of panels `first` to `first + wide` of keys fetches.
+    Ahead keys_of(const KeyBlock& next, int first, int wide) const {
+        Ahead ahead;
+        for (int p = 0; p < wide; p++) ahead.lines[p] = (const char*)next.panels[first + p];
+        return ahead;
+    }
+
+    // What the product of columns `first` to `first + wide` of values, 16 each, fetches.
+    Ahead values_of(const KeyBlock& next, int first, int wide) const {
+        Ahead ahead;
+        long columns = program.dim / LANES, bytes = pages.panel_bytes() / 2;
+        for (int p = 0; p < wide; p++) {
+            long column = (first + p) * KEY_PANELS_OF_ONE;  // as the values of a panel are counted
+            const char* values = (const char*)next.panels[column / columns] + bytes;
+            ahead.lines[p] = values + column % columns * (bytes / columns);
+        }
+        return ahead;
+    }
+
     enum Half { KEYS, VALUES };
 
     // Fetch half of panels `from` to `to` of the block that comes next, where pages hold panels.
@@ -194,16 +225,17 @@ struct Attend {
         }
     }
 
-    // scores[row][key] = query x key, but for the key's scale
-    void score(const KeyBlock& block, int rows, Scratch<E>& s) const {
+    // scores[row][key] = query x key, but for the key's scale. next: a block to fetch, or null.
+    void score(const KeyBlock& block, int rows, const KeyBlock* next, Scratch<E>& s) const {
         int depth = int(program.dim / E::PACK);
         for (int i = 0, wide; i < block.count; i += wide) {
             wide = panels_at_once(rows, block.count - i);
             Stretch stretch;
             for (int p = 0; p < wide; p++)
                 stretch.panels[p] = (const uint32_t*)block.panels[i + p];
+            Ahead ahead = next ? keys_of(*next, i, wide) : Ahead();
             products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
-                        depth * E::TERMS, &stretch, 1, depth, LANES, false);
+                        depth * E::TERMS, &stretch, 1, depth, LANES, false, &ahead);
         }
     }
 
@@ -282,8 +314,9 @@ struct Attend {
         }
     }
 
-    // sums[row] (+)= weights x values
-    void add_values(const KeyBlock& block, int rows, bool add, Scratch<E>& s) const {
+    // sums[row] (+)= weights x values. next: as in `score`.
+    void add_values(const KeyBlock& block, int rows, bool add, const KeyBlock* next,
+                    Scratch<E>& s) const {
         int dim = int(program.dim), depth = LANES / E::PACK;
         for (int d = 0, wide; d < dim / LANES; d += wide) {
             wide = panels_at_once(rows, dim / LANES - d);
@@ -292,8 +325,9 @@ struct Attend {
                 for (int p = 0; p < wide; p++)
                     stretch[i].panels[p] =
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
+            Ahead ahead = next ? values_of(*next, d, wide) : Ahead();
             products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add);
+                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add, &ahead);
         }
     }
 

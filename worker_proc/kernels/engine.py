@@ -19,13 +19,14 @@ from worker_proc.kernels.pools import Pools
 from worker_proc.kernels.program import (
     SAMPLING_ROW,
     Buffer,
+    Numbers,
     OpKind,
     Program,
     Slots,
     Step,
     check_heads,
     check_layout,
-    passed_dtype,
+    fastest_numbers,
 )
 from worker_proc.kernels.recorded import Recorded, StepRows
 from worker_proc.kernels.recorder import Recorder, Weights
@@ -69,12 +70,12 @@ class NativeEngine(Engine):
         check_layout(self._library)
         check_heads(self._library, model.attention_shape)
         self._dtype = dtype
-        self._passed = passed_dtype(self._library, dtype)
-        if self._passed != dtype:
+        self._numbers = fastest_numbers(self._library, dtype)
+        if self._numbers is Numbers.BFLOAT16:
             self._library.quadriga_vector_bits.restype = ctypes.c_int64
             say(
-                "no AVX-512 BF16 here: bfloat16 becomes float32 as it is multiplied, by vectors of"
-                f" {self._library.quadriga_vector_bits()} bits"
+                "bfloat16 becomes float32 as it is multiplied, by vectors of"
+                f" {self._library.quadriga_vector_bits()} bits: the fastest way on this CPU"
             )
         self._vocab_size = model.vocab_size
         self._weights = Weights(bits)
@@ -171,7 +172,7 @@ class NativeEngine(Engine):
         addresses = (layer.data_ptr() for layer in self._pools.layers)
         self._pool_list = (ctypes.c_void_p * shape.layers)(*addresses)
         settings = {
-            "is_bfloat16": self._dtype == torch.bfloat16,
+            "numbers": self._numbers,
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
@@ -255,7 +256,7 @@ class NativeEngine(Engine):
     def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
         if buffer == Buffer.QUANTISED:
             return torch.uint8
-        return torch.float32 if buffer in FLOAT_BUFFERS else self._passed
+        return torch.float32 if buffer in FLOAT_BUFFERS else self._numbers.passed
 
     def _run(self, recorded: "Recorded", tokens: int, sampled: Tensor | None) -> None:
         """sampled: where the sampled tokens are in the step; None: all of them are."""

@@ -47,8 +47,7 @@ INLINE Floats exp(Floats x) {
     return scale(p, n);
 }
 
-// e^x for a result that is rounded to bfloat16: 2^f to 3e-6, by a polynomial in the fraction f of
-// x / ln 2.
+// e^x for what meets bfloat16: 2^f to 3e-6, by a polynomial in the fraction f of x / ln 2.
 INLINE Floats exp_roughly(Floats x) {
 #if defined(__AVX512DQ__)
     Floats t = max(x * 1.44269504f, -126.0f);
@@ -111,7 +110,7 @@ INLINE void narrow_one(uint16_t* to, float x) {
 // neighbours.
 // Stored: of weights, keys and values. Passed: what operations pass to each other.
 // TERMS: so many words of what is passed meet one unit; term(unit, i) is what meets the i-th.
-// power(x): e^x, as exact as what is passed.
+// power(x): e^x, as exact as what it is multiplied by.
 struct Float32 {
     typedef float Stored, Passed;
     static constexpr int PACK = 1, TERMS = 1;
@@ -123,8 +122,23 @@ struct Float32 {
     }
 };
 
-#if defined(__AVX512BF16__)
+// bfloat16 whose neighbours become floats when they are multiplied; what is passed is float from
+// the start.
 struct BFloat16 {
+    typedef uint16_t Stored;
+    typedef float Passed;
+    static constexpr int PACK = 2, TERMS = 2;
+
+    static INLINE Floats power(Floats x) { return exp_roughly(x); }
+    static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
+    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
+        return acc + as<Floats>(a) * as<Floats>(b);
+    }
+};
+
+// bfloat16 whose neighbours are multiplied and added up by one instruction, where there is one.
+#if defined(__AVX512BF16__)
+struct BFloat16Pairs {
     typedef uint16_t Stored, Passed;
     static constexpr int PACK = 2, TERMS = 1;
 
@@ -138,19 +152,7 @@ struct BFloat16 {
     }
 };
 #else
-// Where no instruction takes bfloat16, its neighbours become floats when they are multiplied, and
-// what is passed is float from the start.
-struct BFloat16 {
-    typedef uint16_t Stored;
-    typedef float Passed;
-    static constexpr int PACK = 2, TERMS = 2;
-
-    static INLINE Floats power(Floats x) { return exp(x); }
-    static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
-    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
-        return acc + as<Floats>(a) * as<Floats>(b);
-    }
-};
+typedef BFloat16 BFloat16Pairs;
 #endif
 
 // The first `count` lanes only; those beyond are read as zeros.

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "decode.h"
 #include "elementwise.h"
+#include "fastest.h"
 #include "matmul.h"
 #include "sampling.h"
 
@@ -232,10 +233,11 @@ void run_step(const Program& program, const Step& step) {
 extern "C" {
 
 void quadriga_run(const Program* program, const Step* step) {
-    if (program->is_bfloat16)
-        run_step<BFloat16>(*program, *step);
-    else
-        run_step<Float32>(*program, *step);
+    switch (program->numbers) {
+    case FLOAT32: return run_step<Float32>(*program, *step);
+    case BFLOAT16: return run_step<BFloat16>(*program, *step);
+    default: return run_step<BFloat16Pairs>(*program, *step);
+    }
 }
 
 // A step of [rows] slots, see decode.h. 0, with nothing done, where it is not such a one.
@@ -262,9 +264,9 @@ void quadriga_sample(int64_t* tokens, const float* logits, int64_t stride, int64
 // Of one machine vector.
 int64_t quadriga_vector_bits() { return VECTOR_BITS; }
 
-// How many bytes a number takes that operations pass to each other.
-int64_t quadriga_passed_bytes(int64_t is_bfloat16) {
-    return is_bfloat16 ? sizeof(BFloat16::Passed) : sizeof(Float32::Passed);
+// As which of Numbers this CPU multiplies bfloat16 faster.
+int64_t quadriga_bfloat16() {
+    return is_faster<BFloat16Pairs, BFloat16>() ? BFLOAT16_PAIRS : BFLOAT16;
 }
 
 // The widest head, and the most query heads that share a key head.

@@ -24,6 +24,8 @@ enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, L
 
 enum Format : int64_t { DENSE, INT8, INT4 };
 
+enum Numbers : int64_t { FLOAT32, BFLOAT16, BFLOAT16_PAIRS };  // see numbers.h
+
 struct Matrix {
     int64_t format;
     const uint32_t* panels;  // [panels][panel_units]; what is in a panel is up to the format
@@ -46,7 +48,7 @@ struct Op {
 };
 
 struct Program {
-    int64_t is_bfloat16;
+    int64_t numbers;
     int64_t op_count;
     const Op* ops;
     int64_t heads, kv_heads, head_dim;

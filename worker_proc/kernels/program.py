@@ -47,6 +47,19 @@ class Format(IntEnum):
     INT4 = 2
 
 
+class Numbers(IntEnum):
+    """How they are multiplied: see numbers.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    BFLOAT16_PAIRS = 2
+
+    @property
+    def passed(self) -> torch.dtype:
+        """Of what operations pass to each other."""
+        return torch.bfloat16 if self is Numbers.BFLOAT16_PAIRS else torch.float32
+
+
 class Matrix(ctypes.Structure):
     _fields_ = [
         ("format", ctypes.c_int64),
@@ -77,7 +90,7 @@ class Op(ctypes.Structure):
 
 class Program(ctypes.Structure):
     _fields_ = [
-        ("is_bfloat16", ctypes.c_int64),
+        ("numbers", ctypes.c_int64),
         ("op_count", ctypes.c_int64),
         ("ops", ctypes.POINTER(Op)),
         ("heads", ctypes.c_int64),
@@ -163,8 +176,9 @@ def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
             )
 
 
-def passed_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> torch.dtype:
-    """Of what operations pass to each other: float32 where the CPU cannot multiply the other."""
-    library.quadriga_passed_bytes.restype = ctypes.c_int64
-    passed = library.quadriga_passed_bytes(ctypes.c_int64(dtype == torch.bfloat16))
-    return dtype if passed == dtype.itemsize else torch.float32
+def fastest_numbers(library: ctypes.CDLL, dtype: torch.dtype) -> Numbers:
+    """For this dtype on this CPU, measured."""
+    if dtype == torch.float32:
+        return Numbers.FLOAT32
+    library.quadriga_bfloat16.restype = ctypes.c_int64
+    return Numbers(library.quadriga_bfloat16())

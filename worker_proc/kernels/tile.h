@@ -9,7 +9,7 @@
 // no sum waits for itself.
 #if defined(__AVX512F__)
 template <class E>
-constexpr int TILE_ROWS = 8;
+constexpr int TILE_ROWS = E::TERMS == 1 ? 8 : 12;
 constexpr int TILE_PANELS = 2, FEW_ROWS = 3, WIDE_PANELS = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
 template <class E>
@@ -23,7 +23,7 @@ constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
 
 // What a product fetches meanwhile: one line of each for a unit of depth.
 struct Ahead {
-    const char* lines[TILE_PANELS] = {};
+    const char* lines[WIDE_PANELS] = {};
 };
 
 // One stretch of the inner dimension. A panel is [depth][16 columns] units, `step` units from one
