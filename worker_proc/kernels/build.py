@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 OPENMP = ("-Xpreprocessor", "-fopenmp")
 """For the compiler alone: the linker must not bring a second OpenMP beside torch's."""
 COMPILE_TIMEOUT = 120.0
-"""Seconds; it takes five."""
+"""Seconds; it takes five to ten."""
 
 
 class NoCompiler(ConfigError):
@@ -49,11 +50,23 @@ def _library(say: Callable[[str], None]) -> Path:
     say(f"compiling the kernels for this CPU, once: {' '.join(compiler)}, a few seconds")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        program, built = f"{scratch}/program.o", f"{scratch}/kernels.so"
-        _run([*command, *OPENMP, "-c", str(SOURCES / "program.cpp"), "-o", program])
-        _run([*command, "-shared", *_undefined_is_fine(), program, "-o", built])
+        objects = _compile(command, scratch)
+        built = f"{scratch}/kernels.so"
+        _run([*command, "-shared", *_undefined_is_fine(), *objects, "-o", built])
         os.replace(built, library)
     return library
+
+
+def _compile(command: list[str], folder: str) -> list[str]:
+    """The objects of all sources, made at the same time."""
+    objects = {str(source): f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+    with ThreadPoolExecutor() as threads:
+        list(
+            threads.map(
+                _run, ([*command, *OPENMP, "-c", *("-o", o), s] for s, o in objects.items())
+            )
+        )
+    return list(objects.values())
 
 
 def _run(command: list[str]) -> None:
@@ -91,7 +104,7 @@ def _undefined_is_fine() -> tuple[str, ...]:
 def _key(command: list[str]) -> str:
     """Of everything that the result depends on."""
     digest = hashlib.sha256()
-    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "program.cpp"]:
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.read_bytes())
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     for part in (" ".join(command), platform.machine(), _cpu()):
