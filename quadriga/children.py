@@ -61,7 +61,6 @@ class Children:
         self._python_path = python_path
         self._final = final
         self._informed = informed
-        self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
         self._children: dict[str, ChildProcess] = {}
         self._due: dict[str, float] = {}
         self._restarts = Restarts(args.max_restarts)
@@ -69,6 +68,8 @@ class Children:
         self._selector = selectors.DefaultSelector()
         self._signals = self._catch_signals()
         self._had_terminal = _has_terminal()
+        # Once signals are caught: one that came before would leave it behind.
+        self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
 
     def _catch_signals(self) -> socket.socket:
         """Readable when a person's signal came; its number is the byte."""
