@@ -51,6 +51,7 @@ def _write_to(size: int, enough: threading.Event) -> None:
     for offset in range(0, size, LARGE_PAGE):
         if enough.is_set():
             break
-        ctypes.memset(address + offset, 1, 1)  # other threads go on meanwhile
+        # All of it: not every system has large pages, or one left. Other threads go on meanwhile.
+        ctypes.memset(address + offset, 1, min(LARGE_PAGE, size - offset))
     del first  # what is pointed to cannot be closed
     memory.close()
