@@ -65,8 +65,8 @@ TileProduct choose_tile(int rows, int panels) {
     return panels == 1 ? choose_rows<F, 1>(rows, Rows()) : choose_rows<F, TILE_PANELS>(rows, Rows());
 }
 
-// How the product is cut into pieces, which threads take one after the other: a block of rows by
-// PANELS_A_PIECE panels of columns. All the columns of one block of rows come before the next.
+// How the product is cut into pieces, of which threads take runs: a block of rows by PANELS_A_PIECE
+// panels of columns. All the columns of one block of rows come before the next.
 struct Pieces {
     long rows, row_blocks, columns;
 
@@ -95,7 +95,7 @@ struct Matmul {
 
     // The weights of a piece, if there is one of that number.
     void fetch(long i, Coming& coming) const {
-        if (i >= pieces.columns) return;
+        if (i >= pieces.count()) return;
         long first = pieces.first_panel(i), end = first + PANELS_A_PIECE;
         coming.add(at(first), at(std::min(end, op.matrix.panel_count)));
     }

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "turns.h"
 
 // Waiting threads look for a while, then let others run between two looks, and sleep in the end. A
 // thread that only looks keeps the one it waits for from running where another process needs a
@@ -52,10 +53,6 @@ inline void relax() {
     __builtin_ia32_pause();
 #endif
 }
-
-struct alignas(64) Counter {
-    std::atomic<long> next{0};
-};
 
 constexpr long MOST_TOKENS_A_PIECE = 4;
 
@@ -128,14 +125,9 @@ class Run {
         return *own;
     }
 
-    // Take piece after piece until none is left, each thread that of its number first; `work` also
-    // hears which piece comes next.
     template <class Work>
     void share(std::atomic<long>& next, int id, long count, Work work) {
-        for (long i = id, after; i < count; i = after) {
-            after = threads + next.fetch_add(1, std::memory_order_relaxed);
-            work(i, after < count ? after : -1);
-        }
+        Turns(count, threads).take(next, id, work);
     }
 
     // most: rows in a piece, if there are enough for all threads.
@@ -161,10 +153,13 @@ class Run {
     // Where the thread's first piece of the operation begins to read.
     Coming first_of(const Op& op, int id) const {
         Coming coming;
-        if (is_product(op))
-            Matmul<E>(op, step, rows_of(op), nullptr).fetch(id, coming);
-        else
-            Attend<E>(program, step, op, attention_of(op)).fetch(id, coming);
+        if (is_product(op)) {
+            Matmul<E> matmul(op, step, rows_of(op), nullptr);
+            matmul.fetch(Turns(matmul.pieces.count(), threads).first_piece(id), coming);
+        } else {
+            Attend<E> attend(program, step, op, attention_of(op));
+            attend.fetch(Turns(attend.count(), threads).first_piece(id), coming);
+        }
         return coming;
     }
 
