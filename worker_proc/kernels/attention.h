@@ -42,7 +42,8 @@ void product(float* out, long out_stride, const uint32_t* a, long a_stride, cons
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, stretch, stretches, depth, step, ahead);
+    multiply<E, ROWS, PANELS>(acc, Rows{a, a_stride}, stretch, stretches, depth, step,
+                              ahead ? *ahead : Ahead());
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4

@@ -12,24 +12,24 @@
 // Of the largest tile over a panel that stays in the first-level cache, the least of many times.
 template <class E>
 double tile_seconds() {
-    constexpr int UNITS = 128, TIMES = 50;
+    constexpr int UNITS = 128, TIMES = 50, ROWS = TILE_ROWS<E>;
     alignas(64) static const uint32_t panels[TILE_PANELS * UNITS * LANES] = {};
-    alignas(64) static const uint32_t rows[TILE_ROWS<E> * UNITS * E::TERMS] = {};
+    alignas(64) static const uint32_t rows[ROWS * UNITS * E::TERMS] = {};
     Stretch stretch;
     for (int p = 0; p < TILE_PANELS; p++) stretch.panels[p] = panels + p * UNITS * LANES;
     double least = 1;
     volatile float seen = 0;
     for (int i = 0; i < TIMES; i++) {
-        Floats sums[TILE_ROWS<E>][TILE_PANELS];
+        Floats sums[ROWS][TILE_PANELS];
         for (auto& row : sums)
             for (Floats& sum : row) sum = Floats(seen);
         auto began = std::chrono::steady_clock::now();
-        multiply<E, TILE_ROWS<E>, TILE_PANELS>(sums, rows, UNITS * E::TERMS, &stretch, 1, UNITS,
-                                               LANES, nullptr);
+        multiply<E, ROWS, TILE_PANELS>(sums, dense_rows<E, ROWS>(rows, UNITS * E::TERMS), &stretch, 1,
+                                       UNITS, LANES, Ahead());
         std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
         for (auto& row : sums)
             for (Floats& sum : row) seen = sum[0];
-        least = std::min(least, seconds.count() / TILE_ROWS<E>);
+        least = std::min(least, seconds.count() / ROWS);
     }
     return least;
 }

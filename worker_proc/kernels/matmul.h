@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "program.h"
 #include "quantised.h"
@@ -16,6 +17,9 @@ struct Best {
     float value;
     int64_t column;
 };
+
+// Rows of one tile, as they were passed, to the form in which it takes them.
+typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
 
 // The products of one tile, to floats [rows][out_stride].
 typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
@@ -32,7 +36,8 @@ void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
         for (int p = 0; p < PANELS; p++) acc[r][p] = Floats(0.0f);
     Stretch stretch;
     for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * panel_units;
-    multiply<E, ROWS, PANELS>(acc, a, a_stride, &stretch, 1, int(depth), LANES, &ahead);
+    multiply<E, ROWS, PANELS>(acc, dense_rows<E, ROWS>(a, a_stride), &stretch, 1, depth, LANES,
+                              ahead);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -42,13 +47,17 @@ void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
 template <class E>
 struct Dense {
     static constexpr int ROWS = TILE_ROWS<E>;
+    static constexpr bool PACKED = E::PACKED;
     template <int R, int P>
     static constexpr TileProduct product = tile_product<E, R, P>;
+    template <int R>
+    static constexpr Pack pack = ::pack<E, R>;
 };
 
 template <class Q>
 struct Quantised {
     static constexpr int ROWS = QUANTISED_TILE_ROWS;
+    static constexpr bool PACKED = false;
     template <int R, int P>
     static constexpr TileProduct product = quantised_product<Q, R, P>;
 };
@@ -63,6 +72,12 @@ template <class F>
 TileProduct choose_tile(int rows, int panels) {
     typedef std::make_integer_sequence<int, F::ROWS> Rows;
     return panels == 1 ? choose_rows<F, 1>(rows, Rows()) : choose_rows<F, TILE_PANELS>(rows, Rows());
+}
+
+template <class F, int... ROWS>
+Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr Pack all[] = {F::template pack<ROWS + 1>...};
+    return all[rows - 1];
 }
 
 // How the product is cut into pieces, of which threads take runs: a block of rows by PANELS_A_PIECE
@@ -87,6 +102,7 @@ struct Matmul {
     const Step& step;
     Pieces pieces;
     Best* best;  // MATMUL_BEST: [rows], of this thread
+    long packed_block = -1;
     const int64_t* places;  // of rows in the residual stream, null: in order
 
     Matmul(const Op& op, const Step& step, long rows, Best* best)
@@ -101,7 +117,7 @@ struct Matmul {
     }
 
     // `next`: the piece that this thread computes after this one, -1 for none.
-    void piece(long i, long next) const {
+    void piece(long i, long next) {
         switch (op.matrix.format) {
         case INT8: return piece_of<Quantised<Int8>>(i, next);
         case INT4: return piece_of<Quantised<Int4>>(i, next);
@@ -111,12 +127,13 @@ struct Matmul {
 
   private:
     template <class F>
-    void piece_of(long i, long next) const {
+    void piece_of(long i, long next) {
         const Matrix& m = op.matrix;
         long panel = pieces.first_panel(i), block = i / pieces.columns;
         int panels = int(std::min<long>(PANELS_A_PIECE, m.panel_count - panel));
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
         long tiles = (count + F::ROWS - 1) / F::ROWS;
+        const uint32_t* inputs = F::PACKED && count > 1 ? packed<F>(block, tiles) : input(begin);
         alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
@@ -124,12 +141,32 @@ struct Matmul {
             for (int p = 0; p < panels; p += TILE_PANELS) {
                 int wide = std::min(TILE_PANELS, panels - p);
                 choose_tile<F>(int(end - row), wide)(
-                    sums + p * LANES, PIECE_COLUMNS, input(row), row_words(), at(panel + p),
-                    m.panel_units, m.depth, ahead(next, t, tiles, p, wide));
+                    sums + p * LANES, PIECE_COLUMNS, inputs + (row - begin) * row_words(),
+                    row_words(), at(panel + p), m.panel_units, m.depth,
+                    ahead(next, t, tiles, p, wide));
             }
             for (long r = row; r < end; r++)
                 finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
         }
+    }
+
+    // The rows of a block, each tile packed; this thread keeps the last one.
+    template <class F>
+    const uint32_t* packed(long block, long tiles) {
+        static thread_local std::vector<uint32_t> own;
+        if constexpr (F::PACKED) {
+            if (block == packed_block) return own.data();
+            packed_block = block;
+            long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
+            if (long(own.size()) < count * row_words()) own.resize(count * row_words());
+            for (long t = 0; t < tiles; t++) {
+                long row = t * count / tiles, rows = (t + 1) * count / tiles - row;
+                choose_pack<F>(int(rows), std::make_integer_sequence<int, F::ROWS>())(
+                    own.data() + row * row_words(), input(begin + row), row_words(),
+                    op.matrix.depth);
+            }
+        }
+        return own.data();
     }
 
     long row_words() const {
@@ -176,9 +213,9 @@ struct Matmul {
     // Where the sums of one row go, for the columns from `column` on.
     INLINE char* output_of(long row, long column) const {
         long start = (places ? places[row] : row) * step.strides[op.output];
-        return (char*)step.buffers[op.output] + (start + column / columns_a_number()) * number_bytes();
+        return (char*)step.buffers[op.output] + (start + (column >> halved())) * number_bytes();
     }
-    long columns_a_number() const { return op.kind == MATMUL_SWIGLU ? 2 : 1; }
+    int halved() const { return op.kind == MATMUL_SWIGLU; }  // two columns become one number
     long number_bytes() const {
         return op.kind == MATMUL_SWIGLU || op.kind == MATMUL_GELU ? sizeof(Passed) : sizeof(float);
     }
@@ -187,7 +224,7 @@ struct Matmul {
     // tile is multiplied.
     INLINE void fetch_outputs(long row, long end, long column, int panels) const {
         if (op.kind == MATMUL_BEST) return;
-        long bytes = panels * LANES / columns_a_number() * number_bytes();
+        long bytes = (panels * LANES >> halved()) * number_bytes();
         for (; row < end; row++)
             for (long line = 0; line < bytes; line += 64)
                 __builtin_prefetch(output_of(row, column) + line, 1, 3);

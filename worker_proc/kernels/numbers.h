@@ -21,6 +21,19 @@ INLINE Floats from_bytes(const int8_t* from) {
 #endif
 }
 
+// acc + x b, of a float in memory. Where it meets several b, compilers load x apart.
+INLINE Floats add_product(Floats acc, const uint32_t* x, Floats b) {
+#if defined(__AVX512F__)
+    return Floats::of([&](int i) INLINED {
+        Floats::Part sum = acc.parts[i];
+        asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b.parts[i]), "m"(*x));
+        return sum;
+    });
+#else
+    return acc + as<Floats>(Words(*x)) * b;
+#endif
+}
+
 // x times 2 to the power of n, a whole number.
 INLINE Floats scale(Floats x, Floats n) {
 #if defined(__AVX512F__)
@@ -110,15 +123,20 @@ INLINE void narrow_one(uint16_t* to, float x) {
 // neighbours.
 // Stored: of weights, keys and values. Passed: what operations pass to each other.
 // TERMS: so many words of what is passed meet one unit; term(unit, i) is what meets the i-th.
+// PACKED: rows are packed before they are multiplied, see rows.h.
 // power(x): e^x, as exact as what it is multiplied by.
 struct Float32 {
     typedef float Stored, Passed;
     static constexpr int PACK = 1, TERMS = 1;
+    static constexpr bool PACKED = true;
 
     static INLINE Floats power(Floats x) { return exp(x); }
     static INLINE Words term(Words unit, int) { return unit; }
     static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
         return acc + as<Floats>(a) * as<Floats>(b);
+    }
+    static INLINE Floats multiply_add(Floats acc, const uint32_t* a, Words b) {
+        return add_product(acc, a, as<Floats>(b));
     }
 };
 
@@ -128,11 +146,15 @@ struct BFloat16 {
     typedef uint16_t Stored;
     typedef float Passed;
     static constexpr int PACK = 2, TERMS = 2;
+    static constexpr bool PACKED = true;
 
     static INLINE Floats power(Floats x) { return exp_roughly(x); }
     static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
     static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
         return acc + as<Floats>(a) * as<Floats>(b);
+    }
+    static INLINE Floats multiply_add(Floats acc, const uint32_t* a, Words b) {
+        return add_product(acc, a, as<Floats>(b));
     }
 };
 
@@ -141,6 +163,7 @@ struct BFloat16 {
 struct BFloat16Pairs {
     typedef uint16_t Stored, Passed;
     static constexpr int PACK = 2, TERMS = 1;
+    static constexpr bool PACKED = false;
 
     static INLINE Floats power(Floats x) { return exp_roughly(x); }
     static INLINE Words term(Words unit, int) { return unit; }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "fetch.h"
-#include "numbers.h"
+#include "rows.h"
 
 // Rows and 16-column panels of the largest tile: as many sums as registers hold, beside a unit of
 // each panel and, where it takes several products, its term. Of few rows a tile is wider, so that
@@ -21,7 +21,7 @@ constexpr int TILE_ROWS = E::TERMS == 1 ? 3 : 2;
 constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
 #endif
 
-// What a product fetches meanwhile: one line of each for a unit of depth.
+// What a product fetches meanwhile: one line of each for a unit of depth, but for null.
 struct Ahead {
     const char* lines[WIDE_PANELS] = {};
 };
@@ -32,12 +32,11 @@ struct Stretch {
     const uint32_t* panels[WIDE_PANELS];
 };
 
-// acc[row][panel] += a[row] x panel, over `stretches` of `depth` units each; what meets them lies
-// one after the other in a's rows. ahead: null, or of no more panels than it has room for.
-template <class E, int ROWS, int PANELS>
-INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stride,
-                     const Stretch* stretch, int stretches, int depth, long step,
-                     const Ahead* ahead) {
+// acc[row][panel] += rows[row] x panel, over `stretches` of `depth` units each; what meets them lies
+// one after the other in the rows, Rows or PackedRows.
+template <class E, int ROWS, int PANELS, class R>
+INLINE void multiply(Floats (&acc)[ROWS][PANELS], const R rows, const Stretch* stretch,
+                     int stretches, long depth, long step, const Ahead ahead) {
     // Every loop over sums is unrolled, or they would pass through memory.
     // Few sums would wait for themselves: then each term has its own.
     constexpr int CHAINS = ROWS * PANELS <= 3 ? E::TERMS : 1;
@@ -49,14 +48,14 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stri
             sums[0][r][p] = acc[r][p];
             if (CHAINS == 2) sums[CHAINS - 1][r][p] = Floats(0.0f);
         }
-    for (int s = 0; s < stretches; s++, a += depth * E::TERMS) {
-        for (int k = 0; k < depth; k++) {
+    long unit = 0;
+    for (int s = 0; s < stretches; s++) {
+        for (long k = 0; k < depth; k++, unit++) {
             Words b[PANELS];
 #pragma GCC unroll 4
             for (int p = 0; p < PANELS; p++) {
                 b[p] = load<Words>(stretch[s].panels[p] + k * step);
-                if (ahead && ahead->lines[p])
-                    __builtin_prefetch(ahead->lines[p] + (s * depth + k) * 64L, 0, 2);
+                if (ahead.lines[p]) __builtin_prefetch(ahead.lines[p] + unit * 64, 0, 2);
             }
 #pragma GCC unroll 2
             for (int t = 0; t < E::TERMS; t++) {
@@ -65,7 +64,7 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const uint32_t* a, long a_stri
                 for (int p = 0; p < PANELS; p++) terms[p] = E::term(b[p], t);
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
-                    Words x = a[r * a_stride + k * E::TERMS + t];
+                    auto x = rows.template meets<E>(unit, t, r);
 #pragma GCC unroll 4
                     for (int p = 0; p < PANELS; p++)
                         sums[t % CHAINS][r][p] =
