@@ -11,8 +11,9 @@
 
 constexpr int MOST_SHARED = 128;  // query heads that may share a key head
 constexpr int MOST_QUERIES = std::max(QUERY_BLOCK, MOST_SHARED);
-// Of one query: memory is read the more evenly the smaller the blocks are.
-constexpr int KEY_PANELS_OF_ONE = 2;
+// Of one query. Where the next block is fetched in goes, memory is read the more evenly the smaller
+// the blocks are.
+inline const int KEY_PANELS_OF_ONE = PREFETCHES_WAIT ? KEY_PANELS : 2;
 constexpr float LOWEST = -3e38f;  // below every score
 
 // One thread's memory for one block of queries.
@@ -173,11 +174,11 @@ struct Attend {
     }
 
     // Whether the products of a block fetch the next block meanwhile, line by line: a decode's, where
-    // each finds as many keys or values there as it reads itself.
+    // each finds as many keys or values there as it reads itself, and the values that it reads of
+    // one panel do not end within another.
     bool evenly(const Item& item, const KeyBlock& block, const KeyBlock& after) const {
-        bool alike = block.count == KEY_PANELS_OF_ONE && after.count == KEY_PANELS_OF_ONE;
-        return PREFETCHES_WAIT && item.count == 1 && alike && pages.direct() &&
-               program.dim % (KEY_PANELS_OF_ONE * LANES) == 0;
+        bool alike = block.count == after.count && program.dim / LANES % block.count == 0;
+        return PREFETCHES_WAIT && item.count == 1 && alike && pages.direct();
     }
 
     // What the product of panels `first` to `first + wide` of keys fetches.
@@ -192,7 +193,7 @@ struct Attend {
         Ahead ahead;
         long columns = program.dim / LANES, bytes = pages.panel_bytes() / 2;
         for (int p = 0; p < wide; p++) {
-            long column = (first + p) * KEY_PANELS_OF_ONE;  // as the values of a panel are counted
+            long column = (first + p) * next.count;  // as the values of a panel are counted
             const char* values = (const char*)next.panels[column / columns] + bytes;
             ahead.lines[p] = values + column % columns * (bytes / columns);
         }
@@ -256,8 +257,8 @@ struct Attend {
         int plain = all_seen && !program.int8_pages ? block.count : 0;
         if (plain == KEY_PANELS)
             weigh_block<KEY_PANELS>(block, rows, first, s);
-        else if (plain == KEY_PANELS_OF_ONE)
-            weigh_block<KEY_PANELS_OF_ONE>(block, rows, first, s);
+        else if (plain == 2)
+            weigh_block<2>(block, rows, first, s);
         else
             weigh_block<0>(block, rows, first, s);
     }

@@ -24,9 +24,13 @@ struct Pages {
     const Program& program;
     const Step& step;
     char* pool;
+    unsigned panels_a_page;  // where they are panelled
 
     Pages(const Program& program, const Step& step, long layer)
-        : program(program), step(step), pool((char*)program.pools[layer]) {}
+        : program(program),
+          step(step),
+          pool((char*)program.pools[layer]),
+          panels_a_page(program.page_size / LANES) {}
 
     // Panels can be multiplied where they lie.
     bool direct() const { return panelled() && !program.int8_pages; }
@@ -92,8 +96,9 @@ struct Pages {
     }
 
     long panel_number(long row, long position, long kv_head) const {
-        long offset = position % program.page_size / LANES;
-        long panel = page(row, position) * (program.page_size / LANES) + offset;
+        unsigned number = unsigned(position) / LANES;  // divided faster than a long
+        const int64_t* pages = step.page_table + step.slots[row] * step.page_stride;
+        long panel = pages[number / panels_a_page] * panels_a_page + number % panels_a_page;
         return panel * program.kv_heads + kv_head;
     }
 
