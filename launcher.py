@@ -174,7 +174,8 @@ class Launcher:
         if outcome is None:
             say(f"{timeout:g} s are over: aborting what is left")
             reason = "the server stopped before this request had finished"
-            self._children["scheduler_proc"].order(ABORT, reason)
+            for name in ("tokenizer_proc", "scheduler_proc"):
+                self._children[name].order(ABORT, reason)
             outcome = self._wait_for_exits(ABORT_TIMEOUT)
         if outcome is None:
             say("error: some process did not stop in time and is killed")

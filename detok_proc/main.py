@@ -69,7 +69,7 @@ def serve(
                 session = _begin(detokenizer, scheduler)
             elif isinstance(message, InfoReply):
                 info = encode(_with_own_pid(message.info))
-                delivery.send_frames(message.client, info, encode(Delivered()))
+                delivery.send_frames(message.client, info, encode(Delivered(inspected=True)))
             elif message.session == session:
                 deliver(message, detokenizer, delivery, scheduler)
 

@@ -56,16 +56,13 @@ class FrontDoorArgs:
     insecure: bool = flag(
         False, "serve other machines without keys: whoever reaches the socket may use it"
     )
-    tokenize_workers: int = flag(2, "threads that encode text")
+    tokenize_workers: int = flag(2, "processes that encode long texts")
     allow_auto_truncate: bool = flag(False, "keep the last tokens of a prompt that is too long")
     sampling_defaults: str = flag(
         "model",
         "where temperature, top_k, top_p, min_p and repetition_penalty come from if a request has"
         " none: the model's generation_config.json, or openai: 1, off, 1, 0, 1",
         ("model", "openai"),
-    )
-    max_requests_per_client: int | None = flag(
-        None, "open requests of one client; over it a request is refused at once (default: any)"
     )
     queue_timeout: float | None = flag(
         None, "seconds that a request may wait to be admitted (default: no limit)"
@@ -76,7 +73,6 @@ class FrontDoorArgs:
 
     def validate(self) -> None:
         positive("tokenize_workers", self.tokenize_workers)
-        positive("max_requests_per_client", self.max_requests_per_client)
         positive("queue_timeout", self.queue_timeout)
         positive("request_timeout", self.request_timeout)
         # Not ipc: a second server would take the path over in silence.

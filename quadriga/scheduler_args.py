@@ -30,6 +30,9 @@ class SchedulerArgs:
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
+    max_requests_per_client: int | None = flag(
+        None, "open requests of one client; over it a request is refused at once (default: any)"
+    )
     batch_mode: str = flag("mixed", "what a step computes: see docs/scheduling.md", BATCH_MODES)
     decode_first: bool = flag(False, "the same as --batch-mode decode-first")
     batching: str = flag(
@@ -73,6 +76,7 @@ class SchedulerArgs:
             "prefill_max_tokens",
             "max_running_requests",
             "max_queued_requests",
+            "max_requests_per_client",
             "pack_lookahead",
             "pack_fifo_every",
             "priority_preemption_threshold",

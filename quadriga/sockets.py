@@ -8,6 +8,7 @@ import asyncio
 import functools
 import math
 import operator
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,12 @@ from quadriga.messages.public import MAX_FRAME_BYTES
 
 LINGER_MS = 2000
 CLIENT_QUEUE_MESSAGES = 4096
-"""A client with so many unread messages is cut off."""
+"""Messages that wait at a client to be read by it."""
+ROUTER_QUEUE_MESSAGES = 16
+"""Messages of one client that wait in the ROUTER, in each direction: libzmq bounds their number and
+not their bytes. What is more waits in clients.py, where the bytes are known, or at the client."""
+RECEIVE_BUDGET_S = 0.005
+"""Messages are received for so long before the event loop turns to something else."""
 HEARTBEAT_MS = 5000
 RECONNECT_MS = 20
 POLLIN = int(zmq.POLLIN)
@@ -101,9 +107,9 @@ def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[b
     prepare(socket)
     socket.router_mandatory = True
     socket.router_handover = True
-    socket.sndhwm = CLIENT_QUEUE_MESSAGES
-    socket.rcvhwm = CLIENT_QUEUE_MESSAGES
-    socket.maxmsgsize = 10 * MAX_FRAME_BYTES
+    socket.sndhwm = ROUTER_QUEUE_MESSAGES
+    socket.rcvhwm = ROUTER_QUEUE_MESSAGES
+    socket.maxmsgsize = 2 * MAX_FRAME_BYTES
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
     socket.handshake_ivl = 2 * HEARTBEAT_MS
@@ -223,11 +229,15 @@ class AsyncPort:
     def _pump(self) -> None:
         self._scheduled = False
         self._first()
-        self.receive()
+        self.receive(budget_s=RECEIVE_BUDGET_S)
 
-    def receive(self, most: int = 64) -> None:
-        """Take in what has come; the rest of it a little later."""
+    def receive(self, most: int = 64, budget_s: float = math.inf) -> None:
+        """Take in what has come, for at most so many messages and seconds; the rest of it a little
+        later."""
+        began = time.monotonic()
         for _ in range(most):
+            if time.monotonic() - began > budget_s:
+                break
             if self.socket.closed or not _has_come(self.socket):
                 return
             if frames := self._next():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_MATCH = 256
 """Characters that a match may have, at most."""
-MAX_REPEATS = 10_000
+MAX_REPEATS = 1000
 _REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
 
 

@@ -134,3 +134,13 @@ def check_queue(waiting: int, count: int, limit: int) -> None:
             f" try again in {RETRY_AFTER:g} s",
             RETRY_AFTER,
         )
+
+
+def check_client(num_open: int, limit: int | None) -> None:
+    """Raise QueueFull where a client with so many open requests may not have another one."""
+    if limit is not None and num_open >= limit:
+        raise QueueFull(
+            f"this client has {num_open} open requests and --max-requests-per-client is {limit};"
+            f" wait until one has ended, or try again in {RETRY_AFTER:g} s",
+            RETRY_AFTER,
+        )

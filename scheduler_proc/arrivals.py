@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-from quadriga.errors import QuadrigaError
+from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.messages.to_scheduler import Submit
 from quadriga.scheduler_args import SchedulerArgs
-from scheduler_proc.admission import check_queue
+from scheduler_proc.admission import check_client, check_queue
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.grammars import Grammars
 from scheduler_proc.journal import Journal, NoJournal
@@ -32,7 +32,7 @@ class Arrivals:
         grammars: Grammars,
         fail: Callable[[Request, QuadrigaError], None],
     ) -> None:
-        self._limit = args.max_queued_requests
+        self._args = args
         self._requests = requests
         self._texts = texts
         self._journal = journal
@@ -40,6 +40,7 @@ class Arrivals:
         self._grammars = grammars
         self._fail = fail
         self.planner: Planner | None = None
+        self.is_draining = False
 
     @property
     def num_queued(self) -> int:
@@ -71,6 +72,7 @@ class Arrivals:
         if self._is_known(message):
             return
         queued = self.num_waiting
+        num_open = self._requests.num_names_of(message.client)
         self._texts.begins(message.client, message.request_id)
         requests = self._requests.add(message)
         self._journal.accepted(message, requests)
@@ -78,7 +80,7 @@ class Arrivals:
             self._texts.tell(requests, [], queued)
         try:
             if not message.again:
-                check_queue(queued, len(requests), self._limit)
+                self._check_welcome(queued, len(requests), num_open)
         except QuadrigaError as error:
             for request in requests:
                 self._fail(request, error)
@@ -86,6 +88,20 @@ class Arrivals:
         for request in requests:
             self._deadlines.watch(request)
             self.hold_or_enqueue(request)
+
+    def _check_welcome(self, num_queued: int, num_choices: int, num_open: int) -> None:
+        """Raise where a new request may not come in. The front door has checked the same, as far
+        as it knew; one that replaces another lets everything pass that a client sends again.
+
+        Args:
+            num_queued: requests that wait.
+            num_choices: of the new request.
+            num_open: other open requests of its client.
+        """
+        if self.is_draining:
+            raise ServerStopping("the server is stopping and takes no new requests")
+        check_queue(num_queued, num_choices, self._args.max_queued_requests)
+        check_client(num_open, self._args.max_requests_per_client)
 
     def _is_known(self, message: Submit) -> bool:
         """It was accepted before. A client that has sent it again is told all there is of it."""

@@ -50,6 +50,10 @@ class LiveRequests:
             return list(chain.from_iterable(mine.values()))
         return list(mine.get(request_id, ()))
 
+    def num_names_of(self, client: bytes) -> int:
+        """Return how many requests of a client have not ended, each counted once."""
+        return len(self._by_client.get(client, ()))
+
     def remove(self, request: Request) -> None:
         del self._by_seq[request.seq]
         mine = self._by_client[request.client]

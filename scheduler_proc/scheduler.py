@@ -82,7 +82,6 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._grammars = Grammars(worker)
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._draining = False
         self._said_all_told = False
         self.stopped = False
         self.wake_at: float | None = None
@@ -122,7 +121,7 @@ class Scheduler:
             self._run_batch(batch, now)
         self._flush_output()
         self._journal.commit()
-        if self._draining and not self._said_all_told and self._is_empty:
+        if self.arrivals.is_draining and not self._said_all_told and self._is_empty:
             self._said_all_told = True
             self._detok.send(AllTold())
 
@@ -222,7 +221,7 @@ class Scheduler:
             case Inspect():
                 self._detok.send(self._report.answer(message))
             case Drain():
-                self._draining = True
+                self.arrivals.is_draining = True
                 self._said_all_told = False
             case Leave():
                 self._stop()

@@ -15,8 +15,8 @@ from quadriga.grammar import Grammar
 from quadriga.model_source import ModelFiles
 
 CHECKED_AT_ONCE = 2
-MOST_WAITING = 64
-"""Different ones."""
+MAX_WAITING, MAX_WAITING_ACCEPTED = 64, 1024
+"""Different ones: for new requests, and for those that were let in before and come again."""
 RETRY_AFTER = 1.0
 """Seconds. Most grammars take milliseconds, and none more than half a second."""
 REMEMBERED = 128
@@ -39,13 +39,15 @@ class GrammarDoor:
         self._command = [*module, path, str(model.vocab_size), eos]
         self._threads = ThreadPoolExecutor(CHECKED_AT_ONCE, thread_name_prefix="grammar")
         self._mine = threading.local()
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._is_closed = False
         self._forms: OrderedDict[Grammar, str] = OrderedDict()
         self._asked: dict[Grammar, list[Then]] = {}
 
-    def check(self, grammar: Grammar, then: Then, resent: bool) -> None:
+    def check(self, grammar: Grammar, then: Then, is_new: bool) -> None:
         """Call `then` with a future that holds the grammar's form, or InvalidRequest, or QueueFull;
         at once where the grammar was checked lately, or too many wait. Requests that want the same
-        one wait together. resent: the request was let in before, and is not refused now."""
+        one wait together. is_new: the request was not let in before."""
         if grammar in self._asked:
             self._asked[grammar].append(then)
             return
@@ -56,9 +58,10 @@ class GrammarDoor:
             done.set_result(self._forms[grammar])
             then(done)
             return
-        if len(self._asked) >= MOST_WAITING and not resent:
+        limit = MAX_WAITING if is_new else MAX_WAITING_ACCEPTED
+        if len(self._asked) >= limit:
             why = (
-                f"{MOST_WAITING} grammars wait to be checked, the most that may; try again in"
+                f"{limit} grammars wait to be checked, the most that may; try again in"
                 f" {RETRY_AFTER:g} s"
             )
             done.set_exception(QueueFull(why, RETRY_AFTER))
@@ -68,7 +71,16 @@ class GrammarDoor:
         future = loop.run_in_executor(self._threads, self._ask, grammar)
         future.add_done_callback(lambda answer: self._answered(grammar, answer))
 
+    def close(self) -> None:
+        """End the processes, whatever they are at. What waits for them is not answered."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes.copy():
+            process.kill()
+
     def _answered(self, grammar: Grammar, answer: "asyncio.Future[str]") -> None:
+        if answer.cancelled():
+            return
         if answer.exception() is None:
             self._forms[grammar] = answer.result()
             if len(self._forms) > REMEMBERED:
@@ -79,6 +91,8 @@ class GrammarDoor:
 
     def _ask(self, grammar: Grammar) -> str:
         for _ in range(TRIES):
+            if self._is_closed:
+                raise RequestFailed("the server is stopping")
             try:
                 form, error = self._answer_of_process(grammar)
                 break
@@ -106,6 +120,7 @@ class GrammarDoor:
             process = self._mine.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
+            self._processes.add(process)
         return process
 
     def _end_process(self) -> None:
@@ -113,6 +128,7 @@ class GrammarDoor:
         process: subprocess.Popen[str] | None = getattr(self._mine, "process", None)
         if process is not None:
             self._mine.process = None
+            self._processes.discard(process)
             process.kill()
             with suppress(OSError), process:  # what was written to it cannot be flushed any more
                 pass

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from quadriga.errors import QueueFull
 
-MOST_BYTES_IN_WORK = 256 * 1024 * 1024
-"""Of messages whose prompts are being encoded or whose grammars are being checked."""
 ENDINGS_SEEN = 64
 """So many endings tell how fast requests end."""
 SHORTEST_RETRY, LONGEST_RETRY = 1, 60
@@ -35,18 +33,11 @@ class Load:
         self._clock = clock
         self._waiting = 0
         self._let_in_since = 0
-        self._in_work = 0
-        self._bytes_in_work = 0
         self._endings: deque[float] = deque(maxlen=ENDINGS_SEEN)
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is being encoded or checked."""
-        return not self._in_work
-
-    def check(self, open_requests: int, choices: int, size: int) -> None:
-        """Raise QueueFull where a request of `size` bytes may not come in now, from a client that
-        has so many open ones."""
+    def check(self, open_requests: int, choices: int) -> None:
+        """Raise QueueFull where a request may not come in now, from a client that has so many open
+        ones."""
         waiting = self._waiting + self._let_in_since
         if waiting + choices > self._max_queued:
             after = self._retry_after(self._max_queued / 4)
@@ -62,12 +53,6 @@ class Load:
                 f" {self._max_per_client}; wait until one has ended, or try again in {after} s",
                 after,
             )
-        if self._bytes_in_work and self._bytes_in_work + size > MOST_BYTES_IN_WORK:
-            raise QueueFull(
-                f"prompts of {self._bytes_in_work} bytes are being encoded, and at most"
-                f" {MOST_BYTES_IN_WORK} may be; try again in {SHORTEST_RETRY} s",
-                SHORTEST_RETRY,
-            )
 
     def _retry_after(self, endings: float) -> int:
         """Seconds until so many requests have probably ended."""
@@ -76,16 +61,9 @@ class Load:
         seconds = (self._clock() - self._endings[0]) / len(self._endings) * endings
         return min(LONGEST_RETRY, max(SHORTEST_RETRY, math.ceil(seconds)))
 
-    def let_in(self, choices: int, size: int) -> None:
-        """A request of `size` bytes is worked on."""
+    def let_in(self, choices: int) -> None:
+        """So many are on their way to the scheduler."""
         self._let_in_since += choices
-        self._in_work += 1
-        self._bytes_in_work += size
-
-    def worked_off(self, size: int) -> None:
-        """What was let in went on to the scheduler, or was refused."""
-        self._in_work -= 1
-        self._bytes_in_work -= size
 
     def ended(self, choices: int) -> None:
         """So many have ended."""

@@ -5,36 +5,83 @@ import gc
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 
 from quadriga.curve import Guard
 from quadriga.errors import ServerFailed
 from quadriga.faults import faulty_callback
-from quadriga.model_source import resolve_model
-from quadriga.process import DRAIN, FAIL, REPLACED, Child, run_child
+from quadriga.messages.public import InfoValues
+from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.process import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
 from quadriga.sockets import AsyncPort, ConnectionWatch, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
 from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.facts import facts_of
 from tokenizer_proc.front_door import FrontDoor
+from tokenizer_proc.grammars import GrammarDoor
+from tokenizer_proc.load import Load
+from tokenizer_proc.prepare import Preparer
+from tokenizer_proc.prepare_pool import PreparePool
+from tokenizer_proc.prepare_worker import ForkServer
 
 LAST_WORDS = 1.0
 """Seconds that the last messages to clients may take when the server ends."""
 
 
+class Loaded(NamedTuple):
+    """What is there before the process has threads or sockets, so that it can fork."""
+
+    model: ModelFiles
+    preparer: Preparer
+    fork_server: ForkServer
+    facts: InfoValues
+
+
 def main() -> None:
-    run_child("tokenizer_proc", lambda child: uvloop.run(serve(child)), gives_way=True)
+    run_child("tokenizer_proc", _run, gives_way=True)
 
 
-async def serve(child: Child) -> None:
+def _run(child: Child) -> None:
+    loaded = _load(child)
+    uvloop.run(serve(child, loaded))
+
+
+def _load(child: Child) -> Loaded:
+    began = time.monotonic()
+    config = child.config
+    model = resolve_model(config.model)
+    chat = ChatTemplate(model.tokenizer_dir)
+    encoder = Encoder(load_tokenizer(model.tokenizer_dir), chat)
+    preparer = Preparer(config.front_door, model, encoder)
+    fork_server = ForkServer(preparer.prepare_frame)
+    pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
+    child.phase("load tokenizer", time.monotonic() - began)
+    return Loaded(model, preparer, fork_server, facts_of(config, model, chat, pids))
+
+
+async def serve(child: Child, loaded: Loaded) -> None:
     config = child.config
     endpoint, curve_dir = config.front_door.endpoint, config.front_door.curve_dir
     guard = Guard(Path(curve_dir)) if curve_dir else None
     public = bind_front_door(endpoint, guard.prepare) if guard else bind_front_door(endpoint)
     deliveries = bind_frames(child.endpoints.delivery)
-    door = _make_door(child)
+    pool = PreparePool(loaded.fork_server, config.front_door.tokenize_workers)
+    pool.open()
+    grammars = GrammarDoor(loaded.model)
+    scheduler = config.scheduler
+    door = FrontDoor(
+        config.front_door,
+        Load(scheduler.max_queued_requests, scheduler.max_requests_per_client),
+        loaded.preparer,
+        pool,
+        grammars,
+        Outbox(child.endpoints.scheduler),
+        loaded.facts,
+        replaces=child.again,
+    )
     port = (
         guard.port(public, door.on_public, door.clients.bar)
         if guard
@@ -51,6 +98,8 @@ async def serve(child: Child) -> None:
         child.lifeline.fileno(), lambda: _take_orders(child, door)
     )
     await door.ended.wait()
+    pool.close()
+    grammars.close()
     watch.close()
     delivery_port.close()
     port.close(LAST_WORDS)
@@ -58,32 +107,14 @@ async def serve(child: Child) -> None:
         guard.close()
 
 
-def _make_door(child: Child) -> FrontDoor:
-    began = time.monotonic()
-    config = child.config
-    model = resolve_model(config.model)
-    chat = ChatTemplate(model.tokenizer_dir)
-    tokenizer = load_tokenizer(model.tokenizer_dir)
-    encoder = Encoder(tokenizer, chat, config.front_door.tokenize_workers)
-    child.phase("load tokenizer", time.monotonic() - began)
-    pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
-    return FrontDoor(
-        config.front_door,
-        config.scheduler.max_queued_requests,
-        model,
-        encoder,
-        Outbox(child.endpoints.scheduler),
-        facts_of(config, model, chat, pids),
-        again=child.again,
-    )
-
-
 def _take_orders(child: Child, door: FrontDoor) -> None:
     for order, argument in child.lifeline.take_orders():
         if order == DRAIN:
-            door.drain()
+            door.intake.drain()
+        elif order == ABORT:
+            door.intake.abort_incoming(argument)
         elif order == REPLACED and argument == "scheduler_proc":
-            door.scheduler_was_replaced()
+            door.intake.scheduler_was_replaced()
         elif order == FAIL:
             door.clients.tell_all(ServerFailed(argument))
             door.ended.set()

@@ -2,8 +2,9 @@
 
 import secrets
 from array import array
-from typing import Any
+from typing import NamedTuple
 
+import msgpack
 import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
@@ -19,12 +20,36 @@ MAX_PRIORITY = 1000
 MAX_TIMEOUT = 7 * 24 * 3600
 """Seconds."""
 
+PEEKED_BYTES = 1024
+"""Hold the first fields of every message whose request_id is not too long."""
+
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
-_decode_anything = msgspec.msgpack.Decoder().decode
 
 
-def parse(frames: list[bytes]) -> ClientMessage:
-    """One message from its frames. Raises InvalidRequest for whatever is not one."""
+class Header(NamedTuple):
+    """The first fields of a message, "" where they are missing or of another type."""
+
+    tag: str
+    request_id: str
+
+
+def peek(frame: bytes) -> Header:
+    """Return the header of a message, in time that does not grow with the message."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(frame[:PEEKED_BYTES])
+    try:
+        num_fields = unpacker.read_array_header()
+        tag, _, request_id = [unpacker.unpack() if i < num_fields else "" for i in range(3)]
+    except (msgpack.UnpackException, ValueError):
+        return Header("", "")
+    return Header(
+        tag if isinstance(tag, str) else "",
+        request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else "",
+    )
+
+
+def only_frame(frames: list[bytes]) -> bytes:
+    """Return the one frame of a message. Raises InvalidRequest for several, or one too long."""
     if len(frames) != 1:
         raise InvalidRequest(f"a message is 1 frame, this one has {len(frames)}")
     if len(frames[0]) > MAX_FRAME_BYTES:
@@ -33,8 +58,14 @@ def parse(frames: list[bytes]) -> ClientMessage:
             " shorten the prompt",
             "prompt",
         )
+    return frames[0]
+
+
+def parse(frames: list[bytes]) -> ClientMessage:
+    """One message from its frames. Raises InvalidRequest for whatever is not one."""
+    frame = only_frame(frames)
     try:
-        message: ClientMessage = _decode(frames[0])
+        message: ClientMessage = _decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"unreadable message: {error}; see docs/protocol.md") from None
     if message.version != PROTOCOL_VERSION:
@@ -44,16 +75,6 @@ def parse(frames: list[bytes]) -> ClientMessage:
             "version",
         )
     return message
-
-
-def salvage_request_id(frames: list[bytes]) -> str:
-    """The id that a refused message would have had, or "": its sender may be waiting for it."""
-    try:
-        fields: Any = _decode_anything(frames[0])
-        request_id = fields[2]
-    except Exception:
-        return ""
-    return request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else ""
 
 
 def check_request_id(request_id: str) -> None:

@@ -11,7 +11,11 @@ from quadriga.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""A larger public frame is refused by name; ten times as much ends the connection."""
+"""A larger public frame is refused by name; twice as much ends the connection."""
+MAX_TURNS = 4096
+MAX_ROLE_CHARS = 64
+MAX_NAME_CHARS = 256
+"""Of a chat's messages; the last one holds for tool call ids as well."""
 
 
 # --- client -> tokenizer_proc ---------------------------------------------------------------------

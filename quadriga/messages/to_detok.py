@@ -120,12 +120,14 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
 
     ended: ids of the client's requests that it ends, each as often as choices of it end. waiting:
     requests in the waiting queue, where the message tells. settled: the scheduler's numbers of
-    those, of any client, whose ends have come with this message or with one before it.
+    those, of any client, whose ends have come with this message or with one before it. inspected:
+    the message is the answer to an Inspect.
     """
 
     ended: list[str] = []
     waiting: int | None = None
     settled: list[int] = []
+    inspected: bool = False
 
 
 DetokMessage = StepOutput | InfoReply | NewScheduler | AllTold | StopDetok

@@ -11,7 +11,7 @@ import pytest
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.grammar import Grammar
 from quadriga.model_source import ModelFiles
-from tokenizer_proc.grammars import MOST_WAITING, TRIES, GrammarDoor
+from tokenizer_proc.grammars import MAX_WAITING, TRIES, GrammarDoor
 
 Answers = list[str]
 
@@ -64,33 +64,33 @@ async def until(done: Callable[[], bool]) -> None:
 def test_requests_that_want_the_same_grammar_wait_together_however_many() -> None:
     async def run() -> None:
         door, answers = SlowDoor(), Answers()
-        count = 3 * MOST_WAITING
+        count = 3 * MAX_WAITING
         for _ in range(count):
-            door.check(Grammar("regex", "a+"), into(answers), resent=False)
+            door.check(Grammar("regex", "a+"), into(answers), is_new=True)
         assert answers == []
         door.go.set()
         await until(lambda: len(answers) == count)
         assert set(answers) == {"form of a+"}
         assert len(door.checked) == 1
-        door.check(Grammar("regex", "a+"), into(answers), resent=False)
+        door.check(Grammar("regex", "a+"), into(answers), is_new=True)
         assert len(answers) == count + 1
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("resent", [False, True])
+@pytest.mark.parametrize("is_new", [True, False])
 def test_of_too_many_different_ones_the_last_is_refused_unless_it_was_let_in_before(
-    resent: bool,
+    is_new: bool,
 ) -> None:
     async def run() -> None:
         door, answers, last = SlowDoor(), Answers(), Answers()
-        for number in range(MOST_WAITING):
-            door.check(Grammar("regex", str(number)), into(answers), resent=False)
-        door.check(Grammar("regex", "one more"), into(last), resent=resent)
-        assert last == ([] if resent else [QueueFull.__name__])
+        for number in range(MAX_WAITING):
+            door.check(Grammar("regex", str(number)), into(answers), is_new=True)
+        door.check(Grammar("regex", "one more"), into(last), is_new=is_new)
+        assert last == ([QueueFull.__name__] if is_new else [])
         door.go.set()
-        await until(lambda: len(answers) == MOST_WAITING and len(last) == 1)
-        assert last == (["form of one more"] if resent else [QueueFull.__name__])
+        await until(lambda: len(answers) == MAX_WAITING and len(last) == 1)
+        assert last == ([QueueFull.__name__] if is_new else ["form of one more"])
 
     asyncio.run(run())
 
@@ -106,7 +106,7 @@ def test_a_check_whose_process_dies_is_tried_again(
         door, answers = GrammarDoor(MODEL), Answers()
         door._command = [sys.executable, "-c", CHECKER, str(counted), str(deaths)]
         for _ in range(2):
-            door.check(Grammar("regex", "a+"), into(answers), resent=False)
+            door.check(Grammar("regex", "a+"), into(answers), is_new=True)
         await until(lambda: len(answers) == 2)
         assert answers == [answer] * 2
 

@@ -16,6 +16,8 @@ from quadriga.messages.public import (
     Abort,
     ErrorInfo,
     Generate,
+    GetInfo,
+    Info,
     Refused,
     SentChunks,
     ServerGone,
@@ -33,9 +35,10 @@ from quadriga.messages.to_scheduler import (
 )
 from quadriga.sampling import SamplingParams
 from quadriga.sockets import Unreachable, encode
-from tests.unit.test_requests import Recorder, model
-from tokenizer_proc.front_door import FrontDoor
-from tokenizer_proc.load import MOST_BYTES_IN_WORK, Load
+from tests.unit.test_requests import Recorder, make_front_door, model
+from tokenizer_proc.inspections import EXPIRY_S, MAX_OF_CLIENT, Inspections
+from tokenizer_proc.load import Load
+from tokenizer_proc.prepare import MAX_INLINE_BYTES, Preparer
 
 
 class Port(Recorder):
@@ -55,43 +58,57 @@ class Port(Recorder):
         return message
 
 
-class LateEncoder:
-    """Encodes when the test says so. begun: what is to be called with the ids, in order."""
+class LatePool:
+    """Prepares long messages when the test says so. begun: frames, in order."""
 
-    def __init__(self) -> None:
-        self.begun: list[Callable[[asyncio.Future[array[int]]], None]] = []
+    def __init__(self, preparer: Preparer) -> None:
+        self._preparer = preparer
+        self.begun: list[tuple[bytes, bytes, Callable[[bytes], None]]] = []
 
-    def encode(
-        self,
-        prompt: object,
-        chat: object,
-        then: "Callable[[asyncio.Future[array[int]]], None]",
-    ) -> None:
-        self.begun.append(then)
+    def submit(self, client: bytes, frame: bytes, then: Callable[[bytes], None]) -> None:
+        self.begun.append((client, frame, then))
+
+    def drop(self, client: bytes) -> None:
+        """Those of a client that is lost are being prepared, and go on."""
 
     def finish(self) -> None:
         """The oldest of them."""
-        loop = asyncio.new_event_loop()
-        ids: asyncio.Future[array[int]] = loop.create_future()
-        ids.set_result(array("i", [1]))
-        self.begun.pop(0)(ids)
-        loop.close()
+        _, frame, then = self.begun.pop(0)
+        then(self._preparer.prepare_frame(frame))
+
+
+class OneTokenEncoder:
+    """Encodes every text as one token."""
+
+    def encode(self, prompt: object, chat: object) -> "array[int]":
+        return array("i", [1])
 
 
 class Door:
-    """A front door without sockets."""
+    """A front door without sockets. limit: of the open requests of one client."""
 
-    def __init__(self, max_queued: int = 4, **flags: Any) -> None:
-        self.scheduler, self.port, self.encoder = Recorder(), Port(), LateEncoder()
-        args = FrontDoorArgs(**flags)
-        self.door = FrontDoor(args, max_queued, model(), self.encoder, self.scheduler, {})  # type: ignore[arg-type]
-        self.door.open(self.port)  # type: ignore[arg-type]
+    def __init__(
+        self, max_queued: int = 4, limit: int | None = None, replaces: bool = False
+    ) -> None:
+        self.scheduler, self.port = Recorder(), Port()
+        args = FrontDoorArgs()
+        self.pool = LatePool(Preparer(args, model(), OneTokenEncoder()))  # type: ignore[arg-type]
+        load = Load(max_queued, limit)
+        self.door = make_front_door(self.scheduler, args, load, self.pool, replaces)
+        self.door.clients.open(self.port)  # type: ignore[arg-type]
 
     def ask(self, name: str, client: bytes = b"c", late: bool = False, **fields: Any) -> None:
-        """late: with a text that is to be encoded first."""
+        """late: with a text that is too long to be encoded at once."""
         ids = None if late else pack_ids([1])
-        message = Generate(1, name, "text" if late else "", prompt_token_ids=ids, **fields)
+        text = "text " * MAX_INLINE_BYTES if late else ""
+        message = Generate(1, name, text, prompt_token_ids=ids, **fields)
         self.door.on_public([client, encode(message)])
+
+    def refusal(self) -> tuple[str, str]:
+        """Of the last answer: whose request was refused, and the error's code."""
+        refused = self.port.last()
+        assert isinstance(refused, Refused)
+        return refused.request_id, refused.error.code
 
     def lose(self, client: bytes = b"c") -> None:
         """Its connection is lost, and it may come back."""
@@ -141,7 +158,7 @@ def test_choices_count_as_they_wait() -> None:
 def test_a_request_that_was_accepted_is_never_refused_when_it_is_sent_again() -> None:
     door = Door(max_queued=1)
     door.ask("a")
-    door.door.drain()
+    door.door.intake.drain()
     door.ask("a", resent=True)
     assert door.submitted == ["a", "a"]
     assert isinstance(door.scheduler.sent[1], Drain)
@@ -152,7 +169,7 @@ def test_a_front_door_leaves_when_all_is_told_on_its_own_demand() -> None:
     door = Door()
     door.door.on_delivery([b"", b"", b""])  # the answer to one that died
     assert not door.door.ended.is_set()
-    door.door.drain()
+    door.door.intake.drain()
     door.door.on_delivery([b"", b"", b""])
     assert door.door.ended.is_set()
     assert [type(message) for message in door.scheduler.sent] == [Drain, Leave]
@@ -167,9 +184,9 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     door.hear(ended=("half", "ended"), settled=(7, 8))
     assert door.scheduler.sent[-1] == TextsEnded([7, 8])
     door.door.on_public([b"c", encode(Abort(1, "aborted"))])
-    door.door.drain()
+    door.door.intake.drain()
     before = door.scheduler.sent.copy()
-    door.door.scheduler_was_replaced()
+    door.door.intake.scheduler_was_replaced()
     submits = {m.request_id: m for m in before if isinstance(m, Submit)}
     assert door.scheduler.sent == [
         *(msgspec.structs.replace(submits[n], again=True) for n in ("both", "half", "aborted")),
@@ -179,7 +196,7 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     ]
     door.hear(ended=("both", "both", "half", "aborted", "open"))
     door.hear(client=b"d", ended=("of another",))
-    door.door.scheduler_was_replaced()
+    door.door.intake.scheduler_was_replaced()
     assert door.scheduler.sent == [Drain()]
 
 
@@ -197,7 +214,7 @@ def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
     door.port.missing.clear()
     door.ask("c", client=b"back", resent=True)
     submit = door.scheduler.sent[-1]
-    door.door.scheduler_was_replaced()
+    door.door.intake.scheduler_was_replaced()
     assert door.scheduler.sent == [
         AbortRequest(b"gone", "", CLIENT_LOST),
         msgspec.structs.replace(submit, again=True),
@@ -205,15 +222,15 @@ def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
 
 
 def test_what_is_being_encoded_when_its_client_is_lost_is_not_run_and_can_be_sent_again() -> None:
-    door = Door(max_queued=100, max_requests_per_client=1)
+    door = Door(max_queued=100, limit=1)
     door.ask("a", late=True)
     door.ask("a", late=True)  # it is under way
-    assert len(door.encoder.begun) == 1
+    assert len(door.pool.begun) == 1
     door.lose()
     door.ask("a", late=True, resent=True)
-    door.encoder.finish()
+    door.pool.finish()
     assert door.scheduler.sent == [AbortRequest(b"c", "", CLIENT_LOST)]
-    door.encoder.finish()
+    door.pool.finish()
     assert [type(message) for message in door.scheduler.sent] == [AbortRequest, Submit]
     door.hear(ended=("a",))
     door.ask("b")
@@ -224,8 +241,8 @@ def test_what_is_sent_again_while_it_is_being_encoded_is_told_anew() -> None:
     door = Door()
     door.ask("a", late=True)
     door.ask("a", late=True, resent=True)  # over a new connection, faster than anybody noticed
-    assert len(door.encoder.begun) == 1
-    door.encoder.finish()
+    assert len(door.pool.begun) == 1
+    door.pool.finish()
     (submit,) = door.scheduler.sent
     assert submit.resent
 
@@ -234,8 +251,8 @@ def test_what_is_aborted_while_it_is_being_encoded_is_aborted_when_it_is_known()
     door = Door()
     door.ask("a", late=True)
     door.door.on_public([b"c", encode(Abort(1, "a"))])
-    door.door.drain()
-    door.encoder.finish()
+    door.door.intake.drain()
+    door.pool.finish()
     abort = AbortRequest(b"c", "a", CLIENT)
     assert [type(message) for message in door.scheduler.sent] == [
         AbortRequest,
@@ -251,15 +268,15 @@ def test_an_end_does_not_take_away_what_is_sent_again_meanwhile() -> None:
     door.ask("a")
     door.ask("a", late=True, resent=True)
     door.hear(ended=("a",))
-    door.encoder.finish()
+    door.pool.finish()
     submit = door.scheduler.sent[-1]
     assert submit.resent
-    door.door.scheduler_was_replaced()
+    door.door.intake.scheduler_was_replaced()
     assert door.scheduler.sent == [msgspec.structs.replace(submit, again=True)]
 
 
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
-    door = Door(max_queued=100, max_requests_per_client=2)
+    door = Door(max_queued=100, limit=2)
     for name in "abc":
         door.ask(name)
     refused = door.port.last()
@@ -272,7 +289,7 @@ def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
 
 
 def test_a_request_is_open_until_its_last_choice_has_ended() -> None:
-    door = Door(max_queued=100, max_requests_per_client=1)
+    door = Door(max_queued=100, limit=1)
     door.ask("a", params=SamplingParams(n=2))
     door.hear(ended=("a",))
     door.ask("b")
@@ -282,7 +299,7 @@ def test_a_request_is_open_until_its_last_choice_has_ended() -> None:
 
 
 def test_refused_and_lost_requests_are_not_counted() -> None:
-    door = Door(max_queued=100, max_requests_per_client=1)
+    door = Door(max_queued=100, limit=1)
     door.ask("a", params=SamplingParams(max_new_tokens=1000))  # over the context
     door.ask("b")
     door.lose()
@@ -297,17 +314,6 @@ def test_a_client_of_an_earlier_front_door_may_still_come_back() -> None:
     assert door.scheduler.sent == [], "nothing is aborted"
 
 
-def test_prompts_that_are_being_encoded_are_bounded_in_bytes() -> None:
-    load = Load(1000, None)
-    load.check(0, 1, 2 * MOST_BYTES_IN_WORK)  # alone, it is the frame's size that bounds it
-    load.let_in(1, MOST_BYTES_IN_WORK - 10)
-    load.check(1, 1, 10)
-    with pytest.raises(QueueFull, match="are being encoded"):
-        load.check(1, 1, 11)
-    load.worked_off(MOST_BYTES_IN_WORK - 10)
-    load.check(1, 1, 11)
-
-
 def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
     now = 0.0
     load = Load(40, None, lambda: now)
@@ -316,7 +322,7 @@ def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
         now += 0.5
         load.ended(1)
     with pytest.raises(QueueFull) as caught:
-        load.check(0, 1, 1)
+        load.check(0, 1)
     assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
     error = ErrorInfo.of(caught.value).exception()
     assert isinstance(error, QueueFull)
@@ -329,7 +335,7 @@ def test_the_end_is_told_to_every_client() -> None:
     async def run() -> None:
         door = Door()
         door.ask("a")
-        door.door.drain()
+        door.door.intake.drain()
         door.door.on_delivery([b"", b"", b""])
         last = door.port.last()
         assert isinstance(last, ServerGone)
@@ -337,3 +343,76 @@ def test_the_end_is_told_to_every_client() -> None:
         assert door.door.ended.is_set()
 
     asyncio.run(run())
+
+
+# --- what a client sends again --------------------------------------------------------------------
+
+
+def test_a_request_that_only_claims_to_be_sent_again_meets_every_limit() -> None:
+    door = Door(max_queued=1)
+    door.ask("a", resent=True)
+    for late in (False, True):
+        door.ask("b", late=late, resent=True)
+        assert door.refusal() == ("b", "queue_full")
+    door.door.intake.drain()
+    for late in (False, True):
+        door.ask("c", late=late, resent=True)
+        assert door.refusal() == ("c", "server_stopping")
+    assert door.submitted == ["a"]
+
+
+def test_a_request_whose_connection_was_lost_may_be_sent_again_past_the_limits() -> None:
+    door = Door(max_queued=1)
+    door.ask("a")
+    door.lose()
+    door.door.intake.drain()
+    door.ask("a", resent=True)
+    door.ask("b", resent=True)
+    assert door.submitted == ["a", "a"]
+    assert door.refusal() == ("b", "server_stopping")
+
+
+def test_a_front_door_that_replaces_another_leaves_what_is_sent_again_to_the_scheduler() -> None:
+    door = Door(max_queued=1, limit=1, replaces=True)
+    for name in "ab":
+        door.ask(name, resent=True)
+    door.ask("c")
+    assert door.submitted == ["a", "b"]
+    assert door.refusal() == ("c", "queue_full")
+
+
+def test_what_waits_to_be_prepared_at_the_end_of_a_stop_is_refused_and_the_stop_goes_on() -> None:
+    door = Door()
+    door.ask("a", late=True)
+    door.door.intake.drain()
+    assert door.scheduler.sent == []
+    door.door.intake.abort_incoming("the server stopped")
+    assert door.refusal() == ("a", "server_stopping")
+    assert door.scheduler.sent == [Drain()]
+    door.pool.finish()
+    assert door.submitted == []
+
+
+def test_questions_that_travel_the_ring_are_bounded_for_each_client() -> None:
+    door = Door()
+    question = encode(GetInfo(1, "i"))
+    for _ in range(MAX_OF_CLIENT + 1):
+        door.door.on_public([b"c", question])
+    assert door.refusal() == ("i", "queue_full")
+    door.door.on_public([b"d", question])
+    assert len(door.scheduler.sent) == MAX_OF_CLIENT + 1
+    answer = encode(Delivered(inspected=True))
+    door.door.on_delivery([b"c", encode(Info("i", {})), answer])
+    door.door.on_public([b"c", question])
+    assert len(door.scheduler.sent) == MAX_OF_CLIENT + 2
+
+
+def test_a_question_that_is_never_answered_counts_for_some_seconds() -> None:
+    now = 0.0
+    inspections = Inspections(lambda: now)
+    for _ in range(MAX_OF_CLIENT):
+        inspections.begin(b"c")
+    with pytest.raises(QueueFull, match="of this client are not answered"):
+        inspections.begin(b"c")
+    now = EXPIRY_S
+    inspections.begin(b"c")
