@@ -9,7 +9,7 @@ from scheduler_proc.admission import check_queue
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.grammars import Grammars
 from scheduler_proc.journal import Journal, NoJournal
-from scheduler_proc.journal_reader import Found
+from scheduler_proc.journal_rounds import Found
 from scheduler_proc.planner import Planner
 from scheduler_proc.request import Request
 from scheduler_proc.requests import LiveRequests

@@ -13,7 +13,8 @@ from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.journal import Journal, NoJournal
 from scheduler_proc.journal_file import JournalFile
 from scheduler_proc.journal_frames import Header, tag
-from scheduler_proc.journal_reader import Contents, Found, number_anew, read_journal
+from scheduler_proc.journal_reader import Contents, read_journal
+from scheduler_proc.journal_rounds import Found, number_anew
 
 FILE_NAME = "journal"
 LOCK_TIMEOUT_S = 2.0

@@ -1,53 +1,26 @@
 """Reads a journal back: a beginning of what was written, whatever has become of the file."""
 
-import itertools
 import logging
 import os
 import zlib
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from quadriga.messages.arrays import unpack_ids
-from quadriga.messages.logprobs import LogprobBlock
-from quadriga.messages.to_scheduler import Submit
 from scheduler_proc.journal_frames import (
     FRAME_HEAD,
     MAGIC,
     NOT_GIVEN_UP,
     TAG_BYTES,
-    Accepted,
-    Ended,
     Header,
     Round,
-    Told,
 )
-from scheduler_proc.request import Request, Status
-
-BYTES_OF_NUMBER = 4
-"""Of a token id or a log-probability."""
+from scheduler_proc.journal_rounds import Found, Rounds
 
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_round = msgspec.msgpack.Decoder(Round).decode
-
-
-@dataclass(slots=True)
-class Found:
-    """A choice of a request, as far as the journal knows it. first_token: Unix seconds."""
-
-    seq: int
-    index: int
-    message: Submit
-    tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    told: Told = field(default_factory=lambda: Told(-1, [], []))
-    first_token: float = 0.0
-    ended: Ended | None = None
-    settled: bool = False
 
 
 class Contents(NamedTuple):
@@ -70,10 +43,6 @@ class Contents(NamedTuple):
         return sum(one.ended is None for one in self.found)
 
 
-class Nonsense(ValueError):
-    """A frame is whole, but what it says cannot be."""
-
-
 def read_journal(path: Path) -> Contents:
     """Read a journal up to its end, or to where it is damaged, which is logged.
 
@@ -92,13 +61,14 @@ def _read(file: BinaryIO, path: Path) -> Contents:
     frames = _Frames(file)
     given_up_by = frames.read_start()
     header: Header | None = None
-    found: dict[int, Found] = {}
+    rounds = Rounds(0)
     for payload in frames:
         try:
             if header is None:
                 header = _decode_header(payload)
+                rounds = Rounds(header.vocab_size)
             else:
-                _apply(_decode_round(payload), found, header.vocab_size)
+                rounds.take(_decode_round(payload))
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             frames.reject(str(error))
             break
@@ -109,9 +79,9 @@ def _read(file: BinaryIO, path: Path) -> Contents:
             frames.offset,
             frames.problem,
             frames.num_unread_bytes,
-            len(found),
+            len(rounds.found),
         )
-    in_order = [found[seq] for seq in sorted(found)]
+    in_order = [rounds.found[seq] for seq in sorted(rounds.found)]
     return Contents(header, in_order, frames.num_unread_bytes, given_up_by)
 
 
@@ -174,114 +144,3 @@ class _Frames:
         except OSError as error:
             self.problem = str(error)
             return b""
-
-
-# --- rounds -----------------------------------------------------------------------------------
-
-
-def _apply(one: Round, found: dict[int, Found], vocab_size: int) -> None:
-    """Take in a whole round, or raise ValueError or OverflowError and take in nothing of it."""
-    new = _new_requests(one.accepted, found, vocab_size)
-    _check(one, found, new, vocab_size)
-    found.update(new)
-    for step in one.tokens:
-        for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
-            found[seq].tokens.append(token)
-            found[seq].first_token = found[seq].first_token or step.time
-    for told in one.told:
-        found[told.seq].told.tokens += told.tokens
-        found[told.seq].told.prompt += told.prompt
-    for ended in one.ended:
-        found[ended.seq].ended = ended
-    for seq in one.settled:
-        if seq in found:
-            found[seq].settled = True
-
-
-def _new_requests(
-    all_accepted: list[Accepted], found: dict[int, Found], vocab_size: int
-) -> dict[int, Found]:
-    new: dict[int, Found] = {}
-    for accepted in all_accepted:
-        _check_message(accepted, vocab_size)
-        for index in accepted.indexes:
-            seq = accepted.seq + index
-            if seq in found or seq in new:
-                raise Nonsense(f"request {seq} is accepted twice")
-            new[seq] = Found(seq, index, accepted.message)
-    return new
-
-
-def _check_message(accepted: Accepted, vocab_size: int) -> None:
-    """See to it that `restored` can make requests of this."""
-    message, params = accepted.message, accepted.message.params
-    if accepted.seq < 0 or not all(0 <= index < params.n for index in accepted.indexes):
-        raise Nonsense(f"request {accepted.seq} has choices {accepted.indexes} of {params.n}")
-    if params.max_new_tokens is None or (params.seed is None and params.n > 1):
-        raise Nonsense(f"request {accepted.seq} has no max_new_tokens or no seed")
-    _check_ids(unpack_ids(message.prompt_ids), vocab_size)
-    for word in message.bad_words:
-        unpack_ids(word)
-    Request.from_submit(accepted.seq, message, frozenset(), params.n - 1)
-
-
-def _check(one: Round, found: dict[int, Found], new: dict[int, Found], vocab_size: int) -> None:
-    """Raise ValueError for a round that cannot follow what was read before."""
-    num_tokens: Counter[int] = Counter()
-    for step in one.tokens:
-        ids = unpack_ids(step.token_ids)
-        if len(ids) != len(step.seqs):
-            raise Nonsense(f"{len(ids)} tokens are of {len(step.seqs)} requests")
-        _check_ids(ids, vocab_size)
-        num_tokens.update(step.seqs)
-    for seq in (*num_tokens, *(told.seq for told in one.told), *(end.seq for end in one.ended)):
-        known = new.get(seq) or found.get(seq)
-        if known is None or known.ended is not None:
-            raise Nonsense(f"request {seq} is not there, or has ended")
-        most = known.message.params.max_new_tokens
-        if most is None or len(known.tokens) + num_tokens[seq] > most:
-            raise Nonsense(f"request {seq} has more than its {most} tokens")
-    for told in one.told:
-        for block in (*told.tokens, *told.prompt):
-            _check_block(block)
-
-
-def _check_ids(ids: "array[int]", vocab_size: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise Nonsense(f"a token id is not in the vocabulary of {vocab_size}")
-
-
-def _check_block(block: LogprobBlock) -> None:
-    num_top = len(block.values) * block.width
-    if len(block.values) % BYTES_OF_NUMBER or not (
-        num_top == len(block.top_ids) == len(block.top_values)
-    ):
-        raise Nonsense("log-probabilities are cut off")
-
-
-# --- what becomes of it -----------------------------------------------------------------------
-
-
-def number_anew(found: Iterable[Found]) -> None:
-    """Give the requests of another run the numbers from 0 on, those of one message together."""
-    next_seq = 0
-    for _, choices in itertools.groupby(found, lambda one: one.seq - one.index):
-        for choice in choices:
-            choice.seq = next_seq + choice.index
-            num_choices = choice.message.params.n
-        next_seq += num_choices
-
-
-def restored(found: Found, eos_ids: frozenset[int]) -> Request:
-    """The request as the scheduler had it, waiting or ended."""
-    request = Request.from_submit(found.seq, found.message, eos_ids, found.index)
-    request.tokens += found.tokens
-    request.known = len(request.tokens)
-    request.first_token = found.first_token
-    request.told, request.prompt_logprobs = found.told.tokens, found.told.prompt
-    ended = found.ended
-    if ended is not None:
-        request.status, request.finish_reason = Status.FINISHED, ended.finish_reason
-        request.matched_stop, request.error = ended.matched_stop, ended.error
-        request.cached_tokens, request.admitted = ended.cached_tokens, ended.admitted
-    return request

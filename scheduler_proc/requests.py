@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from quadriga.messages.to_scheduler import Submit
-from scheduler_proc.journal_reader import Found, restored
+from scheduler_proc.journal_rounds import Found, restored
 from scheduler_proc.request import Request
 
 

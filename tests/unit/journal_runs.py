@@ -19,7 +19,8 @@ from scheduler_proc.journal import Journal, NoJournal
 from scheduler_proc.journal_file import JournalFile
 from scheduler_proc.journal_frames import Header
 from scheduler_proc.journal_opening import FILE_NAME
-from scheduler_proc.journal_reader import Found, read_journal
+from scheduler_proc.journal_reader import read_journal
+from scheduler_proc.journal_rounds import Found
 from scheduler_proc.request import Request, Status
 from scheduler_proc.requests import LiveRequests
 

@@ -12,7 +12,7 @@ from quadriga.messages.public import ErrorInfo
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc import journal as journal_module
 from scheduler_proc import journal_file
-from scheduler_proc.journal_reader import restored
+from scheduler_proc.journal_rounds import restored
 from scheduler_proc.request import Status
 from tests.unit.journal_runs import EOS, Run, outline
 

@@ -26,7 +26,8 @@ from scheduler_proc.journal_frames import (
     make_frame,
 )
 from scheduler_proc.journal_opening import FILE_NAME
-from scheduler_proc.journal_reader import Found, read_journal, restored
+from scheduler_proc.journal_reader import read_journal
+from scheduler_proc.journal_rounds import Found, restored
 from tests.unit.journal_runs import EOS, Run, header, let_go
 
 START = len(MAGIC) + 8

@@ -14,7 +14,7 @@ from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc import journal_opening
 from scheduler_proc.journal import Journal, NoJournal
 from scheduler_proc.journal_opening import FILE_NAME, open_journal
-from scheduler_proc.journal_reader import Found
+from scheduler_proc.journal_rounds import Found
 from tests.unit.journal_runs import Run, faulty_os, full_disk, header, let_go, outline
 
 
