@@ -231,6 +231,7 @@ class Launcher:
 
 def fail(error: QuadrigaError, code: int) -> NoReturn:
     say(f"error: {error}")
+    terminal.drop_unwritten()
     sys.exit(code)
 
 
@@ -242,6 +243,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         allow_abbrev=False,
     )
     configuration.add_flags(parser)
+    terminal.open_if_closed()
     namespace = parser.parse_args(arguments)
     try:
         config = configuration.from_namespace(namespace)
@@ -260,7 +262,12 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         sys.exit(EXIT_FORCED)
     for note in model.notes:
         say(note)
-    sys.exit(Launcher(config, model).run())
+    try:
+        code = Launcher(config, model).run()
+    except QuadrigaError as error:
+        fail(error, EXIT_START_FAILED)
+    terminal.drop_unwritten()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

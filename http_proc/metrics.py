@@ -34,6 +34,7 @@ GAUGES = {
     "new_token_ratio": ("new_token_ratio", "Share of the new tokens that admission reserves"),
     "max_total_num_tokens": ("", "Tokens that the KV pool holds"),
     "kv_cache_usage_perc": ("", "Share of the KV pages that requests hold, 0 to 1"),
+    "journal_failed": ("", "1 while the journal cannot be written, else 0"),
     "step_gap_p99_ms": ("step_gap_ms_p99", "Idle time of the worker between two planned steps"),
 }
 COUNTERS = {
@@ -100,6 +101,7 @@ class Collector:
             "max_total_num_tokens": pages * info["page_size"],
             "num_used_tokens": held * info["page_size"],
             "kv_cache_usage_perc": held / pages if pages else 0.0,
+            "journal_failed": int(info["journal"] == "failed"),
         }
         for name, (key, text) in GAUGES.items():
             yield self._gauge(name, text, derived[name] if not key else info[key])

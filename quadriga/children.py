@@ -1,5 +1,6 @@
 """The processes of a server as the launcher sees them, and what happens to them."""
 
+import contextlib
 import enum
 import os
 import selectors
@@ -15,10 +16,14 @@ from pathlib import Path
 
 from quadriga.child_process import EXIT_GRACE, ChildProcess, start_child
 from quadriga.config import LaunchArgs
+from quadriga.errors import ConfigError
 from quadriga.process import EXIT_OK, REPLACED
 from quadriga.restarts import Restarts
 from quadriga.terminal import line_start
 from quadriga.watchdog import Watchdog
+
+START_RETRY_S = 1.0
+"""Until a process is tried again that the system could not start."""
 
 
 class Order(enum.Enum):
@@ -69,7 +74,7 @@ class Children:
         self._signals = self._catch_signals()
         self._had_terminal = _has_terminal()
         # Once signals are caught: one that came before would leave it behind.
-        self._run_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
+        self._run_dir = _make_run_dir()
 
     def _catch_signals(self) -> socket.socket:
         """Readable when a person's signal came; its number is the byte."""
@@ -131,9 +136,7 @@ class Children:
             return Order.TIMEOUT
         for name, due in self._due.items():
             if now >= due:
-                del self._due[name]
-                self.start(name)
-                return Order.STARTED
+                return self._start_due(name, now)
         for child in self._watchdog.ask((c for c in self if not c.left), now):
             self._replace(child, "it does not answer")
         for key, _ in self._selector.select(self._seconds_to_wait(deadline, now)):
@@ -141,6 +144,17 @@ class Children:
                 return self._take_signal()
             return self._take_reports(key.data)
         return None
+
+    def _start_due(self, name: str, now: float) -> Order | None:
+        """Start it; where the system has no room for a process now, try again later."""
+        try:
+            self.start(name)
+        except OSError as error:
+            say(f"{name} cannot be started now ({error}): tried again in {START_RETRY_S:g} s")
+            self._due[name] = now + START_RETRY_S
+            return None
+        del self._due[name]
+        return Order.STARTED
 
     def _seconds_to_wait(self, deadline: float | None, now: float) -> float | None:
         moments = [deadline, self._watchdog.next, *self._due.values()]
@@ -200,6 +214,17 @@ class Children:
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
+def _make_run_dir() -> Path:
+    """The directory of a run's sockets and, by default, its journal. Raises ConfigError."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="quadriga-"))
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for this run can be made ({error}): make room, or set TMPDIR to a"
+            " directory that can be written"
+        ) from None
+
+
 def _has_terminal() -> bool:
     """A terminal that is closed sends the same signal as a person who wants a reload."""
     try:
@@ -210,5 +235,7 @@ def _has_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """A line for the person who runs the server."""
-    print(f"{line_start()}{text}", file=sys.stderr, flush=True)
+    """A line for the person who runs the server. A log that takes nothing, as on a full disk, is no
+    reason to end the server."""
+    with contextlib.suppress(OSError):
+        print(f"{line_start()}{text}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from quadriga.errors import ConfigError, ModelError
 from quadriga.sources import gpt2_sizes
 from quadriga.sources.builtin import builtin_weights, own_sampling
 from quadriga.sources.directory import find_problem, read_json
+from quadriga.sources.fingerprint import fingerprint
 from quadriga.sources.gguf_header import header_files
 from quadriga.sources.hub import cached_snapshot, snapshot
 
@@ -62,6 +63,11 @@ class ModelFiles:
             return 0
         files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
         return sum(file.stat().st_size for file in files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model from others, wherever its files are. Raises ModelError."""
+        return fingerprint(self.config, self.tokenizer_dir, self.weights)
 
     @property
     def attention_window(self) -> int | None:

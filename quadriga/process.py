@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from quadriga.cores import keep_to, shares
 from quadriga.endpoints import Endpoints
 from quadriga.errors import QuadrigaError
 from quadriga.sockets import close_all
-from quadriga.terminal import line_start
+from quadriga.terminal import drop_unwritten, line_start
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -159,14 +160,16 @@ def run_child(name: str, body: Callable[[Child], None], gives_way: bool = False)
     except QuadrigaError as error:
         _fatal(lifeline, f"{type(error).__name__}: {error}")
     except Exception as error:
-        traceback.print_exc()
+        with suppress(OSError):  # of a log that takes nothing
+            traceback.print_exc()
         _fatal(lifeline, f"{type(error).__name__}: {error}")
     close_all()
+    drop_unwritten()
 
 
 def _fatal(lifeline: Lifeline, message: str) -> None:
     lifeline.report("fatal", message=message)
-    sys.stderr.flush()
+    drop_unwritten()
     close_all()
     os._exit(EXIT_START_FAILED)
 

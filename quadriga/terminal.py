@@ -8,6 +8,8 @@ import os
 import sys
 
 CLEAR = "\r\x1b[K"
+STDERR = 2
+"""Its file descriptor."""
 
 
 def is_ours() -> bool:
@@ -18,6 +20,27 @@ def is_ours() -> bool:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     except OSError:
         return False
+
+
+def open_if_closed() -> None:
+    """Give standard error a place that takes everything, if this process was started without one:
+    else the number 2 would become that of some socket."""
+    if sys.stderr is None:
+        while (fd := os.open(os.devnull, os.O_RDWR)) < STDERR:
+            pass
+        if fd > STDERR:
+            os.close(fd)
+        os.set_inheritable(STDERR, True)
+        sys.stderr = open(STDERR, "w", closefd=False)  # noqa: SIM115
+
+
+def drop_unwritten() -> None:
+    """Forget what standard error did not take, on a full disk or where its reader has left. Python
+    would try it once more at the end, and exit with another code when that fails."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
 
 
 def line_start() -> str:

@@ -9,7 +9,7 @@ from scheduler_proc.admission import check_client, check_queue
 from scheduler_proc.deadlines import Deadlines
 from scheduler_proc.grammars import Grammars
 from scheduler_proc.journal import Journal, NoJournal
-from scheduler_proc.journal_frames import Found
+from scheduler_proc.journal_rounds import Found
 from scheduler_proc.planner import Planner
 from scheduler_proc.request import Request
 from scheduler_proc.requests import LiveRequests
@@ -54,8 +54,10 @@ class Arrivals:
             return len(self._requests)
         return self.num_queued + len(self.planner.trial) + self._grammars.num_waiting
 
-    def take_up(self, found: Iterable[Found]) -> None:
-        """Go on with what another scheduler has left in the journal."""
+    def take_up(self, found: Iterable[Found], first_seq: int = 0) -> None:
+        """Go on with what another scheduler has left in the journal. first_seq: new requests have
+        numbers from there on."""
+        self._requests.number_from(first_seq)
         for one in found:
             request = self._requests.restore(one)
             self._journal.keep(one.message, [request])
@@ -76,7 +78,8 @@ class Arrivals:
         self._texts.begins(message.client, message.request_id)
         requests = self._requests.add(message)
         self._journal.accepted(message, requests)
-        if message.resent:
+        if message.resent or message.again:
+            # Its client may have a part of it, from a scheduler that died and wrote nothing down.
             self._texts.tell(requests, [], queued)
         try:
             if not message.again:

@@ -1,22 +1,44 @@
-"""The journal's frames, and how they are read back."""
+"""The format of the journal's file.
 
-from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+| bytes | what |
+|---|---|
+| 8 | MAGIC, which has the format's version |
+| 8 | zeros; once its writer has given the file up, that run's `tag` |
+| … | frames: of the payload the length and the checksum, uint32 little-endian, then the payload |
 
-import msgpack
+The checksum of a frame is the CRC-32 of its payload, started with the checksum of the frame before,
+so that a frame that is missing, repeated or moved is noticed like a damaged one. Payloads are
+msgpack: first a Header, then Rounds.
+"""
+
+import hashlib
+import struct
+import zlib
+
 import msgspec
 
-from quadriga.errors import ConfigError
-from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.logprobs import LogprobBlock
 from quadriga.messages.public import ErrorInfo
 from quadriga.messages.to_scheduler import Submit
-from scheduler_proc.request import Request, Status
+from scheduler_proc.request import Request
 
-READ_BYTES = 1 << 20
+MAGIC = b"QDRJRNL2"
+TAG_BYTES = 8
+NOT_GIVEN_UP = bytes(TAG_BYTES)
+FRAME_HEAD = struct.Struct("<II")
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """Which run wrote the file, and for which model: requests cannot go on with another one.
+
+    model: what the user called it. fingerprint: of its files.
+    """
+
+    run: str
+    model: str
+    fingerprint: str
+    vocab_size: int
+    context_length: int
 
 
 class Accepted(msgspec.Struct, array_like=True):
@@ -80,90 +102,17 @@ def ended_of(request: Request) -> Ended:
     )
 
 
-@dataclass(slots=True)
-class Found:
-    """A choice of a request, as far as the journal knows it. first_token: Unix seconds."""
-
-    seq: int
-    index: int
-    message: Submit
-    tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    told: Told = field(default_factory=lambda: Told(-1, [], []))
-    first_token: float = 0.0
-    ended: Ended | None = None
-    settled: bool = False
+def tag(run: str) -> bytes:
+    """Return what stands in a file that this run has given up."""
+    return hashlib.sha256(run.encode()).digest()[:TAG_BYTES]
 
 
-class Contents(NamedTuple):
-    """run: which one wrote. found: by number, in order; requests that nobody needs are left out."""
+def make_frame(payload: bytes, checksum: int) -> tuple[bytes, int]:
+    """Return the frame of a payload, and its checksum.
 
-    run: str
-    found: list[Found]
-
-    @property
-    def unfinished(self) -> int:
-        return sum(one.ended is None for one in self.found)
-
-
-def read_journal(path: Path) -> Contents:
-    """All whole frames of a file; what follows the last one was torn off. Nothing where there is no
-    file. ConfigError for one that is no journal."""
-    if not path.exists():
-        return Contents("", [])
-    frames = _frames(path)
-    run = next(frames, "")
-    if not isinstance(run, str):
-        raise ConfigError(f"{path} is no journal: remove it, or choose another --journal")
-    found: dict[int, Found] = {}
-    for frame in frames:
-        try:
-            _apply(msgspec.convert(frame, Round), found)
-        except (msgspec.ValidationError, KeyError):
-            break
-    return Contents(run, [found[seq] for seq in sorted(found)])
-
-
-def _frames(path: Path) -> Iterator[Any]:
-    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=0)
-    with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            unpacker.feed(data)
-            try:
-                yield from unpacker
-            except (msgpack.UnpackException, ValueError):
-                return
-
-
-def _apply(told: Round, found: dict[int, Found]) -> None:
-    for accepted in told.accepted:
-        for index in accepted.indexes:
-            seq = accepted.seq + index
-            found[seq] = Found(seq, index, accepted.message)
-    for step in told.tokens:
-        for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
-            one = found[seq]
-            one.tokens.append(token)
-            one.first_token = one.first_token or step.time
-    for one_told in told.told:
-        found[one_told.seq].told.tokens += one_told.tokens
-        found[one_told.seq].told.prompt += one_told.prompt
-    for ended in told.ended:
-        found[ended.seq].ended = ended
-    for seq in told.settled:
-        if seq in found:
-            found[seq].settled = True
-
-
-def restored(found: Found, eos_ids: frozenset[int]) -> Request:
-    """The request as the scheduler had it, waiting or ended."""
-    request = Request.from_submit(found.seq, found.message, eos_ids, found.index)
-    request.tokens += found.tokens
-    request.known = len(request.tokens)
-    request.first_token = found.first_token
-    request.told, request.prompt_logprobs = found.told.tokens, found.told.prompt
-    ended = found.ended
-    if ended is not None:
-        request.status, request.finish_reason = Status.FINISHED, ended.finish_reason
-        request.matched_stop, request.error = ended.matched_stop, ended.error
-        request.cached_tokens, request.admitted = ended.cached_tokens, ended.admitted
-    return request
+    Args:
+        payload: what the frame holds.
+        checksum: of the frame before; 0 for the first one.
+    """
+    checksum = zlib.crc32(payload, checksum)
+    return FRAME_HEAD.pack(len(payload), checksum) + payload, checksum

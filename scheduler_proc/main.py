@@ -10,7 +10,8 @@ from quadriga.messages.worker import ResultMessage
 from quadriga.model_source import resolve_model
 from quadriga.process import ABORT, Child, run_child
 from quadriga.sockets import Inbox, Outbox, Poller
-from scheduler_proc.journal import open_journal
+from scheduler_proc.journal_opening import header_of, open_journal
+from scheduler_proc.requests import first_number
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.status_line import status_line
 from scheduler_proc.step_deadline import StepDeadline
@@ -29,10 +30,12 @@ def main() -> None:
 def serve(child: Child) -> None:
     inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
     inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
-    journal, found = open_journal(child.config.scheduler, child.endpoints.run_dir)
+    model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
+    header = header_of(run_dir, child.config.model.shown_name, model)
+    journal, found = open_journal(child.config.scheduler, run_dir, header, child.again)
     scheduler = Scheduler(
         args=child.config.scheduler,
-        eos_ids=resolve_model(child.config.model).eos_token_ids,
+        eos_ids=model.eos_token_ids,
         worker=Outbox(child.endpoints.worker),
         detok=Outbox(child.endpoints.detok),
         clock=time.time,
@@ -45,7 +48,7 @@ def serve(child: Child) -> None:
         child.config.launch.fault,
         retract=lambda: scheduler.retract_one(next(strikes)),
     )
-    scheduler.arrivals.take_up(found)
+    scheduler.arrivals.take_up(found, first_number() if child.again else 0)
     if child.again:
         scheduler.greet()
     child.ready()

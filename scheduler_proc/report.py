@@ -9,6 +9,7 @@ from quadriga.messages.worker import WorkerReady
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc.arrivals import Arrivals
 from scheduler_proc.grammars import Grammars
+from scheduler_proc.journal import Journal, NoJournal
 from scheduler_proc.planner import Planner
 from scheduler_proc.requests import LiveRequests
 from scheduler_proc.statistics import Statistics
@@ -24,12 +25,14 @@ class Report:
         grammars: Grammars,
         arrivals: Arrivals,
         statistics: Statistics,
+        journal: Journal | NoJournal,
     ) -> None:
         self._args = args
         self._requests = requests
         self._grammars = grammars
         self._arrivals = arrivals
         self._statistics = statistics
+        self._journal = journal
         self.worker: WorkerReady | None = None
 
     def answer(self, message: Inspect) -> InfoReply:
@@ -55,6 +58,7 @@ class Report:
             "running": len(self._requests) - waiting,
             "waiting": waiting,
             "waiting_for_grammar": self._grammars.num_waiting,
+            "journal": self._journal.state,
             **_worker_info(self.worker),
             **_policy_info(self._args, self.worker),
             **_pool_info(self._arrivals.planner),

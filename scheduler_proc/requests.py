@@ -1,11 +1,19 @@
 """Every request that has not ended, by its number and by its client."""
 
+import time
 from collections.abc import Iterator
 from itertools import chain
 
 from quadriga.messages.to_scheduler import Submit
-from scheduler_proc.journal_frames import Found, restored
+from scheduler_proc.journal_rounds import Found, restored
 from scheduler_proc.request import Request
+
+
+def first_number() -> int:
+    """Return a number above all that an earlier scheduler of this run can have given, written down
+    or not: microseconds of a clock that is never set. What the other processes still say of that
+    scheduler's requests must not meet new ones."""
+    return time.monotonic_ns() // 1000
 
 
 class LiveRequests:
@@ -27,6 +35,10 @@ class LiveRequests:
             self._by_seq[request.seq] = request
             choices.append(request)
         return list(choices)
+
+    def number_from(self, seq: int) -> None:
+        """New requests get numbers from this one on, and none of those that were restored."""
+        self._next_seq = max(self._next_seq, seq)
 
     def restore(self, found: Found) -> Request:
         """A request of another scheduler, under its number; it is live unless it has ended."""

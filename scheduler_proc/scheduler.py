@@ -90,7 +90,9 @@ class Scheduler:
         self.arrivals = Arrivals(
             args, self._requests, self.texts, journal, self._deadlines, self._grammars, self.fail
         )
-        self._report = Report(args, self._requests, self._grammars, self.arrivals, self.statistics)
+        self._report = Report(
+            args, self._requests, self._grammars, self.arrivals, self.statistics, journal
+        )
 
     def greet(self) -> None:
         """Another scheduler was here before: worker and detokenizer have to forget what it said."""

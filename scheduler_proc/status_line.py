@@ -106,4 +106,7 @@ def status_line(wanted: bool, info: Callable[[], InfoValues]) -> TerminalStatusL
     """The one for this process."""
     if not wanted or not sys.stderr.isatty():
         return NoStatusLine()
-    return TerminalStatusLine(info)
+    try:
+        return TerminalStatusLine(info)
+    except OSError:  # the terminal is another user's, or has no name in this container
+        return NoStatusLine()

@@ -13,7 +13,7 @@ import pytest
 from bench.server import free_port
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.process import EXIT_START_FAILED
-from scheduler_proc.journal import FILE_NAME
+from scheduler_proc.journal_opening import FILE_NAME
 from tests.faults.test_start import run_launcher
 from tests.server import Server, running_server, settle
 

@@ -2,7 +2,6 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,55 +9,12 @@ from quadriga.errors import ConfigError
 from quadriga.messages.arrays import pack_floats, pack_ids
 from quadriga.messages.logprobs import LogprobBlock
 from quadriga.messages.public import ErrorInfo
-from quadriga.messages.to_scheduler import Submit
-from quadriga.sampling import SamplingParams
 from quadriga.scheduler_args import SchedulerArgs
 from scheduler_proc import journal as journal_module
-from scheduler_proc.journal import FILE_NAME, Journal, NoJournal, open_journal
-from scheduler_proc.journal_frames import Found, read_journal, restored
-from scheduler_proc.request import Request, Status
-from scheduler_proc.requests import LiveRequests
-
-EOS = frozenset({2})
-
-
-class Run:
-    """A scheduler's journal, and requests that it tells of."""
-
-    def __init__(self, directory: Path, name: str = "run") -> None:
-        self.path = directory / FILE_NAME
-        self.journal = Journal(self.path, name, durable=False)
-        self.journal.compact()
-        self.requests = LiveRequests(EOS)
-
-    def accept(self, name: str, n: int = 1) -> list[Request]:
-        params = SamplingParams(max_new_tokens=50, seed=1, n=n, logit_bias={5: 1.0})
-        message = Submit(b"c", name, pack_ids([7, 8]), params, True, 1.0, 2.0)
-        requests = self.requests.add(message)
-        self.journal.accepted(message, requests)
-        return requests
-
-    def give(self, request: Request, *tokens: int) -> None:
-        for token in tokens:
-            request.tokens.append(token)
-            request.first_token = request.first_token or 3.0
-            self.journal.produced([request.seq], [token], 3.0)
-
-    def end(self, request: Request, reason: str = "stop", settled: bool = True) -> None:
-        request.status, request.finish_reason = Status.FINISHED, reason
-        self.journal.ended(request)
-        if settled:
-            self.journal.settled([request.seq])
-
-    def found(self) -> list[Found]:
-        return read_journal(self.path).found
-
-
-def outline(found: list[Found]) -> list[tuple[Any, ...]]:
-    return [
-        (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.settled)
-        for one in found
-    ]
+from scheduler_proc import journal_file
+from scheduler_proc.journal_rounds import restored
+from scheduler_proc.request import Status
+from tests.unit.journal_runs import EOS, Run, outline
 
 
 def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path) -> None:
@@ -178,67 +134,19 @@ def test_a_choice_that_was_forgotten_does_not_come_back_with_its_siblings(tmp_pa
     assert [one.index for one in run.found()] == [0, 2]
 
 
-def test_what_an_earlier_run_left_is_taken_up_only_on_demand_and_never_lost_in_silence(
-    tmp_path: Path,
-) -> None:
-    def opened(run: str, **flags: Any) -> list[Found]:
-        args = SchedulerArgs(journal=str(tmp_path), **flags)
-        return open_journal(args, Path(run)).found
-
-    run = Run(tmp_path, "first")
-    run.accept("a")
-    run.journal.commit()
-    assert outline(opened("first")) == [("a", 0, [], False, False)], "the same run goes on"
-    assert len(opened("second", resume=True)) == 1
-    with pytest.raises(ConfigError, match="has 1 unfinished requests of an earlier run: add"):
-        opened("second")
-    (request,) = run.requests
-    run.end(request)
-    run.journal.commit()
-    assert opened("second") == []
-    run.journal.close()
-    assert not run.path.exists()
-    assert opened("second") == []
-    assert isinstance(open_journal(SchedulerArgs(no_journal=True), tmp_path).journal, NoJournal)
-
-
-def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"\x01\x02")
-    with pytest.raises(ConfigError, match="is no journal"):
-        open_journal(SchedulerArgs(journal=str(tmp_path)), Path("run"))
-
-
-def test_a_full_disk_ends_the_journal_and_not_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path)
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("scheduler_proc.journal.os.write", full)
-    for name in "ab":
-        run.accept(name)
-        run.journal.commit()
-    assert caplog.text.count("No space left on device") == 1
-
-
 def test_a_journal_that_outlives_its_run_is_synced_by_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "SYNC_EVERY", 0.0)
+    monkeypatch.setattr(journal_file, "SYNC_INTERVAL_S", 0.0)
     synced = threading.Semaphore(0)
-    monkeypatch.setattr("scheduler_proc.journal.os.fdatasync", lambda _: synced.release())
-    run = Run(tmp_path)
-    run.journal = Journal(run.path, "run", durable=True)
-    run.journal.compact()
+    monkeypatch.setattr("scheduler_proc.journal_file.os.fdatasync", lambda _: synced.release())
+    run = Run(tmp_path, durable=True)
     assert synced.acquire(timeout=0), "a new file, at once"
     for name in "ab":
         run.accept(name)
         run.journal.commit()
         assert synced.acquire(timeout=10)
     run.journal.close()
-    run.journal._syncer.written()  # type: ignore[union-attr]
 
 
 def test_resuming_needs_to_know_what() -> None:

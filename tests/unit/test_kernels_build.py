@@ -22,6 +22,7 @@ from tests.unit.test_kernels import (
     round_weights,
 )
 from worker_proc.engines import make_engine
+from worker_proc.kernels import build
 from worker_proc.kernels import engine as kernels_engine
 from worker_proc.kernels.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
 from worker_proc.kernels.program import Numbers, fastest_numbers
@@ -38,6 +39,18 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(said) == 1
     assert "compiling the kernels" in said[0]
     assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_a_cache_that_takes_nothing_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(NoCompiler, match=r"cannot take the kernels .*make room there, or set QUA"):
+        load_kernels(print)
+    monkeypatch.setattr(build, "_library", lambda _say: tmp_path / "file")
+    with pytest.raises(NoCompiler, match=r"file cannot be loaded .*remove it"):
+        load_kernels(print)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")

@@ -315,3 +315,31 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(gguf_file, tmp_path, m
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match="QUADRIGA_CACHE"):
         resolve_model(ModelArgs(str(gguf_file)))
+
+
+def test_a_model_s_fingerprint_is_that_of_its_files_wherever_they_are(
+    directory: Path, tmp_path: Path, gguf_file: Path
+) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(bytes(9000))
+
+    def fingerprint(path: Path, **fields: str) -> str:
+        return resolve_model(ModelArgs(str(path), **fields)).fingerprint
+
+    whole, dummy = fingerprint(directory), fingerprint(directory, load_format="dummy")
+    moved = directory.rename(tmp_path / "moved")
+    assert fingerprint(moved) == whole
+    assert fingerprint(moved, load_format="dummy") == dummy
+    gguf, elsewhere = fingerprint(gguf_file), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert fingerprint(gguf_file.rename(elsewhere / gguf_file.name)) == gguf
+    seen = {whole, dummy, gguf}
+    for file, content in (
+        ("model.safetensors", bytes(9001)),
+        ("model.safetensors", bytes(8999) + b"1"),
+        ("tokenizer.json", (moved / "tokenizer.json").read_bytes() + b" "),
+        ("config.json", (moved / "config.json").read_bytes().replace(b"1e-05", b"1e-06")),
+    ):
+        (moved / file).write_bytes(content)
+        seen.add(fingerprint(moved))
+    assert len(seen) == 7

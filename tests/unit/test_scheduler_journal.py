@@ -1,6 +1,7 @@
 """A scheduler that dies is followed by one that has read the journal, and nothing is lost."""
 
 import dataclasses
+import errno
 import random
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from quadriga.messages.to_scheduler import DetokReady, Leave, Submit
 from quadriga.scheduler_args import SchedulerArgs
-from scheduler_proc.journal import FILE_NAME, open_journal
+from scheduler_proc.journal import NO_JOURNAL, RETRY_INTERVAL_S, Journal, NoJournal
+from scheduler_proc.journal_opening import FILE_NAME, open_journal
+from scheduler_proc.requests import first_number
 from scheduler_proc.scheduler import Scheduler
+from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, header, let_go
 from tests.unit.simulation import EOS, World, abort, reference, submit
 
 
@@ -20,13 +24,22 @@ class MortalWorld(World):
     def __init__(self, args: SchedulerArgs, directory: Path) -> None:
         super().__init__(args)
         self._args = dataclasses.replace(args, journal=str(directory))
-        self.follow()
+        self.journal: Journal | NoJournal = NO_JOURNAL
+        self._follow(again=False)
 
     def follow(self) -> None:
         """The scheduler is gone; another one takes over, with a worker and a detokenizer that were
         told to forget what they know."""
+        self._follow(again=True)
+
+    def _follow(self, again: bool) -> None:
         self._detok_sessions += 1
-        journal, found = open_journal(self._args, Path("run"))
+        let_go(self.journal)
+        known = header(vocab_size=1000, context_length=1000)
+        journal, found = open_journal(self._args, Path("run"), known, again)
+        if isinstance(journal, Journal):
+            journal._clock = lambda: self.worker.now
+        self.journal = journal
         self.scheduler = Scheduler(
             self._args,
             frozenset({EOS}),
@@ -35,7 +48,7 @@ class MortalWorld(World):
             lambda: self.worker.now,
             journal,
         )
-        self.scheduler.arrivals.take_up(found)
+        self.scheduler.arrivals.take_up(found, first_number() if again else 0)
         self.worker.die()
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
@@ -160,3 +173,121 @@ def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:
         got = world.detok.tokens.get(name, [])
         assert got == expected[: len(got)]
         assert got == expected or name in aborted
+
+
+class FrontDoor:
+    """Requests of a world whose journal may be lost: they are sent again to another scheduler, as
+    the front door does with those that are open."""
+
+    def __init__(self, world: MortalWorld) -> None:
+        self.world = world
+        self.accepted: dict[str, Submit] = {}
+        world.detok.may_begin_anew = True
+
+    def submit(self, name: str, prompt: list[int], max_new_tokens: int) -> None:
+        self.accepted[name] = message = submit(name, prompt, max_new_tokens, ignore_eos=True)
+        self.world.tell(message)
+
+    def follow(self) -> None:
+        self.world.follow()
+        still_open = self.accepted.keys() - self.world.detok.closed.keys()
+        for name in sorted(still_open):
+            self.world.tell(msgspec.structs.replace(self.accepted[name], again=True))
+
+    def finish(self) -> None:
+        """Every request has ended, once (the detokenizer sees to that), with all of its tokens."""
+        self.world.run()
+        assert self.world.detok.closed.keys() == self.accepted.keys()
+        for name, message in self.accepted.items():
+            prompt = list(memoryview(message.prompt_ids).cast("i"))
+            expected = reference(prompt, message.params.max_new_tokens or 0, True)
+            assert self.world.detok.tokens[name] == expected
+            assert self.world.detok.closed[name].finish_reason == "length"
+
+
+def test_a_scheduler_that_dies_while_the_disk_is_full_loses_nothing(tmp_path: Path) -> None:
+    with faulty_os() as faulty:
+        door = FrontDoor(world := MortalWorld(SchedulerArgs(max_batch_size=3), tmp_path))
+        for number in range(4):
+            door.submit(f"early{number}", [number + 3] * 5, 4 * number + 4)
+        world.step()
+        faulty.fails = full_disk
+        for number in range(4):
+            door.submit(f"late{number}", [number + 9] * 5, 9)
+        while "early0" not in world.detok.closed:
+            world.step()
+        assert world.scheduler.info()["journal"] == "failed"
+        seqs = {closed.seq for closed in world.detok.closed.values()}
+        for _ in range(3):
+            door.follow()
+            assert world.scheduler.info()["journal"] == "failed"
+            for _ in range(4):
+                world.step()
+        faulty.fails = lambda _name, _number: 0
+        world.worker.now += RETRY_INTERVAL_S
+        door.submit("last", [5], 9)
+        assert world.scheduler.info()["journal"] == "on"
+        door.follow()
+        door.finish()
+    ends = [closed.seq for closed in world.detok.closed.values()]
+    assert len(set(ends)) == len(ends), "a number is never used again"
+    assert min(set(ends) - seqs) > max(seqs)
+
+
+def test_a_request_of_a_name_that_was_used_before_does_not_get_the_stale_one_s_answer(
+    tmp_path: Path,
+) -> None:
+    with faulty_os() as faulty:
+        door = FrontDoor(world := MortalWorld(SchedulerArgs(), tmp_path))
+        door.submit("a", [5] * 3, 6)
+        world.step()
+        faulty.fails = full_disk
+        world.run()
+        assert "a" in world.detok.closed
+        del world.detok.closed["a"], world.detok.tokens["a"]
+        door.submit("a", [6] * 3, 7)
+        world.step()
+        door.follow()
+        door.finish()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lives_of_random_schedulers_with_a_disk_that_fails(tmp_path: Path, seed: int) -> None:
+    chosen = random.Random(seed)
+    with faulty_os() as faulty:
+        args = SchedulerArgs(max_batch_size=4, max_running_requests=6)
+        door = FrontDoor(world := MortalWorld(args, tmp_path))
+        states = set()
+        for number in range(200):
+            match chosen.randrange(12):
+                case 0:
+                    door.follow()
+                case 1 | 2 | 3:
+                    prompt = [chosen.randrange(3, 90) for _ in range(chosen.randrange(1, 30))]
+                    door.submit(f"r{number}", prompt, chosen.randrange(1, 20))
+                case 4:
+                    _break_or_mend(faulty, chosen)
+                case 5:
+                    world.worker.now += chosen.choice([0.1, RETRY_INTERVAL_S])
+                case _:
+                    world.step()
+            states.add(world.scheduler.info()["journal"])
+        assert states == {"on", "failed"}
+        faulty.fails = lambda _name, _number: 0
+        door.follow()
+        assert world.scheduler.info()["journal"] == "on"
+        door.finish()
+    let_go(world.journal)
+
+
+def _break_or_mend(faulty: FaultyOs, chosen: random.Random) -> None:
+    """What needs no room works: without it nothing tells a later scheduler that the file is
+    stale."""
+    match chosen.randrange(3):
+        case 0:
+            faulty.fails = full_disk
+        case 1:
+            call = chosen.choice(["write", "replace", "fdatasync", "fsync", "dup"])
+            faulty.fails = lambda name, _number: errno.EIO if name == call else 0
+        case _:
+            faulty.fails = lambda _name, _number: 0

@@ -99,6 +99,18 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody(terminal: tuple[int, str]
     line.close()
 
 
+def test_at_a_terminal_of_another_user_or_without_a_name_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_fd: int) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("scheduler_proc.status_line.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("scheduler_proc.status_line.sys.stderr.fileno", lambda: 2)
+    monkeypatch.setattr("scheduler_proc.status_line.os.ttyname", refused)
+    assert isinstance(status_line(True, lambda: dict(IDLE)), NoStatusLine)
+
+
 def test_without_a_terminal_there_is_none() -> None:
     line = status_line(True, lambda: dict(IDLE))
     line.update(100.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quadriga import faults
+from quadriga import children, faults
 from quadriga.errors import ConfigError
 from quadriga.fault_args import parse_faults
 from quadriga.messages.arrays import pack_ids
@@ -143,3 +143,34 @@ def test_a_poison_strikes_each_plan_that_brings_a_request_which_begins_with_it(
     inbox: Any = Listed(plans)
     list(faults.faulty_inbox(inbox, "worker", "segv:worker:token=99").drain())
     assert sent == [signal.SIGSEGV] * 2
+
+
+def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(children.tempfile, "mkdtemp", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set TMPDIR"):
+        children._make_run_dir()
+
+
+def test_a_process_that_the_system_cannot_start_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring = object.__new__(children.Children)
+    ring._due = {"detok_proc": 5.0}
+    starts: list[str] = []
+
+    def start(name: str) -> None:
+        starts.append(name)
+        if len(starts) == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(ring, "start", start)
+    assert ring._start_due("detok_proc", 5.0) is None
+    assert ring._due == {"detok_proc": 5.0 + children.START_RETRY_S}
+    assert "detok_proc cannot be started now ([Errno 11]" in capsys.readouterr().err
+    assert ring._start_due("detok_proc", 6.0) is children.Order.STARTED
+    assert (ring._due, len(starts)) == ({}, 2)

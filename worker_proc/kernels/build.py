@@ -34,9 +34,18 @@ class NoCompiler(ConfigError):
 def load_kernels(say: Callable[[str], None]) -> ctypes.CDLL:
     """The compiled kernels. `say` hears when something takes long. NoCompiler where there are
     none: the message says why."""
-    library = _library(say)
+    try:
+        library = _library(say)
+    except OSError as error:
+        raise NoCompiler(
+            f"the cache {cache_directory()} cannot take the kernels ({error}); make room there, or"
+            " set QUADRIGA_CACHE to another directory"
+        ) from None
     _share_openmp()
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoCompiler(f"{library} cannot be loaded ({error}); remove it") from None
 
 
 def _library(say: Callable[[str], None]) -> Path:

@@ -1,0 +1,130 @@
+"""Journals for tests: their schedulers, the end of those, and disks that fail."""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.to_scheduler import Submit
+from quadriga.sampling import SamplingParams
+from scheduler_proc import journal_file
+from scheduler_proc.journal import Journal, NoJournal
+from scheduler_proc.journal_file import JournalFile
+from scheduler_proc.journal_frames import Header
+from scheduler_proc.journal_opening import FILE_NAME
+from scheduler_proc.journal_reader import read_journal
+from scheduler_proc.journal_rounds import Found
+from scheduler_proc.request import Request, Status
+from scheduler_proc.requests import LiveRequests
+
+EOS = frozenset({2})
+
+
+def header(run: str = "run", **fields: Any) -> Header:
+    return msgspec.structs.replace(Header(run, "tiny", "f1", 100, 64), **fields)
+
+
+def let_go(journal: Journal | NoJournal) -> None:
+    """What the system does for a process that has died: the files are closed, the lock is free."""
+    if isinstance(journal, Journal):
+        journal._file.release()
+
+
+class Run:
+    """A scheduler's journal, and requests that it tells of."""
+
+    def __init__(self, directory: Path, name: str = "run", durable: bool = False) -> None:
+        self.path = directory / FILE_NAME
+        self.now = 0.0
+        file = JournalFile(self.path, header(name), durable)
+        self.journal = Journal(file, lambda: self.now)
+        self.journal.compact()
+        self.requests = LiveRequests(EOS)
+
+    def accept(self, name: str, n: int = 1) -> list[Request]:
+        params = SamplingParams(max_new_tokens=5000, seed=1, n=n, logit_bias={5: 1.0})
+        message = Submit(b"c", name, pack_ids([7, 8]), params, True, 1.0, 2.0)
+        requests = self.requests.add(message)
+        self.journal.accepted(message, requests)
+        return requests
+
+    def give(self, request: Request, *tokens: int) -> None:
+        for token in tokens:
+            request.tokens.append(token)
+            request.first_token = request.first_token or 3.0
+            self.journal.produced([request.seq], [token], 3.0)
+
+    def end(self, request: Request, reason: str = "stop", settled: bool = True) -> None:
+        request.status, request.finish_reason = Status.FINISHED, reason
+        self.journal.ended(request)
+        if settled:
+            self.journal.settled([request.seq])
+
+    def found(self) -> list[Found]:
+        return read_journal(self.path).found
+
+
+def outline(found: list[Found]) -> list[tuple[Any, ...]]:
+    return [
+        (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.settled)
+        for one in found
+    ]
+
+
+class FaultyOs:
+    """The `os` of journal_file.py, of which calls fail as they are told to.
+
+    Attributes:
+        fails: given the name of a call and how many of this name there were, the number of the
+            error to raise; 0: none. A write may fail after half of its bytes.
+        calls: how many there were, by name.
+    """
+
+    FALLIBLE = ("open", "write", "replace", "fdatasync", "fsync", "ftruncate", "pwrite", "unlink",
+                "makedirs", "dup", "close")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.fails: Callable[[str, int], int] = lambda _name, _number: 0
+        self.calls: Counter[str] = Counter()
+        self.is_short = False
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.FALLIBLE:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            error = self.fails(name, self.calls[name])
+            if name == "write" and (error or self.is_short):
+                fd, data = args
+                written = os.write(fd, data[: max(1, len(data) // 2)])
+                if not error:
+                    return written
+            if name == "close":
+                real(*args, **kwargs)  # the system closes a file even where it says EIO
+            if error:
+                raise OSError(error, os.strerror(error))
+            return None if name == "close" else real(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def faulty_os() -> Iterator[FaultyOs]:
+    faulty = FaultyOs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_file, "os", faulty)
+        yield faulty
+
+
+def full_disk(name: str, _number: int) -> int:
+    """Nothing can be written; what needs no room works."""
+    return errno.ENOSPC if name in ("write", "makedirs", "fdatasync", "fsync") else 0
