@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga import clock
 from quadriga import config as configuration
 from quadriga.config import ServerConfig
 from quadriga.cores import keep_to, shares
@@ -143,6 +144,8 @@ def run_child(name: str, body: Callable[[Child], None], gives_way: bool = False)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     arguments = _parse(name)
+    if arguments.clock_offset is not None:
+        clock.use_offset(arguments.clock_offset)
     lifeline = Lifeline(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
@@ -175,6 +178,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {name}")
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
     parser.add_argument("--lifeline-fd", type=int, help="inherited socket to the launcher")
+    parser.add_argument("--clock-offset", type=float, help="of the server's clock (quadriga/clock)")
     parser.add_argument("--again", action="store_true", help="in place of one that died")
     configuration.add_flags(parser)
     return parser.parse_args()

@@ -13,6 +13,7 @@ ones that ended, for clients whose connection was lost.
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
@@ -279,7 +280,6 @@ class Syncer:
         self._dirty.set()
 
     def _run(self) -> None:
-        pause = threading.Event()
         while True:
             self._dirty.wait()
             self._dirty.clear()
@@ -287,7 +287,7 @@ class Syncer:
                 file = os.dup(self._file) if self._file >= 0 else -1
             if file >= 0:
                 self._sync(file)
-            pause.wait(SYNC_EVERY)
+            time.sleep(SYNC_EVERY)
 
     def _sync(self, file: int) -> None:
         try:

@@ -6,13 +6,13 @@ scheduler (outstanding.py), and how much is waiting and being encoded (load.py).
 
 import asyncio
 import logging
-import time
 import uuid
 from array import array
 from collections.abc import Callable
 
 import msgspec
 
+from quadriga import clock
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.grammar import grammar_of
@@ -125,7 +125,7 @@ class FrontDoor:
             self._refuse(client, requests.salvage_request_id(payload), error)
 
     def _generate(self, client: bytes, message: Generate, size: int) -> None:
-        received, name, choices = time.time(), message.request_id, message.params.n
+        received, name, choices = clock.now(), message.request_id, message.params.n
         requests.check_request_id(name)
         under_way = self._outstanding.being_encoded(client, name)
         if under_way is not None:

@@ -1,9 +1,9 @@
 """A request from its arrival to what the scheduler is told of it."""
 
-import time
 from array import array
 from dataclasses import dataclass
 
+from quadriga import clock
 from quadriga.config import FrontDoorArgs
 from quadriga.grammar import without_grammar
 from quadriga.messages.arrays import pack_ids
@@ -55,7 +55,7 @@ class Submissions:
             params=params,
             stream=message.stream,
             received=received,
-            tokenized=time.time(),
+            tokenized=clock.now(),
             priority=message.priority,
             queue_deadline=requests.deadline(received, message.queue_timeout, args.queue_timeout),
             deadline=requests.deadline(received, message.timeout, args.request_timeout),

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from quadriga import clock
 from quadriga.messages.worker import WorkerMessage
 from quadriga.process import Child
 from quadriga.sockets import Outbox
@@ -52,8 +53,12 @@ class Followers:
     def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
         """Its standard input ends when this process does, whatever becomes of it."""
         command = [sys.executable, "-m", "worker_proc.follower", str(rank), str(self.store)]
-        command += ["--run-dir", str(run_dir), *child.config.to_argv()]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
+        return subprocess.Popen(
+            [*command, *child.config.to_argv()],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def _watch(self, rank: int) -> None:
         code = self._processes[rank].wait()
