@@ -14,6 +14,7 @@ from typing import Any
 
 from quadriga import clock
 from quadriga.clock import Countdown
+from quadriga.parent_death import continue_at_parents_death
 from quadriga.process import DUMP_SIGNAL
 
 EXIT_GRACE = 5.0
@@ -131,6 +132,7 @@ def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[st
         env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=continue_at_parents_death,
     )
     theirs.close()
     return ChildProcess(name, process, ours)

@@ -3,7 +3,8 @@
 The lifeline is a socket pair that a child inherits from the launcher. Upwards go reports, one
 JSON object a line; downwards go orders, one word a line. Its end tells each side at once that the
 other has died, however that happened: the launcher sees which child is gone, and a child whose
-launcher is gone removes the run directory and leaves.
+launcher is gone removes the run directory and leaves. One that is stopped by a signal then goes on
+for that (quadriga/parent_death.py).
 """
 
 import argparse

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from quadriga import clock
 from quadriga.messages.worker import WorkerMessage
+from quadriga.parent_death import continue_at_parents_death
 from quadriga.process import Child
 from quadriga.sockets import Outbox
 
@@ -58,6 +59,7 @@ class Followers:
             [*command, *child.config.to_argv()],
             stdin=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=continue_at_parents_death,
         )
 
     def _watch(self, rank: int) -> None:

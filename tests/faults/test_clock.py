@@ -1,4 +1,4 @@
-"""The wall clock is set, the whole server is suspended: nothing is lost."""
+"""The wall clock is set, the whole server is suspended, the launcher is killed: nothing is lost."""
 
 import asyncio
 import os
@@ -8,13 +8,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.clock import now
-from tests.server import Server, running_server, wait_until
+from tests.server import Server, is_alive, running_server, wait_until
 
 LIBRARY = Path(__file__).with_name("wall_clock.c")
 STREAMS = 8
@@ -190,3 +192,46 @@ def test_a_server_that_was_suspended_goes_on_with_the_same_processes(own_server:
     assert ids_of(asyncio.run(streams_with_a_suspension())) == undisturbed
     assert pids_of(own_server) == before
     assert own_server.log.read_text() == log, "nothing to say of it"
+
+
+@contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop them; on leaving kill those that are still there."""
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.timeout(90)
+def test_a_launcher_that_is_killed_leaves_no_process_behind_though_all_are_stopped(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    flags += ["--device", "cpu", "--tp", "2", "--max-total-tokens", "1024"]
+    with running_server(tmp_path / "log", *flags) as server:
+        with Client(server.endpoint) as client:
+            client.generate([5, 6], SamplingParams(max_new_tokens=4, regex="[ab]{2}"))
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        commands = " ".join(word for process in processes for word in process.cmdline())
+        assert "worker_proc.follower" in commands and "tokenizer_proc.grammar_check" in commands
+        with stopped(processes):
+            server.process.kill()
+            wait_until(lambda: not any(is_alive(process.pid) for process in processes), 3)
+            server.wait_for_nothing_left(1)
+
+
+def test_a_launcher_that_crashes_leaves_no_stopped_worker_behind(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
+    with (
+        running_server(tmp_path / "log", *flags, "--max-total-tokens", "1024") as server,
+        stopped([psutil.Process(server.pids["worker_proc"])]),
+    ):
+        server.process.send_signal(signal.SIGSEGV)
+        server.wait_for_nothing_left(3)
