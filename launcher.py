@@ -9,7 +9,6 @@ down, and the end of it says at once that the other side is gone.
 """
 
 import argparse
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from quadriga import config as configuration
 from quadriga import terminal
 from quadriga.child_process import EXIT_GRACE, ChildProcess
 from quadriga.children import Children, Death, Order, say
+from quadriga.clock import Countdown
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
@@ -82,9 +82,9 @@ class Launcher:
 
     def _wait_until_ready(self) -> int:
         """EXIT_OK once every process has said that it can serve."""
-        deadline = time.monotonic() + self._config.launch.start_timeout
+        timeout = Countdown(self._config.launch.start_timeout)
         while not self._children.all_ready:
-            event = self._children.next_event(deadline)
+            event = self._children.next_event(timeout)
             match event:
                 case Death():
                     if not self._start_again(event):
@@ -154,14 +154,12 @@ class Launcher:
 
     def _say_farewell(self, message: str) -> None:
         """Those whom clients are connected to fail what is open, and leave."""
-        deadline = time.monotonic() + FAREWELL_TIMEOUT
+        countdown = Countdown(FAREWELL_TIMEOUT)
         speakers = [child for child in self._speakers() if not child.left]
         for child in speakers:
             child.order(FAIL, message)
         for child in speakers:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if not child.ends_within(countdown):
                 child.process.kill()
 
     def _drain(self) -> int:
@@ -190,9 +188,9 @@ class Launcher:
 
     def _wait_for_exits(self, timeout: float) -> int | None:
         """The exit code once every child has left or something went wrong; None at the timeout."""
-        deadline = time.monotonic() + timeout
+        countdown = Countdown(timeout)
         while not self._children.all_left:
-            event = self._children.next_event(deadline)
+            event = self._children.next_event(countdown)
             match event:
                 case Death() if event.in_order or event.name == GATEWAY:
                     continue  # the streams of a gateway that died are broken, and none may come

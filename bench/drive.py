@@ -1,7 +1,6 @@
 """Send one run's requests through one or more clients, and record what comes back."""
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import msgspec
 
 from bench.metrics import Record
 from bench.workload import Job, Prompt
+from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling import SamplingParams
 
@@ -50,7 +50,7 @@ async def drive(
     gap: float | None = AT_ONCE,
     truncate: bool | None = None,
     on_done: Callable[[], None] = lambda: None,
-    clock: Clock = time.time,
+    clock: Clock = now,
     limit: int | None = None,
 ) -> Run:
     """Send every request when it is due, and wait for every end.

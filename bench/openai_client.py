@@ -6,7 +6,6 @@ cores with the server that it measures.
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import aiohttp
 import msgspec
 
 from bench.transport import OpenAIServer
+from quadriga import clock
 from quadriga.completion import Completion, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, RequestFailed, ServerUnreachable
 from quadriga.messages.public import Usage
@@ -232,14 +232,14 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[_Event, 
     """The events of a server-sent stream, each with the time at which its bytes were read."""
     rest = b""
     async for data in content.iter_any():
-        now = time.time()
+        read_at = clock.now()
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             payload = line[5:].strip() if line.startswith(b"data:") else b""
             if not payload or payload == _DONE:
                 continue
             try:
-                yield _decode(payload), now
+                yield _decode(payload), read_at
             except msgspec.DecodeError as error:
                 raise RequestFailed(f"{error} in the event {_short(payload)}") from None
 

@@ -14,7 +14,7 @@ BENCH = "bench client"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment. time: Unix seconds; info: as the server tells; cpu: seconds;
+    """The counters at one moment. time: by quadriga.clock; info: as the server tells; cpu: seconds;
     memory: resident bytes."""
 
     time: float

@@ -1,7 +1,6 @@
 """Servers of the bench's own, which live as long as the bench."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -10,12 +9,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from quadriga.config import ServerConfig
 from quadriga.errors import DeadlineExceeded, ServerFailed, ServerUnreachable
+from quadriga.parent_death import signal_at_parents_death
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,8 +27,6 @@ STOP_SECONDS = 15.0
 CHILDREN_SECONDS = 3.0
 LOG_LINES = 20
 RETRY_SECONDS = 0.1
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Attempt = Callable[[], Awaitable[dict[str, Any]]]
 """Asks the server for its info; ServerUnreachable or DeadlineExceeded while it cannot answer."""
@@ -65,7 +64,7 @@ class ServerProcess:
             stderr=self._log or sys.stderr.fileno(),
             env=self._environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent if _libc is not None else None,
+            preexec_fn=partial(signal_at_parents_death, signal.SIGTERM),
         )
         return self
 
@@ -177,9 +176,3 @@ def _signal_group(group: int, number: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the bench dies, however it dies."""
-    assert _libc is not None
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,6 +29,7 @@ from bench.server import OwnServer
 from bench.trace import TraceRequest, write_trace
 from bench.transport import Connection, OpenAIServer, connection
 from bench.workload import Job
+from quadriga import clock
 from quadriga.errors import (
     ConfigError,
     InvalidRequest,
@@ -170,7 +170,7 @@ class Runs:
         except QuadrigaError:
             info = {}
         pids = pids_of(info, client.endpoint)
-        return Reading(time.time(), info, cpu_seconds(pids), resident_bytes(pids))
+        return Reading(clock.now(), info, cpu_seconds(pids), resident_bytes(pids))
 
 
 def _plotter(options: Options) -> Callable[[Result], None]:

@@ -1,6 +1,5 @@
 """What the detokenizer process does, without its sockets: steps of token ids in, chunks out."""
 
-import time
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,6 +8,7 @@ from detok_proc.incremental import DecoderFactory
 from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
 from detok_proc.told import Entry, Told, entries_by_row, entries_of, tell_prompt
+from quadriga.clock import now
 from quadriga.messages.arrays import pack_ids, unpack_ids
 from quadriga.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
@@ -43,7 +43,7 @@ class Detokenizer:
         self,
         tokenizer: "Tokenizer",
         stream_interval: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = now,
     ) -> None:
         self._decoders = DecoderFactory(tokenizer)
         self._interval = stream_interval

@@ -77,7 +77,7 @@ def serve(
 def _begin(detokenizer: Detokenizer, scheduler: Outbox) -> int:
     """Know nothing, and let the scheduler tell all that runs. The session from then on."""
     detokenizer.forget_all()
-    session = time.time_ns()
+    session = time.monotonic_ns()
     scheduler.send(DetokReady(session))
     return session
 

@@ -9,6 +9,8 @@ from aiohttp import web
 from http_proc.request_metrics import RequestMetrics
 
 STALL_SECONDS = 30.0
+LATE_SECONDS = STALL_SECONDS / 4
+"""A look that comes so much too late finds what happened while this process did not run."""
 LEAST_BYTES = 1024
 """A client that takes less than this in STALL_SECONDS of what waits for it is cut off."""
 
@@ -32,7 +34,7 @@ class Watch:
             self._transport.set_write_buffer_limits(high=1)
 
     def __enter__(self) -> None:
-        self._timer = self._loop.call_later(STALL_SECONDS, self._look)
+        self._look_later()
 
     def __exit__(
         self,
@@ -46,11 +48,16 @@ class Watch:
         if self._transport is None or self._transport.is_closing():
             return
         waits, sent = self.progress()
-        if self._waited and waits and sent - self._sent < LEAST_BYTES:
+        is_late = self._loop.time() > self._due_at + LATE_SECONDS
+        if self._waited and waits and sent - self._sent < LEAST_BYTES and not is_late:
             self._cut_off()
             return
         self._waited, self._sent = waits, sent
-        self._timer = self._loop.call_later(STALL_SECONDS, self._look)
+        self._look_later()
+
+    def _look_later(self) -> None:
+        self._due_at = self._loop.time() + STALL_SECONDS
+        self._timer = self._loop.call_at(self._due_at, self._look)
 
     def progress(self) -> tuple[int, int]:
         """Bytes that wait for the client, and those that have gone to it."""

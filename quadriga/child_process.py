@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quadriga import clock
+from quadriga.clock import Countdown
+from quadriga.parent_death import continue_at_parents_death
 from quadriga.process import DUMP_SIGNAL
 
 EXIT_GRACE = 5.0
@@ -24,9 +27,9 @@ DUMP_SECONDS = 0.3
 class ChildProcess:
     """A process of the server, seen from above.
 
-    asked_at: since when it owes the watchdog an answer. stuck: whom it has reported to be stuck,
-    and why. replaced: why it was put down. reloads: it was ended to be started again. is_another:
-    it has the place of one that died.
+    asked_at: since when it owes the watchdog an answer, by the watchdog's clock. stuck: whom it has
+    reported to be stuck, and why. replaced: why it was put down. reloads: it was ended to be
+    started again. is_another: it has the place of one that died.
     """
 
     name: str
@@ -84,6 +87,13 @@ class ChildProcess:
             self.process.wait(DUMP_SECONDS)
         self.process.kill()
 
+    def ends_within(self, countdown: Countdown) -> bool:
+        """Wait for its end, or for that of the countdown; return whether it has ended."""
+        while self.process.poll() is None and (seconds := countdown.left_to_wait()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        return self.process.poll() is not None
+
     @property
     def left(self) -> bool:
         """Its lifeline has ended."""
@@ -114,7 +124,7 @@ def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[st
     """Start `python -m name` in a session of its own, so that no terminal's signals reach it."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", name, "--run-dir", str(run_dir)]
-    command += ["--lifeline-fd", str(theirs.fileno()), *flags]
+    command += ["--lifeline-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}", *flags]
     path = os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         command,
@@ -122,6 +132,7 @@ def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[st
         env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=continue_at_parents_death,
     )
     theirs.close()
     return ChildProcess(name, process, ours)

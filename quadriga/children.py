@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quadriga.child_process import EXIT_GRACE, ChildProcess, start_child
+from quadriga.clock import Countdown
 from quadriga.config import LaunchArgs
 from quadriga.errors import ConfigError
 from quadriga.process import EXIT_OK, REPLACED
@@ -128,18 +129,18 @@ class Children:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def next_event(self, deadline: float | None) -> Death | Order | None:
-        """Wait for what happens next, at most until the deadline of the monotonic clock; None for a
-        report, or a question of the watchdog."""
-        now = time.monotonic()
-        if deadline is not None and now >= deadline:
+    def next_event(self, timeout: Countdown | None) -> Death | Order | None:
+        """Wait for what happens next, at most until the timeout; None for a report, a question of
+        the watchdog, or a look at the timeout."""
+        if timeout is not None and not timeout.left():
             return Order.TIMEOUT
+        now = time.monotonic()
         for name, due in self._due.items():
             if now >= due:
                 return self._start_due(name, now)
-        for child in self._watchdog.ask((c for c in self if not c.left), now):
+        for child in self._watchdog.ask(c for c in self if not c.left):
             self._replace(child, "it does not answer")
-        for key, _ in self._selector.select(self._seconds_to_wait(deadline, now)):
+        for key, _ in self._selector.select(self._seconds_to_wait(timeout, now)):
             if key.data is None:
                 return self._take_signal()
             return self._take_reports(key.data)
@@ -156,9 +157,13 @@ class Children:
         del self._due[name]
         return Order.STARTED
 
-    def _seconds_to_wait(self, deadline: float | None, now: float) -> float | None:
-        moments = [deadline, self._watchdog.next, *self._due.values()]
-        return min((max(0.0, m - now) for m in moments if m is not None), default=None)
+    def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
+        waits = [max(0.0, due - now) for due in self._due.values()]
+        if timeout is not None:
+            waits.append(timeout.left_to_wait())
+        if (seconds := self._watchdog.seconds_to_next()) is not None:
+            waits.append(seconds)
+        return min(waits, default=None)
 
     def _take_signal(self) -> Order:
         numbers = set(self._signals.recv(4096))

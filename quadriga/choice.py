@@ -84,6 +84,7 @@ class Choice:
         timings.received, timings.tokenized = times.received, times.tokenized
         timings.admitted, timings.first_token = times.admitted, times.first_token
         timings.detokenized, timings.delivered = times.detokenized, received_at
+        timings.reconcile()
         return Completion(
             request_id=self._request_id,
             text="".join(self._texts),

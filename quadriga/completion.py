@@ -45,8 +45,8 @@ class RequestOptions(TypedDict, total=False):
 class Timings:
     """When the request passed each stage, in Unix seconds; 0.0 where it never came there.
 
-    submitted and delivered are the client's, the others the server's clock. token_times has the
-    end of the step that gave each token.
+    submitted and delivered are the client's, the others the server's clock, moved if the two
+    disagree (see `reconcile`). token_times has the end of the step that gave each token.
     """
 
     submitted: float
@@ -57,6 +57,32 @@ class Timings:
     detokenized: float = 0.0
     delivered: float = 0.0
     token_times: list[float] = field(default_factory=list)
+
+    def reconcile(self) -> None:
+        """Move the server's stamps into the time from submitted to delivered, if any lies outside.
+
+        Then the server's clock is not the client's: it runs on another machine, or either wall
+        clock was set after the other program had started. The stamps are moved together, so that
+        as much time is left before them as after them.
+        """
+        stages = (self.received, self.tokenized, self.admitted, self.first_token, self.detokenized)
+        stamps = [
+            stamp for stamp in (*stages, *self.token_times[:1], *self.token_times[-1:]) if stamp
+        ]
+        if not stamps:
+            return
+        first, last = min(stamps), max(stamps)
+        if self.submitted <= first and last <= self.delivered:
+            return
+        shift = (self.submitted - first + self.delivered - last) / 2
+
+        def moved(stamp: float) -> float:
+            return stamp and min(max(self.submitted, stamp + shift), self.delivered)
+
+        self.received, self.tokenized = moved(self.received), moved(self.tokenized)
+        self.admitted, self.first_token = moved(self.admitted), moved(self.first_token)
+        self.detokenized = moved(self.detokenized)
+        self.token_times = [moved(stamp) for stamp in self.token_times]
 
 
 @dataclass(slots=True)
@@ -83,7 +109,8 @@ class Completion:
 
 @dataclass(slots=True)
 class StreamChunk:
-    """What is new of a request. received_at: Unix seconds. completion: on the last chunk only.
+    """What is new of a request. token_times: by the server's clock. received_at: Unix seconds, by
+    the client's. completion: on the last chunk only.
 
     index: of the choice; each has a last chunk. logprobs: of token_ids; prompt_logprobs: in the
     first chunk of choice 0; None unless asked for.

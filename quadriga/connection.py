@@ -1,7 +1,6 @@
 """A client's connection: finds the server, notices when it is gone, and when it is back."""
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quadriga import sockets
+from quadriga.clock import Countdown
 from quadriga.errors import InvalidRequest, ServerUnreachable
 from quadriga.messages.public import (
     MAX_FRAME_BYTES,
@@ -186,9 +186,9 @@ class Connection:
 
     async def _until_it_answers(self) -> None:
         """ZeroMQ connects again by itself; but a server that dies may have taken the ping along."""
-        deadline = time.monotonic() + self._reconnect_timeout
+        countdown = Countdown(self._reconnect_timeout, 2 * PING_EVERY)
         unanswered = 0
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := countdown.left()) > 0:
             breaks = self._breaks
             try:
                 await self._ping(min(left, PING_EVERY))

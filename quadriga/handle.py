@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from quadriga.choice import Choice, ToldOtherwise
+from quadriga.clock import now
 from quadriga.completion import Completion, StreamChunk
 from quadriga.errors import DeadlineExceeded, QuadrigaError, RequestFailed
 from quadriga.messages.public import Chunk, ErrorInfo, Generate
@@ -34,7 +35,7 @@ class Handle:
         self._timeout = timeout
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
-        self._submitted = time.time()
+        self._submitted = now()
         self._choices: dict[int, Choice] = {}
         self._ended: set[int] = set()
         self.done = False

@@ -1,13 +1,13 @@
 """What a client waits for: its requests under way, and the answers to its questions."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from quadriga.choice import GapFound
+from quadriga.clock import now
 from quadriga.handle import Handle
 from quadriga.messages.public import (
     PROTOCOL_VERSION,
@@ -78,14 +78,14 @@ class Pending:
     def _take_chunks(
         self, chunks: list[Chunk], take: Callable[[Handle, Chunk, float], None]
     ) -> None:
-        now = time.time()
+        received_at = now()
         for chunk in chunks:
             handle = self._handles.get(chunk.request_id)
             if handle is None:
                 self._unknown(chunk)
                 continue
             try:
-                take(handle, chunk, now)
+                take(handle, chunk, received_at)
             except GapFound:
                 handle.interrupt()
                 self._resend(handle)

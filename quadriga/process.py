@@ -3,7 +3,8 @@
 The lifeline is a socket pair that a child inherits from the launcher. Upwards go reports, one
 JSON object a line; downwards go orders, one word a line. Its end tells each side at once that the
 other has died, however that happened: the launcher sees which child is gone, and a child whose
-launcher is gone removes the run directory and leaves.
+launcher is gone removes the run directory and leaves. One that is stopped by a signal then goes on
+for that (quadriga/parent_death.py).
 """
 
 import argparse
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga import clock
 from quadriga import config as configuration
 from quadriga.config import ServerConfig
 from quadriga.cores import keep_to, shares
@@ -144,6 +146,8 @@ def run_child(name: str, body: Callable[[Child], None], gives_way: bool = False)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     arguments = _parse(name)
+    if arguments.clock_offset is not None:
+        clock.use_offset(arguments.clock_offset)
     lifeline = Lifeline(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
@@ -178,6 +182,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {name}")
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
     parser.add_argument("--lifeline-fd", type=int, help="inherited socket to the launcher")
+    parser.add_argument("--clock-offset", type=float, help="of the server's clock (quadriga/clock)")
     parser.add_argument("--again", action="store_true", help="in place of one that died")
     configuration.add_flags(parser)
     return parser.parse_args()

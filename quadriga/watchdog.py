@@ -1,31 +1,35 @@
 """Asks every process again and again whether it is there, and says who does not answer."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from quadriga.child_process import ChildProcess
+from quadriga.clock import RunningTime
 from quadriga.process import BEAT
 
 QUESTIONS_PER_TIMEOUT = 4
 
 
 class Watchdog:
-    """timeout: seconds that an answer may take; 0 asks nobody."""
+    """timeout: seconds that an answer may take, in which the watchdog itself runs: what was
+    suspended with it, or a little longer, is not to blame. 0 asks nobody."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout = timeout
-        self._next = 0.0
+        self._interval = timeout / QUESTIONS_PER_TIMEOUT
+        self._time = RunningTime(self._interval, clock)
+        self._next_at = 0.0
 
-    @property
-    def next(self) -> float | None:
-        """When `ask` wants to be called, in seconds of its clock; None: never."""
-        return self._next if self._timeout else None
+    def seconds_to_next(self) -> float | None:
+        """Return in how many seconds `ask` wants to be called; None: never."""
+        return max(0.0, self._next_at - self._time.now()) if self._timeout else None
 
-    def ask(self, children: Iterable[ChildProcess], now: float) -> list[ChildProcess]:
-        """Ask those who have answered; who has not for too long. now: seconds of a clock that never
-        goes back."""
-        if not self._timeout or now < self._next:
+    def ask(self, children: Iterable[ChildProcess]) -> list[ChildProcess]:
+        """Ask those who have answered; return who has not for too long."""
+        now = self._time.now()
+        if not self._timeout or now < self._next_at:
             return []
-        self._next = now + self._timeout / QUESTIONS_PER_TIMEOUT
+        self._next_at = now + self._interval
         silent = []
         for child in children:
             if child.asked_at is None:

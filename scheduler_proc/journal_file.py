@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -199,12 +200,11 @@ class Syncer:
             raise self._error
 
     def _run(self) -> None:
-        pause = threading.Event()
         while True:
             self._dirty.wait()
             self._dirty.clear()
             self._sync()
-            pause.wait(SYNC_INTERVAL_S)
+            time.sleep(SYNC_INTERVAL_S)
 
     def _sync(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 
+from quadriga.clock import now
 from quadriga.faults import faulty_inbox
 from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.messages.worker import ResultMessage
@@ -38,7 +39,7 @@ def serve(child: Child) -> None:
         eos_ids=model.eos_token_ids,
         worker=Outbox(child.endpoints.worker),
         detok=Outbox(child.endpoints.detok),
-        clock=time.time,
+        clock=now,
         journal=journal,
     )
     strikes = itertools.count()
@@ -59,9 +60,9 @@ def serve(child: Child) -> None:
     poller = Poller(inbox, results, child.lifeline)
     status = status_line(not child.config.launch.no_status_line, scheduler.info)
     launch = child.config.launch
-    deadline = StepDeadline(launch.watchdog_timeout, scheduler.pipeline, child.lifeline)
+    deadline = StepDeadline(launch.watchdog_timeout, scheduler.pipeline, child.lifeline, now)
     while not scheduler.stopped:
-        if scheduler.pipeline.awaits_company(time.time()):
+        if scheduler.pipeline.awaits_company(now()):
             time.sleep(GLANCE_SECONDS)
         else:
             poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
@@ -69,12 +70,12 @@ def serve(child: Child) -> None:
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
         scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())
-        status.update(time.time())
-        deadline.check(time.time())
+        status.update(now())
+        deadline.check()
     status.close()
 
 
 def _until(*moments: float | None) -> float | None:
     """Seconds until the first of them; None where there is none."""
-    now = time.time()
-    return min((max(0.0, m - now) for m in moments if m is not None), default=None)
+    first = min((moment for moment in moments if moment is not None), default=None)
+    return None if first is None else max(0.0, first - now())

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,14 @@ def wait_until(condition, seconds: float, complaint=lambda: "") -> None:  # type
         time.sleep(0.01)
 
 
-def launch(endpoint: str, *flags: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a launcher; its log goes to a file or a pipe. Without a --port it serves no HTTP."""
+def launch(
+    endpoint: str,
+    *flags: str,
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a launcher; its log goes to a file or a pipe. Without a --port it serves no HTTP.
+    environment: variables beside ours."""
     flags = flags if "--port" in flags else (*flags, "--no-http")
     output = log.open("wb") if log else subprocess.PIPE
     return subprocess.Popen(
@@ -76,15 +82,18 @@ def launch(endpoint: str, *flags: str, log: Path | None = None) -> "subprocess.P
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
         start_new_session=True,
     )
 
 
 @contextmanager
-def running_server(log: Path, *flags: str, endpoint: str = "") -> Iterator[Server]:
+def running_server(
+    log: Path, *flags: str, endpoint: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server that answers. On leaving it is stopped, and everything of it must be gone."""
     endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
-    process = launch(endpoint, *flags, log=log)
+    process = launch(endpoint, *flags, log=log, environment=environment)
     try:
         server = _wait_until_ready(process, endpoint, log)
         yield server

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from quadriga.parent_death import signal_at_parents_death
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,6 +31,7 @@ def main() -> None:
     """argv: tokenizer.json, the model's vocab_size, its end-of-text ids with commas between."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the end of stdin says when to leave
+    signal_at_parents_death(signal.SIGKILL)  # and this, if it is stopped or waits for a fork
     path, vocab_size, eos = sys.argv[1:]
     eos_ids = frozenset(int(part) for part in eos.split(",") if part)
     vocabulary = load_vocabulary(Path(path).read_text(encoding="utf-8"), int(vocab_size), eos_ids)
@@ -55,6 +57,7 @@ def _check_in_fork(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
 
 
 def _limit() -> None:
+    signal_at_parents_death(signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -1,9 +1,9 @@
 """A request's way from its arrival to the scheduler: checked, prepared, submitted."""
 
 import asyncio
-import time
 from functools import partial
 
+from quadriga import clock
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.messages.grammar import GrammarForm
@@ -83,7 +83,7 @@ class RequestIntake:
         if self._is_new(client, request_id, is_resent):
             self._check_welcome(client, num_choices)
         incoming = IncomingRequest(
-            client, request_id, time.time(), num_choices, message is not None and message.resent
+            client, request_id, clock.now(), num_choices, message is not None and message.resent
         )
         if message is None or message.params.stop_regexes:  # which take long to compile
             self._pool.submit(client, frame, partial(self._take_outcome, incoming))
@@ -176,7 +176,7 @@ class RequestIntake:
             params=request.params,
             stream=request.stream,
             received=received,
-            tokenized=time.time(),
+            tokenized=clock.now(),
             priority=request.priority,
             queue_deadline=requests.deadline(received, request.queue_timeout, args.queue_timeout),
             deadline=requests.deadline(received, request.timeout, args.request_timeout),

@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from quadriga import clock
 from quadriga.messages.worker import WorkerMessage
+from quadriga.parent_death import continue_at_parents_death
 from quadriga.process import Child
 from quadriga.sockets import Outbox
 
@@ -52,8 +54,13 @@ class Followers:
     def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
         """Its standard input ends when this process does, whatever becomes of it."""
         command = [sys.executable, "-m", "worker_proc.follower", str(rank), str(self.store)]
-        command += ["--run-dir", str(run_dir), *child.config.to_argv()]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
+        return subprocess.Popen(
+            [*command, *child.config.to_argv()],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=continue_at_parents_death,
+        )
 
     def _watch(self, rank: int) -> None:
         code = self._processes[rank].wait()

@@ -117,7 +117,7 @@ def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> Results:
 
 def new_session() -> int:
     """A number that no other worker of this server has."""
-    return time.time_ns()
+    return time.monotonic_ns()
 
 
 def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":

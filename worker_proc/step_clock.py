@@ -1,11 +1,12 @@
 """When steps began and ended, where they are launched ahead of their time."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import torch
+
+from quadriga.clock import now
 
 Times = Callable[[], tuple[float, float]]
 """When a step began and ended, in Unix seconds; on a card, once it has ended."""
@@ -24,10 +25,10 @@ def step_clock(device: torch.device) -> Callable[[], Running]:
 
 class _OnHost:
     def __init__(self) -> None:
-        self._began = time.time()
+        self._began = now()
 
     def stop(self) -> Times:
-        return lambda: (self._began, time.time())
+        return lambda: (self._began, now())
 
 
 class _OnCard:
@@ -42,7 +43,7 @@ class _OnCard:
 
         def times() -> tuple[float, float]:
             ended.synchronize()
-            now = time.time()
-            return now - self._began.elapsed_time(ended) / 1000, now
+            ended_at = now()
+            return ended_at - self._began.elapsed_time(ended) / 1000, ended_at
 
         return times

@@ -1,13 +1,13 @@
 """A front door that answers by itself."""
 
 import threading
-import time
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from quadriga import sockets
+from quadriga.clock import now
 from quadriga.curve import SERVER, load_pair
 from quadriga.messages.arrays import pack_ids
 from quadriga.messages.public import (
@@ -92,6 +92,6 @@ class FakeServer(threading.Thread):
             return None
         if "refuse" in str(request.prompt):
             return Refused(request.request_id, ErrorInfo("queue_full", "no room"))
-        now = time.time()
-        end = End("length", Usage(4, 2, 0), StageTimes(now, now, now, now, now))
-        return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [now, now], end)])
+        moment = now()
+        end = End("length", Usage(4, 2, 0), StageTimes(moment, moment, moment, moment, moment))
+        return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [moment, moment], end)])

@@ -1,6 +1,5 @@
 """A gateway in this process, before a ring that says what a test wants it to say."""
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from bench.server import free_port
 from http_proc.gateway import Gateway
 from http_proc.listen import bind, listen, make_runner, tls_context
+from quadriga.clock import now
 from quadriga.completion import Completion, StreamChunk, Timings
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
@@ -63,7 +63,7 @@ class ScriptedRing:
             loop.call_soon(sink, chunk(piece, self._completion() if is_last else None))
 
     def _completion(self) -> Completion:
-        timings = Timings(time.time(), token_times=[time.time()])
+        timings = Timings(now(), token_times=[now()])
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], "stop", usage, timings)
 

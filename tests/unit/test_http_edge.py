@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from http_proc import access, bodies, listen, watch
+from http_proc.request_metrics import RequestMetrics
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 Test = Callable[[Any], Coroutine[Any, Any, None]]
@@ -246,3 +247,44 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
     assert wrong.startswith("POST /v1/completions 400 · ")
     assert "the client left" in left
     assert not any("secret" in line or "hidden" in line for line in lines)
+
+
+class Stalled:
+    """A connection whose client takes nothing: the request, its writer and its transport."""
+
+    output_size = 10_000
+    aborted = False
+
+    def __init__(self) -> None:
+        self.writer = self.transport = self
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 5_000
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look() -> None:
+        loop, connection = asyncio.get_running_loop(), Stalled()
+        suspended = 0.0
+        monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
+        observer = watch.Watch(connection, RequestMetrics())  # type: ignore[arg-type]
+        with observer:
+            for seconds in (watch.STALL_SECONDS, 1000.0):
+                suspended += seconds
+                observer._look()
+                assert not connection.aborted
+            suspended += watch.STALL_SECONDS
+            observer._look()
+            assert connection.aborted
+
+    asyncio.run(look())

@@ -17,6 +17,7 @@ from quadriga.messages.worker import NewSlot, StepPlan
 from quadriga.process import BEAT, Lifeline
 from quadriga.restarts import WINDOW, Restarts
 from quadriga.watchdog import Watchdog
+from scheduler_proc.step_deadline import StepDeadline
 
 
 def test_the_first_restart_comes_at_once_and_each_further_one_later_up_to_the_limit() -> None:
@@ -40,26 +41,131 @@ class AskedChild:
         self.orders.append(word)
 
 
+class Watch:
+    """A watchdog of 4 s and two children, at a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.watchdog = Watchdog(4.0, lambda: self.now)
+        self.lively, self.silent = AskedChild(), AskedChild()
+
+    def ask(self) -> list[Any]:
+        """Who is found now; who is lively answers at once."""
+        found = self.watchdog.ask([self.lively, self.silent])  # type: ignore[list-item]
+        self.lively.asked_at = None
+        return found
+
+    def sleep(self) -> None:
+        """As long as the watchdog allows."""
+        seconds = self.watchdog.seconds_to_next()
+        assert seconds is not None
+        self.now += seconds
+
+
 def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> None:
-    watchdog = Watchdog(4.0)
-    lively, silent = AskedChild(), AskedChild()
+    watch = Watch()
     found: list[Any] = []
-    now = 100.0
     while not found:
-        found = watchdog.ask([lively, silent], now)  # type: ignore[list-item]
-        lively.asked_at = None
-        assert watchdog.next is not None
-        now = watchdog.next
-    assert found == [silent]
-    assert silent.orders == [BEAT]
-    assert 104.0 <= now <= 106.0
+        found = watch.ask()
+        watch.sleep()
+    assert found == [watch.silent]
+    assert watch.silent.orders == [BEAT]
+    assert 104.0 <= watch.now <= 106.0
+
+
+def test_who_was_suspended_together_with_the_watchdog_is_not_to_blame() -> None:
+    watch = Watch()
+    for _ in range(20):
+        assert watch.ask() == []
+        watch.now += 1000.0  # everything stands still; then the launcher goes on first
+        for _ in range(3):
+            assert watch.ask() == []
+            watch.sleep()
+        watch.silent.asked_at = None
+
+
+def test_a_child_that_stays_silent_after_a_suspension_is_found_within_the_timeout() -> None:
+    watch = Watch()
+    watch.ask()
+    watch.now += 1000.0
+    went_on_at = watch.now
+    while not watch.ask():
+        watch.sleep()
+    assert watch.now - went_on_at <= 5.0
 
 
 def test_a_watchdog_without_timeout_asks_nobody() -> None:
     child = AskedChild()
-    assert Watchdog(0.0).next is None
-    assert Watchdog(0.0).ask([child], 100.0) == []  # type: ignore[list-item]
+    assert Watchdog(0.0).seconds_to_next() is None
+    assert Watchdog(0.0).ask([child]) == []  # type: ignore[list-item]
     assert child.orders == []
+
+
+class StepWatch:
+    """A step's deadline of 16 s, at a clock that is set by hand: the pipeline's, the lifeline's and
+    the scheduler's part."""
+
+    def __init__(self, seconds: float = 16.0) -> None:
+        self.now = 100.0
+        self.step_since: float | None = None
+        self.reports: list[str] = []
+        self.deadline = StepDeadline(seconds, self, self, lambda: self.now)  # type: ignore[arg-type]
+
+    def report(self, kind: str, process: str, why: str) -> None:
+        self.reports.append(f"{kind} {process}: {why}")
+
+    def check(self) -> None:
+        """A round of the scheduler, and its sleep after that."""
+        self.deadline.check()
+        if self.deadline.wake_at is not None:
+            self.now = self.deadline.wake_at
+
+
+def test_a_step_that_does_not_end_is_reported_once_and_within_its_time() -> None:
+    watch = StepWatch()
+    watch.check()
+    assert watch.deadline.wake_at is None, "an idle scheduler sleeps"
+    watch.now = watch.step_since = 5000.0
+    while not watch.reports:
+        watch.check()
+    assert 5016.0 <= watch.now <= 5017.0
+    for _ in range(40):
+        watch.check()
+    assert watch.reports == ["stuck worker_proc: a step has run for 16 s"]
+    assert watch.deadline.wake_at is None
+    watch.step_since = watch.now
+    while len(watch.reports) < 2:
+        watch.check()
+
+
+def test_steps_that_end_are_never_reported() -> None:
+    watch = StepWatch()
+    for _ in range(10):
+        watch.step_since = watch.now
+        for _ in range(15):
+            watch.check()
+    assert watch.reports == []
+
+
+def test_a_suspension_of_everything_counts_as_one_sixteenth_of_a_steps_time() -> None:
+    watch = StepWatch()
+    watch.step_since = watch.now
+    for _ in range(15):
+        watch.check()
+        watch.now += 1000.0
+    watch.check()
+    assert watch.reports == []
+    watch.check()
+    assert len(watch.reports) == 1
+
+
+def test_without_a_timeout_no_step_is_reported_and_nothing_is_woken_for() -> None:
+    watch = StepWatch(0.0)
+    watch.step_since = watch.now
+    watch.check()
+    watch.now += 10_000.0
+    watch.check()
+    assert watch.reports == [] and watch.deadline.wake_at is None
 
 
 def test_an_attended_process_answers_only_where_it_takes_its_orders(
