@@ -89,7 +89,7 @@ class Connection:
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._state = State.CLOSED
         self._lost: ErrorInfo | None = None  # the reason, in LOST
-        self._waiters: set[asyncio.Future[ErrorInfo | None]] = set()  # of CONNECTING
+        self._waiters: list[asyncio.Future[ErrorInfo | None]] = []  # of CONNECTING
         link_events = LinkEvents(self._on_frames, self._came_up, self._broke, self._was_refused)
         self._link = Link(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
@@ -121,7 +121,7 @@ class Connection:
             self._link.open()
             self._state, self._connect_timeout = State.CONNECTING, timeout
             self._start_search(timeout)
-        elif self._state is State.LOST and not self._link.is_up and not self._search.is_running:
+        elif self._state is State.LOST and not self._search.is_running:
             self._start_search(self._reconnect_timeout)
         while self._state is State.CONNECTING:
             await self._wait_for_attempt()
@@ -129,11 +129,11 @@ class Connection:
 
     async def _wait_for_attempt(self) -> None:
         waiter: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters.append(waiter)
         try:
             failure = await waiter
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.remove(waiter)
             if self._state is State.CONNECTING and not self._waiters:
                 self._shut(linger=0)
         if failure is None and self._state is State.CLOSED:
