@@ -149,8 +149,10 @@ class _Drive:
     async def _finish(
         self, record: Record, prompt: Prompt, chunks: AsyncIterator[Any] | QuadrigaError
     ) -> None:
-        generated = await _read(chunks, record, self._clock)
-        self._room.release()
+        try:
+            generated = await _read(chunks, record, self._clock)
+        finally:
+            self._room.release()
         self._ended(record, prompt, generated)
 
     def _ended(self, record: Record, prompt: Prompt, generated: list[int]) -> None:

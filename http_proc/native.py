@@ -88,6 +88,8 @@ def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
     if (call.text is None) == (call.input_ids is None):
         raise invalid("give either text or input_ids", "text")
     if call.text is not None:
+        if not call.text:
+            raise invalid("text is an empty list: send at least one prompt", "text")
         return ([call.text], True) if isinstance(call.text, str) else (list(call.text), False)
     ids = call.input_ids or []
     if all(isinstance(item, int) for item in ids):

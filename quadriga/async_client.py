@@ -1,19 +1,24 @@
 """AsyncClient: one connection to a server, any number of requests at once."""
 
 import asyncio
-import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import msgspec
-
 from quadriga.completion import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
-from quadriga.completion import Completion, Prompt, StreamChunk, is_list_of_prompts, wire_prompt
+from quadriga.completion import (
+    Completion,
+    Prompt,
+    StreamChunk,
+    check_is_one_prompt,
+    is_list_of_prompts,
+    is_time_limit,
+    wire_prompt,
+)
 from quadriga.completion import RequestOptions as RequestOptions
 from quadriga.config import DEFAULT_ENDPOINT
-from quadriga.connection import Connection, Events
+from quadriga.connection import CLOSED_BY_CALLER, Connection, Events
 from quadriga.errors import DeadlineExceeded, InvalidRequest, ServerFailed, ServerStopping
 from quadriga.handle import Handle, Sink
 from quadriga.messages.arrays import unpack_ids
@@ -23,7 +28,6 @@ from quadriga.messages.public import (
     ChatOptions,
     ClientMessage,
     Detokenize,
-    ErrorInfo,
     FlushCache,
     Generate,
     GetInfo,
@@ -35,7 +39,7 @@ from quadriga.messages.public import (
     Tokens,
 )
 from quadriga.pending import Pending
-from quadriga.sampling import MAX_SEED, SamplingParams
+from quadriga.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,7 +66,7 @@ class AsyncClient:
         self._connect_timeout = connect_timeout
         self._identity = uuid.uuid4()
         self._counter = 0
-        self._pending = Pending(lambda message: self._connection.send(message))
+        self._pending = Pending(lambda message: self._connection.send(message), reconnect_timeout)
         events = Events(
             message=self._on_message,
             interrupted=self._pending.interrupt,
@@ -80,18 +84,31 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Find the server. Raises ServerUnreachable after connect_timeout; once connected, the
-        reason why the connection was lost, if it was and the server is not back."""
-        if self._connection.is_open:
-            self._connection.raise_if_lost()
-        else:
-            await self._connection.open(self._connect_timeout)
+        """Find the server; every call does so first. Calls at the same time share one attempt.
+
+        Raises ServerUnreachable after connect_timeout; once connected, the reason why the
+        connection was lost, if it was and the server is not back; RequestAborted when the client is
+        closed meanwhile."""
+        await self._connection.open(self._connect_timeout)
+
+    async def _connect_within(self, timeout: float | None) -> None:
+        """As `connect`, but DeadlineExceeded where the call that needs it has less time."""
+        if self._connection.is_open or not is_time_limit(timeout):
+            await self.connect()
+            return
+        try:
+            await asyncio.wait_for(self.connect(), timeout)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(
+                f"not connected to {self.endpoint} within {timeout} s, the timeout of this call"
+            ) from None
 
     async def close(self) -> None:
-        """Abort what is under way and disconnect."""
-        if self._pending.has_requests and self._connection.is_open:
+        """Abort what is under way and disconnect: every call that waits ends with RequestAborted.
+        The next call connects again."""
+        if self._pending.has_requests:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._pending.fail_all(ErrorInfo("aborted", "the client was closed"))
+        self._pending.fail_all(CLOSED_BY_CALLER)
         await self._connection.close(linger=1)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -102,23 +119,30 @@ class AsyncClient:
         params: SamplingParams | None = None,
         *,
         stream: bool = True,
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-        priority: int = 0,
-        truncate_prompt: bool | None = None,
-        chat: ChatOptions = NO_CHAT_OPTIONS,
-        clamp_max_new_tokens: bool = False,
         sink: Sink | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Handle:
-        """Send a request at once. The client must be connected. Keywords: see RequestOptions.
+        """Send a request at once, or as soon as a server that is being searched is back. The client
+        must be connected. options: see RequestOptions.
 
-        sink: is called with what comes, from the event loop; the handle is then not to be iterated,
-        and timeout is only the server's to watch.
+        sink: is called with what comes, from the event loop; the handle is then not to be iterated.
 
         Raises what ended the connection if it is lost; InvalidRequest for a prompt of a wrong type
         or a message over the frame limit.
         """
-        self._connection.raise_if_lost()
+        return self._submit(prompt, params, _now(), stream, sink, options)
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        began_at: float,
+        stream: bool,
+        sink: Sink | None,
+        options: RequestOptions,
+    ) -> Handle:
+        """began_at: the event loop's time when the call began, from which its timeout counts."""
+        self._connection.check()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
         wire = wire_prompt(prompt)
@@ -126,19 +150,15 @@ class AsyncClient:
             PROTOCOL_VERSION,
             request_id,
             wire.prompt,
-            _seeded(params or SamplingParams()),
+            (params or SamplingParams()).with_seed(),
             stream,
-            truncate_prompt,
-            wire.token_ids,
-            priority,
-            queue_timeout,
-            timeout,
-            chat,
-            clamp_max_new_tokens,
+            prompt_token_ids=wire.token_ids,
+            **options,
         )
-        handle = Handle(message, timeout, self._drop, sink)  # it stamps when it was submitted
-        self._connection.send(message)
+        handle = Handle(message, self._pending.drop, sink)  # it stamps when it was submitted
         self._pending.add(handle)
+        if is_time_limit(message.timeout):
+            handle.expire_at(began_at + message.timeout)
         return handle
 
     @overload
@@ -166,11 +186,14 @@ class AsyncClient:
         options: see RequestOptions; each prompt of a list has them. All prompts of a list are run
         to their end before the first error is raised.
         """
-        await self.connect()
+        began_at = _now()
+        await self._connect_within(options.get("timeout"))
         single = not is_list_of_prompts(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
-        handles = [self.submit(p, params, stream=False, **options) for p in prompts]
+        handles: list[Handle] = []
         try:
+            for one in prompts:
+                handles.append(self._submit(one, params, began_at, False, None, options))
             results = await asyncio.gather(
                 *(handle.completion() for handle in handles), return_exceptions=True
             )
@@ -192,10 +215,12 @@ class AsyncClient:
     ) -> AsyncIterator[StreamChunk]:
         """The chunks of a completion as they come. Leaving the loop early aborts the request.
 
-        options: see RequestOptions.
+        options: see RequestOptions. Raises InvalidRequest for a list of prompts, as [] is.
         """
-        await self.connect()
-        handle = self.submit(prompt, params, **options)
+        check_is_one_prompt(prompt, "stream")
+        began_at = _now()
+        await self._connect_within(options.get("timeout"))
+        handle = self._submit(prompt, params, began_at, True, None, options)
         try:
             async for chunk in handle:
                 yield chunk
@@ -205,7 +230,7 @@ class AsyncClient:
     async def abort(self, request_id: str = "") -> None:
         """End a request of this client; without an id, all of them. They end with "abort"."""
         await self.connect()
-        self._connection.send(Abort(PROTOCOL_VERSION, request_id))
+        self._pending.abort(request_id)
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """Gauges and counters of the server; the question travels the whole ring."""
@@ -223,6 +248,7 @@ class AsyncClient:
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
     ) -> list[int]:
         """The token ids of a text or a chat, as generate would have them."""
+        check_is_one_prompt(prompt, "tokenize")
         wire = wire_prompt(prompt)
         if wire.token_ids is not None:
             raise InvalidRequest("prompt is a list of token ids already", "prompt")
@@ -244,21 +270,22 @@ class AsyncClient:
         return answer.text
 
     async def _ask(self, question: Callable[[str], ClientMessage], timeout: float) -> Any:
-        """Send the question that is made with a new name, and wait for its answer."""
-        await self.connect()
+        """Send the question that is made with a new name, and wait for its answer.
+
+        timeout: seconds, of which connecting may take a part."""
         name = f"ask-{self._counter}"
         self._counter += 1
+
+        async def connect_and_ask() -> Any:
+            await self.connect()
+            return await self._pending.ask(name, question(name))
+
         try:
-            return await self._pending.ask(name, question(name), timeout)
+            return await asyncio.wait_for(connect_and_ask(), timeout)
         except asyncio.TimeoutError:
             raise DeadlineExceeded(f"no answer from {self.endpoint} within {timeout} s") from None
 
     # --- what comes back --------------------------------------------------------------------------
-
-    def _drop(self, handle: Handle) -> None:
-        """A caller lost interest: the server is told, and nothing of it is kept."""
-        if self._pending.drop(handle) and self._connection.is_open:
-            self._connection.send(Abort(PROTOCOL_VERSION, handle.request_id))
 
     def _on_message(self, message: ServerMessage) -> None:
         if not isinstance(message, ServerGone):
@@ -269,8 +296,5 @@ class AsyncClient:
         self._pending.fail_all(message.error)
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed, so that a request that has to be sent again gives the same."""
-    if params.seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED))
+def _now() -> float:
+    return asyncio.get_running_loop().time()

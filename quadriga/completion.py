@@ -1,7 +1,8 @@
 """What a client gives and gets: prompts, options, completions, chunks, timings."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeGuard
 
 import msgspec
 
@@ -39,6 +40,11 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt: bool | None
     chat: ChatOptions
     clamp_max_new_tokens: bool
+
+
+def is_time_limit(timeout: float | None) -> TypeGuard[float]:
+    """Whether a client watches this timeout. The server refuses what is out of its range."""
+    return timeout is not None and 0 < timeout < math.inf
 
 
 @dataclass(slots=True)
@@ -128,12 +134,19 @@ class StreamChunk:
 
 
 def is_list_of_prompts(prompt: Any) -> bool:
-    """True for a list whose elements are prompts themselves."""
-    return (
-        isinstance(prompt, list | tuple)
-        and bool(prompt)
-        and isinstance(prompt[0], str | list | tuple)
+    """True for a list whose elements are prompts themselves, and for an empty list."""
+    return isinstance(prompt, list | tuple) and (
+        not prompt or isinstance(prompt[0], str | list | tuple)
     )
+
+
+def check_is_one_prompt(prompt: Any, call: str) -> None:
+    """Raise InvalidRequest for a list of prompts, such as []. call: the method that takes one."""
+    if is_list_of_prompts(prompt):
+        raise InvalidRequest(
+            f"prompt is a list of {len(prompt)} prompts: {call} takes one prompt, call it for each",
+            "prompt",
+        )
 
 
 class WirePrompt(NamedTuple):

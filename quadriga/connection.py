@@ -1,16 +1,28 @@
-"""A client's connection: finds the server, notices when it is gone, and when it is back."""
+"""A client's connection: finds the server, notices when it is gone, and when it is back.
+
+    CLOSED ---open---> CONNECTING ---pong---> OPEN ---break---> RECONNECTING ---pong---> OPEN
+       ^                   |                   |                     |
+       +-----timeout-------+                   +----server gone---+  | timeout
+                                                                  v  v
+    close() leads to CLOSED from everywhere                       LOST ---pong---> OPEN
+
+A search (search.py) repeats the ping until a Pong comes or the time is over. Every Pong counts that
+comes over a connection which is up: no ping waits for its own answer, since a server that dies
+takes pings along.
+"""
 
 import asyncio
+import enum
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from quadriga import sockets
-from quadriga.clock import Countdown
-from quadriga.errors import InvalidRequest, ServerUnreachable
+from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
+from quadriga.link import Link, LinkEvents
 from quadriga.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -19,18 +31,27 @@ from quadriga.messages.public import (
     Pong,
     ServerMessage,
 )
+from quadriga.search import Search
 
-ALL_THAT_CAME = 1 << 30
-PING_EVERY = 1.0
-"""Seconds between attempts to hear something of a server whose connection was lost."""
-PINGS_PER_SOCKET = 5
-"""So many attempts without an answer, and the next is made through a socket of its own: one whose
-reconnecting has got stuck does not keep a client from a server that is there."""
+MAX_SOCKET_SILENCE_S = 5.0
+"""A search that hears nothing for so long goes on through a new socket: one whose reconnecting has
+got stuck does not keep a client from a server that is there."""
 
+CLOSED_BY_CALLER = ErrorInfo(RequestAborted.code, "the client was closed")
 _SILENT = (
     "somebody is there but says nothing: does one side use keys and the other not?"
     " see docs/security.md"
 )
+
+
+class State(enum.Enum):
+    """What a connection is doing; the module's docstring has the transitions."""
+
+    CLOSED = enum.auto()
+    CONNECTING = enum.auto()
+    OPEN = enum.auto()
+    RECONNECTING = enum.auto()
+    LOST = enum.auto()
 
 
 class Events(NamedTuple):
@@ -62,69 +83,80 @@ class Connection:
         curve_dir: Path | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._lost: ErrorInfo | None = None
-        self._identity = identity
         self._events = events
         self._reconnect_timeout = reconnect_timeout
         self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
-        self._port: sockets.AsyncPort | None = None
-        self._watch: sockets.ConnectionWatch | None = None
-        self._pong: asyncio.Future[Pong] | None = None
         self._max_frame_bytes = MAX_FRAME_BYTES
-        self._search: asyncio.Task[None] | None = None
-        self._breaks = 0
-        self._curve_dir = curve_dir
+        self._state = State.CLOSED
+        self._lost: ErrorInfo | None = None  # the reason, in LOST
+        self._waiters: list[asyncio.Future[ErrorInfo | None]] = []  # of CONNECTING
+        link_events = LinkEvents(self._on_frames, self._came_up, self._broke, self._was_refused)
+        self._link = Link(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
+        self._search = Search(self._ping, self._not_found)
+        self._connect_timeout = self._renew_at = 0.0
 
     @property
     def is_open(self) -> bool:
-        return self._port is not None
+        """Whether `open` returns or raises at once."""
+        return self._state not in (State.CLOSED, State.CONNECTING)
+
+    # --- what callers ask for ---------------------------------------------------------------------
 
     async def open(self, timeout: float) -> None:
-        """Connect, and wait for the server's first answer. ServerUnreachable after the timeout."""
-        self._connect()
+        """Return when the server has answered once, or raise why nothing can be sent.
+
+        Calls at the same time share one attempt and its outcome. The attempt ends early when no
+        call waits for it any more.
+
+        Args:
+            timeout: seconds of the attempt that this call starts, if it starts one.
+
+        Raises:
+            ServerUnreachable: no answer within the timeout, or the connection was lost.
+            RequestAborted: the client was closed meanwhile.
+            ConfigError: the endpoint is not an address, or the keys cannot be read.
+        """
+        if self._state is State.CLOSED:
+            self._link.open()
+            self._state, self._connect_timeout = State.CONNECTING, timeout
+            self._start_search(timeout)
+        elif self._state is State.LOST and not self._search.is_running:
+            self._start_search(self._reconnect_timeout)
+        while self._state is State.CONNECTING:
+            await self._wait_for_attempt()
+        self.check()
+
+    async def _wait_for_attempt(self) -> None:
+        waiter: asyncio.Future[ErrorInfo | None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
-            await self._ping(timeout)
-        except asyncio.TimeoutError:
-            await self.close(linger=0)
-            why = self._refusal or "is the server running there?  python launcher.py"
-            raise ServerUnreachable(
-                f"no answer from {self.endpoint} within {timeout} s; {why}"
-            ) from None
-
-    def _connect(self) -> None:
-        socket = sockets.connect_front_door(self.endpoint, self._identity.bytes, self._prepare)
-        self._watch = sockets.ConnectionWatch(
-            socket, self._broke, self._find_again, self._was_refused
-        )
-        self._port = sockets.AsyncPort(socket, self._on_frames, first=self._watch.look)
-
-    def _disconnect(self, linger: float) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._port is not None:
-            self._port.close(linger)
-        self._port = self._watch = None
-
-    def _prepare(self, socket: Any) -> None:
-        if self._curve_dir is not None:
-            from quadriga.curve import secure_client
-
-            secure_client(socket, self._curve_dir)
-
-    def _was_refused(self, reason: str) -> None:
-        self._refusal = f"{reason}; see docs/security.md"
+            failure = await waiter
+        finally:
+            self._waiters.remove(waiter)
+            if self._state is State.CONNECTING and not self._waiters:
+                self._shut(linger=0)
+        if failure is None and self._state is State.CLOSED:
+            failure = CLOSED_BY_CALLER
+        if failure is not None:
+            raise failure.exception()
 
     async def close(self, linger: float) -> None:
         """linger: seconds that unsent messages may take."""
-        if self._search is not None:
-            self._search.cancel()
-        self._disconnect(linger)
+        self._shut(linger)
+        self._end_attempt(CLOSED_BY_CALLER)
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Raises InvalidRequest for a message that the server would not take."""
-        if self._port is None:
+    def check(self) -> None:
+        """Raise why nothing can be sent: not connected, or lost until the server is back."""
+        if self._lost is not None:
+            raise self._lost.exception()
+        if not self.is_open:
             raise ServerUnreachable(f"not connected to {self.endpoint}; call connect() first")
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Send now, or return False: it is to be sent when the server is back, if it ever is.
+
+        Raises InvalidRequest for a message that the server would not take."""
         try:
             frame = sockets.encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
@@ -135,80 +167,114 @@ class Connection:
                 f" {self._max_frame_bytes}; shorten the prompt",
                 "prompt",
             )
-        self._port.send(frame)
-
-    def raise_if_lost(self) -> None:
-        """The reason, until the server is back."""
-        if self._lost is not None:
-            raise self._lost.exception()
+        return self._state is State.OPEN and self._link.send(frame)
 
     def give_up(self, reason: ErrorInfo) -> None:
-        """The server said that it ends."""
-        self._lost = reason
+        """The server said that it ends. An attempt to connect goes on: another one may come."""
+        if self._state is State.CONNECTING:
+            self._refusal = reason.message
+        else:
+            self._state, self._lost = State.LOST, reason
+        self._link.is_up = False  # a Pong of the one that ends says nothing
 
-    async def _ping(self, timeout: float) -> None:
-        self._pong = asyncio.get_running_loop().create_future()
-        self.send(Ping(PROTOCOL_VERSION))
-        self._max_frame_bytes = (await asyncio.wait_for(self._pong, timeout)).max_frame_bytes
-        self._refusal = ""
+    def _shut(self, linger: float) -> None:
+        self._state, self._lost = State.CLOSED, None
+        self._search.stop()
+        self._link.close(linger)
+
+    def _end_attempt(self, failure: ErrorInfo | None) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(failure)
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def _came_up(self) -> None:
+        self._refusal = self._refusal or _SILENT
+        if self._search.is_running:
+            self._search.hurry()
+        elif self._state is State.LOST:
+            self._start_search(self._reconnect_timeout)
+
+    def _was_refused(self, reason: str) -> None:
+        self._refusal = f"{reason}; see docs/security.md"
+
+    def _broke(self) -> None:
+        """What had come by then is whole: a server that ends says its last words and leaves."""
+        self._link.receive()
+        if self._state is State.OPEN:
+            self._state = State.RECONNECTING
+            self._events.interrupted()
+        if self._state in (State.RECONNECTING, State.LOST) and not self._search.is_running:
+            self._start_search(self._reconnect_timeout)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
             message: ServerMessage = self._decode(frames[0])
         except msgspec.DecodeError as error:
-            reason = f"unreadable answer from {self.endpoint}: {error}"
-            self._events.lost(ErrorInfo("error", reason))
+            self._refusal = f"unreadable answer from {self.endpoint}: {error}"
+            self._events.lost(ErrorInfo(QuadrigaError.code, self._refusal))
             return
         if not isinstance(message, Pong):
             self._events.message(message)
-        elif self._pong is not None and not self._pong.done():
-            self._pong.set_result(message)
+        elif self._link.is_up:
+            self._found(message)
 
-    # --- a server that is gone, perhaps for a moment ----------------------------------------------
-
-    def _broke(self) -> None:
-        """What had come by then is whole: a server that ends says its last words and leaves."""
-        self._breaks += 1
-        if self._port is not None:
-            self._port.receive(most=ALL_THAT_CAME)
-        self._events.interrupted()
-        self._look_for_it()
-
-    def _find_again(self) -> None:
-        """A connection came up: of a server that had been given up?"""
-        self._refusal = self._refusal or _SILENT
-        if self._lost is not None:
-            self._look_for_it()
-
-    def _look_for_it(self) -> None:
-        if self._search is None or self._search.done():
-            self._search = asyncio.get_running_loop().create_task(self._until_it_answers())
-
-    async def _until_it_answers(self) -> None:
-        """ZeroMQ connects again by itself; but a server that dies may have taken the ping along."""
-        countdown = Countdown(self._reconnect_timeout, 2 * PING_EVERY)
-        unanswered = 0
-        while (left := countdown.left()) > 0:
-            breaks = self._breaks
-            try:
-                await self._ping(min(left, PING_EVERY))
-            except asyncio.TimeoutError:
-                unanswered += 1
-                if unanswered % PINGS_PER_SOCKET == 0:
-                    self._disconnect(linger=0)
-                    self._connect()
-                continue
-            if breaks != self._breaks:
-                continue
-            self._lost = None
-            self._events.back()
+    def _found(self, pong: Pong) -> None:
+        self._max_frame_bytes = pong.max_frame_bytes
+        if self._state is State.OPEN:
             return
-        if self._lost is None:
-            self._lost = ErrorInfo(
-                ServerUnreachable.code,
+        before, self._state = self._state, State.OPEN
+        self._lost, self._refusal = None, ""
+        self._search.stop()
+        if before is State.CONNECTING:
+            self._end_attempt(None)
+        else:
+            self._events.back()
+
+    # --- the search -------------------------------------------------------------------------------
+
+    def _start_search(self, timeout: float) -> None:
+        self._renew_at = _now() + MAX_SOCKET_SILENCE_S
+        self._search.start(timeout)
+
+    def _ping(self) -> None:
+        if _now() >= self._renew_at:
+            self._link.close(linger=0)
+            self._renew_at = _now() + MAX_SOCKET_SILENCE_S
+        try:
+            self._link.open()
+            if not self._link.send(sockets.encode(Ping(PROTOCOL_VERSION))):
+                self._link.close(linger=0)  # the next ping has another socket
+        except QuadrigaError as error:
+            self._refusal = str(error)
+
+    def _not_found(self) -> None:
+        """The time is over. What came while the event loop was busy with something else counts."""
+        self._link.look()
+        self._link.receive()
+        if self._state is State.CONNECTING:
+            why = self._refusal or "is the server running there?  python launcher.py"
+            self._shut(linger=0)
+            self._end_attempt(
+                _unreachable(
+                    f"no answer from {self.endpoint} within {self._connect_timeout:g} s; {why}"
+                )
+            )
+        elif self._state is State.RECONNECTING:
+            self._state = State.LOST
+            self._lost = _unreachable(
                 f"lost the connection to {self.endpoint}: its tokenizer process is gone, and"
                 f" nothing has answered there for {self._reconnect_timeout:g} s"
                 f"{self._refusal and f' ({self._refusal})'}; whether the requests were run is not"
-                " known",
+                " known"
             )
             self._events.lost(self._lost)
+
+
+def _unreachable(why: str) -> ErrorInfo:
+    return ErrorInfo(ServerUnreachable.code, why)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

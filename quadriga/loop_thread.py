@@ -6,13 +6,14 @@ lock that an interrupted get could keep, as the condition of a concurrent.future
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from quadriga.errors import RequestAborted
+from quadriga.errors import RequestAborted, RequestFailed
 
 T = TypeVar("T")
 GRACE = 1.0
@@ -28,6 +29,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._jobs: set[_Job[Any]] = set()
+        self._process_id = os.getpid()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -59,14 +62,33 @@ class LoopThread:
             self._leave(job)
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run the last work, end all other, and the thread. A second time does nothing."""
-        if self._loop.is_closed():
+        """Run the last work, end all other, and the thread. A second time does nothing, and a call
+        at the same time waits for the end."""
+        if self._loop.is_closed() or not self._is_mine:
             return
-        self.run(last)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        # Another thread's call may have ended the loop meanwhile.
+        with suppress(RequestAborted):
+            self.run(last)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
+    def _stop(self) -> None:
+        """Once: a second stop would cut short what `_main` runs after the first."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._loop.stop()
+
+    @property
+    def _is_mine(self) -> bool:
+        """A process that was forked has a copy of the loop, but not the thread that runs it."""
+        return self._process_id == os.getpid()
+
     def _start(self, job: "_Job[Any]") -> None:
+        if not self._is_mine:
+            raise RequestFailed(
+                "the client was made before this process was forked: make one in this process"
+            )
         self._jobs.add(job)  # first: `_main` ends what it finds here when the loop is closed
         try:
             self._loop.call_soon_threadsafe(job.begin)
@@ -75,7 +97,7 @@ class LoopThread:
 
     def _leave(self, job: "_Job[Any]") -> None:
         self._jobs.discard(job)
-        if not job.is_over:
+        if not job.is_over and self._is_mine:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(job.cancel)
 

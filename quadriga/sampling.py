@@ -4,6 +4,7 @@ docs/sampling.md has the table of all of them, with who else has them and how. T
 held by `quadriga/sampling_limits.py`.
 """
 
+import secrets
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,6 +141,12 @@ class SamplingParams(
             if getattr(self, name) is None
         }
         return msgspec.structs.replace(self, **left_open) if left_open else self
+
+    def with_seed(self) -> "SamplingParams":
+        """A copy with a seed, so that a request that has to be sent again gives the same."""
+        if self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED))
 
 
 def given(value: T | None, neutral: T) -> T:

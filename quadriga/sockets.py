@@ -32,6 +32,9 @@ RECONNECT_MS = 20
 POLLIN = int(zmq.POLLIN)
 """As a plain number, which is compared without enum's code."""
 
+SocketError = zmq.ZMQError
+"""What ZeroMQ raises, for files that do not import it."""
+
 MessageT = TypeVar("MessageT")
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -241,8 +244,15 @@ class AsyncPort:
             if self.socket.closed or not _has_come(self.socket):
                 return
             if frames := self._next():
-                self._on_frames(frames)
+                self._take(frames)
         self._schedule()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            self._on_frames(frames)
+        except BaseException:
+            self._schedule()  # what has come behind it raises no other event
+            raise
 
     def _next(self) -> list[bytes]:
         """The frames of a message that has come; none where it is to be dropped."""

@@ -261,3 +261,17 @@ def test_no_more_than_the_limit_are_under_way_however_many_are_due() -> None:
                      gap=None, limit=limit)  # fmt: skip
         assert errors(result)[3:] == [None] * 5
     assert (limited.most, free.most > 2) == (2, True)
+
+
+@pytest.mark.timeout(10)
+def test_a_request_that_breaks_keeps_no_room_from_the_others() -> None:
+    class Broken(FakeClient):
+        async def _answer(self, prompt: Prompt) -> AsyncIterator[StreamChunk]:
+            yield StreamChunk("r", "a", [1], [1.0], 2.0)
+            if prompt == "break":
+                raise ZeroDivisionError
+
+    client = Broken()
+    with pytest.raises(ZeroDivisionError):
+        run([job("break"), job("x"), job("y")], client, limit=1)
+    assert client.prompts == ["break", "x", "y"]

@@ -29,10 +29,10 @@ def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
     asyncio.run(asyncio.wait_for(whole(), 20))
 
 
-def request(body: dict[str, Any], cut: int = 0) -> bytes:
+def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
     """A POST of the body; without its last bytes where `cut` says so."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data[: len(data) - cut]
 
 
@@ -97,6 +97,20 @@ def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.Mon
         client.close()
 
     run(ring, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
+    async def test(gateway: Any) -> None:
+        for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
+            client = await connect(gateway, request({field: [], "stream": stream}, path=path))
+            said = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+            assert said.startswith(b"HTTP/1.1 400 ")
+            assert f"{field} is an empty list".encode() in said
+            client.close()
+        assert gateway.live == 0
+
+    run(ScriptedRing(["a"]), test)
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:

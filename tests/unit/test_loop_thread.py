@@ -1,6 +1,7 @@
 """An event loop in a thread: what is waited for comes, or the wait ends; whenever Ctrl-C is hit."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from quadriga.errors import RequestAborted
+from quadriga.errors import RequestAborted, RequestFailed
 from quadriga.loop_thread import LoopThread
 
 FOREVER = 3600.0
@@ -127,6 +128,43 @@ def test_a_wait_ends_with_the_loop() -> None:
     with pytest.raises(RequestAborted, match="the client was closed"):
         next(loop.iterate(count(3)))
     loop.end(nothing)
+
+
+@pytest.mark.timeout(30)
+def test_threads_that_end_a_loop_at_the_same_time_all_return() -> None:
+    for _ in range(20):
+        loop = LoopThread("test")
+        outcomes: SimpleQueue[object] = SimpleQueue()
+
+        def end(loop: LoopThread = loop, outcomes: SimpleQueue[object] = outcomes) -> None:
+            try:
+                loop.end(nothing)
+                outcomes.put("ended")
+            except BaseException as error:
+                outcomes.put(error)
+
+        for _ in range(4):
+            threading.Thread(target=end, daemon=True).start()
+        assert [outcomes.get(timeout=10) for _ in range(4)] == ["ended"] * 4
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_process_gets_an_error_instead_of_waiting(loop: LoopThread) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.end(nothing)
+            loop.run(lambda: add(1, 2))
+        except RequestFailed as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        assert "made before this process was forked" in said.read()
+    os.waitpid(child, 0)
+    assert loop.run(lambda: add(1, 2)) == 3
 
 
 def test_ctrl_c_at_any_moment_stops_neither_the_loop_nor_the_program() -> None:

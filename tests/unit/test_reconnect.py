@@ -243,15 +243,15 @@ def test_a_request_that_nobody_wants_any_more_is_aborted_when_the_server_is_back
 def test_a_socket_that_has_stopped_reconnecting_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "PING_EVERY", 0.05)
+    monkeypatch.setattr(connection, "MAX_SOCKET_SILENCE_S", 0.25)
 
     async def run() -> None:
         async with client_and_door() as (client, door):
             handle = client.submit("x")
             message = await door.next()
             door.close()
-            socket = client._connection._port.socket  # type: ignore[union-attr]
-            while client._connection._search is None:  # until it has noticed
+            socket = client._connection._link._port.socket  # type: ignore[union-attr]
+            while not client._connection._search.is_running:  # until it has noticed
                 await asyncio.sleep(0.005)
             socket.disconnect(client.endpoint)  # whatever happens, this one does not come back
             door = await ScriptedDoor.open(client.endpoint)

@@ -205,7 +205,10 @@ class Recorder:
     def renew(self) -> None:
         self.sent.clear()
 
-    def raise_if_lost(self) -> None:
+    def check(self) -> None:
+        pass
+
+    async def open(self, timeout: float) -> None:
         pass
 
 

@@ -1,0 +1,215 @@
+"""A server that comes, goes, freezes, refuses and forgets, at times that a seed chooses."""
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quadriga.messages.arrays import pack_ids
+from quadriga.messages.public import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    Chunk,
+    Chunks,
+    ClientMessage,
+    End,
+    ErrorInfo,
+    Generate,
+    GetInfo,
+    Info,
+    Ping,
+    Pong,
+    Probe,
+    Refused,
+    Replay,
+    ServerGone,
+    StageTimes,
+    Tokenize,
+    Tokens,
+    Usage,
+)
+from quadriga.sockets import encode
+from tests.unit.scripted_network import Network
+
+SILENT = "silent"
+"""In a prompt: the request is accepted, and never answered."""
+
+_decode = msgspec.msgpack.Decoder(ClientMessage).decode
+
+
+def letter(prompt: str, index: int) -> int:
+    """The token that a choice of this prompt repeats: the code of a letter."""
+    return 97 + (sum(map(ord, prompt)) + index) % 26
+
+
+@dataclass
+class Request:
+    """A request under way: how many tokens each of its choices has, and which have ended."""
+
+    client: bytes
+    message: Generate
+    made: list[int]
+    ends: dict[int, str] = field(default_factory=dict)
+
+    def piece(self, index: int, first: int) -> Chunk:
+        """The tokens of a choice from `first` on, with its end where it has come."""
+        made, code = self.made[index], letter(str(self.message.prompt), index)
+        end = None
+        if index in self.ends:
+            end = End(self.ends[index], Usage(1, made), StageTimes(1, 1, 1, 1, 1))
+        elif not self.message.stream:
+            made = first
+        ids = [code] * (made - first)
+        return Chunk(
+            self.message.request_id, first, chr(code) * len(ids), pack_ids(ids), [1.0] * len(ids),
+            end, index,
+        )  # fmt: skip
+
+
+class Server:
+    """All that outlives a front door: requests, and the mood in which messages are answered.
+
+    Attributes:
+        ping_loss, refusal, gap: the probability that a ping is dropped, that a request is refused,
+            and that a chunk is lost which is not the last.
+        retry_after: what refusals say. refused: the requests that they met.
+        slowness: the longest time in seconds that an answer takes.
+    """
+
+    def __init__(self, network: Network, chosen: random.Random) -> None:
+        self.network = network
+        self.chosen = chosen
+        self.requests: dict[str, Request] = {}
+        self.refused: list[Generate] = []
+        self.retry_after: float | None = None
+        self.max_frame_bytes = MAX_FRAME_BYTES
+        self.calm_down()
+
+    def calm_down(self) -> None:
+        self.ping_loss = self.refusal = self.gap = 0.0
+        self.slowness = 0.01
+
+    @property
+    def door(self) -> "Door | None":
+        door = self.network.door
+        assert door is None or isinstance(door, Door)
+        return door
+
+    def start(self) -> None:
+        if self.door is None:
+            self.network.listen(Door(self))
+
+    def later(self, longest: float, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(self.chosen.uniform(0, longest), call)
+
+    def say(self, client: bytes, message: msgspec.Struct) -> None:
+        if self.door is not None:
+            self.network.send(client, encode(message))
+
+    def accept(self, client: bytes, message: Generate) -> None:
+        request = Request(client, message, [0] * message.params.n)
+        self.requests[message.request_id] = request
+        if SILENT not in str(message.prompt):
+            self.later(self.slowness, lambda: self.step(request))
+
+    def step(self, request: Request) -> None:
+        """Some more tokens for each choice of a request that is still known."""
+        name, most = request.message.request_id, request.message.params.max_new_tokens or 1
+        if self.requests.get(name) is not request:
+            return
+        before = list(request.made)
+        for index in set(range(len(before))) - set(request.ends):
+            request.made[index] = min(most, before[index] + self.chosen.randint(0, 3))
+            if request.made[index] == most:
+                request.ends[index] = "length"
+            first = before[index] if request.message.stream else 0
+            is_lost = index not in request.ends and self.chosen.random() < self.gap
+            if request.made[index] > before[index] and not is_lost:
+                self.say(request.client, Chunks([request.piece(index, first)]))
+        if len(request.ends) < len(before):
+            self.later(self.slowness, lambda: self.step(request))
+
+    def replay(self, request: Request) -> None:
+        pieces = [request.piece(index, 0) for index in range(len(request.made))]
+        self.say(request.client, Replay(pieces))
+
+    def abort(self, client: bytes, name: str) -> None:
+        for request in self.requests.values():
+            if request.client == client and name in ("", request.message.request_id):
+                for index in set(range(len(request.made))) - set(request.ends):
+                    told = request.made[index] if request.message.stream else 0
+                    request.ends[index] = "abort"
+                    self.say(client, Chunks([request.piece(index, told)]))
+
+    def farewell(self, code: str) -> None:
+        """To all clients. Their requests end with it."""
+        clients = {request.client for request in self.requests.values()}
+        for client in clients:
+            self.say(client, ServerGone(ErrorInfo(code, "good bye")))
+        self.requests.clear()
+
+
+class Door:
+    """A front door: it may be frozen, and does not know what came to the one before it."""
+
+    def __init__(self, server: Server) -> None:
+        self.is_frozen = False
+        self._server = server
+        self._instance = uuid.uuid4().hex
+
+    def lost(self, client: bytes) -> None:
+        """A connection ended. A door that still serves gives up the requests of a client that is
+        not back."""
+        server = self._server
+        if server.door is self and server.network.cable_of(client) is None:
+            for name, request in list(server.requests.items()):
+                if request.client == client:
+                    del server.requests[name]
+
+    def take(self, client: bytes, frame: bytes) -> None:
+        message, server = _decode(frame), self._server
+        if server.door is not self:
+            return
+        answer: msgspec.Struct | None = None
+        match message:
+            case Ping():
+                if server.chosen.random() >= server.ping_loss:
+                    answer = Pong(PROTOCOL_VERSION, self._instance, server.max_frame_bytes)
+            case GetInfo():
+                answer = Info(message.request_id, {"running": len(server.requests)})
+            case Tokenize():
+                answer = Tokens(message.request_id, pack_ids([1, 2, 3]))
+            case Abort():
+                server.abort(client, message.request_id)
+            case Generate():
+                self._generate(client, message)
+        if server.chosen.random() < 0.1:
+            server.say(client, Probe())
+        if answer is not None:
+            said = answer
+            server.later(server.slowness, lambda: self._say(client, said))
+
+    def _say(self, client: bytes, message: msgspec.Struct) -> None:
+        if self._server.door is self:
+            self._server.say(client, message)
+
+    def _generate(self, client: bytes, message: Generate) -> None:
+        server = self._server
+        request = server.requests.get(message.request_id)
+        if request is not None:
+            if message.resent:
+                server.replay(request)
+        elif server.chosen.random() < server.refusal:
+            server.refused.append(message)
+            error = ErrorInfo("queue_full", "no room", "", server.retry_after)
+            server.say(client, Refused(message.request_id, error))
+        else:
+            if message.resent:
+                empty = [Chunk(message.request_id, 0, "", b"", [], None, i)
+                         for i in range(message.params.n)]  # fmt: skip
+                server.say(client, Replay(empty))
+            server.accept(client, message)
