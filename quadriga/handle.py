@@ -107,6 +107,7 @@ class Handle:
         """What is under way may be lost: nothing of it is taken before the server tells it again,
         from its beginning."""
         self._interrupted = True
+        self._refused_at = None
         self._cancel_retry()
 
     def retry_later(
@@ -147,8 +148,6 @@ class Handle:
     def take_again(self, chunk: Chunk, received_at: float) -> None:
         """A chunk that has all of its choice up to now came."""
         self._cancel_retry()
-        if chunk.token_ids:
-            self._refused_at = None
         if self._interrupted:
             self._interrupted = False
             for choice in self._choices.values():

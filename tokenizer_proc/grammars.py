@@ -19,6 +19,8 @@ MAX_WAITING, MAX_WAITING_ACCEPTED = 64, 1024
 """Different ones: for new requests, and for those that were let in before and come again."""
 RETRY_AFTER = 1.0
 """Seconds. Most grammars take milliseconds, and none more than half a second."""
+MAX_CHECK_S = 20.0
+"""For one grammar, and the start of the process that checks it; then the process is killed."""
 REMEMBERED = 128
 TRIES = 2
 """A process may die of something else than the grammar that it was at."""
@@ -108,10 +110,15 @@ class GrammarDoor:
         """The form, and what is wrong. OSError or ValueError where the process died."""
         process = self._process()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(grammar) + "\n")
-        process.stdin.flush()
-        answer: list[str] = json.loads(process.stdout.readline())
-        return answer
+        watchdog = threading.Timer(MAX_CHECK_S, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(json.dumps(grammar) + "\n")
+            process.stdin.flush()
+            answer: list[str] = json.loads(process.stdout.readline())
+            return answer
+        finally:
+            watchdog.cancel()
 
     def _process(self) -> "subprocess.Popen[str]":
         """This thread's; it leaves when its stdin ends."""

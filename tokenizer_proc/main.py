@@ -12,6 +12,7 @@ import uvloop
 from quadriga.curve import Guard
 from quadriga.errors import ServerFailed
 from quadriga.faults import faulty_callback
+from quadriga.heap import map_large_blocks
 from quadriga.messages.public import InfoValues
 from quadriga.model_source import ModelFiles, resolve_model
 from quadriga.process import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 def _run(child: Child) -> None:
+    map_large_blocks()
     loaded = _load(child)
     uvloop.run(serve(child, loaded))
 

@@ -6,7 +6,6 @@ tokenizer's pages shared. A worker answers each frame by its outcome: 4 bytes of
 before each. It ends when its socket ends, and after a long frame, which gives the memory back.
 """
 
-import ctypes
 import gc
 import os
 import resource
@@ -18,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
+from quadriga.parent_death import signal_at_parents_death
+
 LENGTH = struct.Struct(">I")
 MAX_WORKER_BYTES = 4 << 30
 """Address space of a worker: the longest text (`encode.MAX_TEXT_BYTES`) takes half of it."""
@@ -25,7 +26,6 @@ MAX_CPU_S = 60.0
 """CPU time of one frame; the longest text takes 4 s."""
 LONG_FRAME_BYTES = 256 * 1024
 """A worker that has prepared a frame of this size is replaced."""
-PR_SET_PDEATHSIG = 1
 
 PrepareFrame = Callable[[bytes], bytes]
 
@@ -60,7 +60,7 @@ def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
     A copy of another socket would hide from the process at its other end that its peer has died.
     """
     try:
-        _end_with_parent()
+        signal_at_parents_death(signal.SIGKILL)
         os.closerange(3, keep.fileno())
         os.closerange(keep.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         main()
@@ -68,11 +68,6 @@ def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve_forks(connection: socket.socket, prepare_frame: PrepareFrame) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from quadriga.cores import on_a_card, show_cpus
 from quadriga.faults import faulty_inbox
+from quadriga.heap import use_one_heap
 from quadriga.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
@@ -24,7 +25,6 @@ from quadriga.process import EXIT_START_FAILED, Child, run_child
 from quadriga.sockets import Inbox, Outbox
 from worker_proc.followers import Followers
 from worker_proc.grammar_compiler import GrammarCompiler
-from worker_proc.heap import use_one_heap
 from worker_proc.memory import memory_meanwhile
 from worker_proc.results import Results, ResultsAtOnce, ResultsBehind
 
