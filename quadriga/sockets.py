@@ -22,7 +22,7 @@ from quadriga.messages.public import MAX_FRAME_BYTES
 LINGER_MS = 2000
 CLIENT_QUEUE_MESSAGES = 4096
 """Messages that wait at a client to be read by it."""
-ROUTER_QUEUE_MESSAGES = 16
+ROUTER_QUEUE_MESSAGES = 64
 """Messages of one client that wait in the ROUTER, in each direction: libzmq bounds their number and
 not their bytes. What is more waits in clients.py, where the bytes are known, or at the client."""
 RECEIVE_BUDGET_S = 0.005

@@ -6,7 +6,7 @@ from collections.abc import Callable
 MAX_UNREAD_MESSAGES = 4096
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 """Of one client, beside the few messages that its socket takes; a single larger one may wait."""
-MIN_RETRY_S, MAX_RETRY_S = 0.002, 1.0
+MIN_RETRY_S, MAX_RETRY_S = 0.001, 1.0
 """Between two attempts to send to a client whose socket takes nothing."""
 
 

@@ -157,9 +157,12 @@ def fuzz_public(endpoint: str, frames: int, seed: int = 1) -> Iterator[int]:
                 hostile.send(*(frame(chosen, messages(chosen)) for _ in range(count)))
             hostile.send(abort)
             mark = f"all before {first + BATCH}"
-            hostile.send(msgpack.packb(["get_info", 1, mark]))
+            question = msgpack.packb(["get_info", 1, mark])
+            hostile.send(question)
             while (answer := hostile.receive())[0] != "info" or answer[1] != mark:
-                continue
+                if answer[0] == "refused" and answer[1] == mark:  # too many questions are open
+                    time.sleep(0.01)
+                    hostile.send(question)
             yield first + BATCH
 
 

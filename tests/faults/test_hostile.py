@@ -2,14 +2,18 @@
 
 import os
 import random
+import threading
 import time
+from contextlib import suppress
 
 import msgpack
+import psutil
 import pytest
 
 from quadriga.client import Client, SamplingParams
 from quadriga.messages.public import MAX_FRAME_BYTES
 from tests.faults.fuzz import fuzz_decoders, fuzz_public
+from tests.faults.latency import attack
 from tests.faults.raw_client import RawClient
 from tests.server import Server, settle
 
@@ -49,12 +53,12 @@ def test_what_is_no_request_is_refused_by_name(
         assert named in error[1]
 
 
-def test_a_100_mb_frame_is_refused_with_size_and_limit(server: Server) -> None:
+def test_a_30_mb_frame_is_refused_with_size_and_limit(server: Server) -> None:
     with RawClient(server.endpoint) as client:
-        client.send(b"\x95" + b"x" * 100_000_000)
+        client.send(b"\x95" + b"x" * 30_000_000)
         tag, _, error = client.receive()
         assert tag == "refused"
-        assert f"100000001 bytes: at most {MAX_FRAME_BYTES}" in error[1]
+        assert f"30000001 bytes: at most {MAX_FRAME_BYTES}" in error[1]
 
 
 def test_a_flood_of_random_frames_disturbs_no_stream(server: Server) -> None:
@@ -92,3 +96,46 @@ def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:
         while (message := lazy.receive())[0] != "server_gone":
             assert message[0] in ("pong", "probe")
         assert message[1][0] == "slow_reader"
+
+
+@pytest.mark.parametrize("name", ["a role of 15 MiB", "700,000 turns", "get_info, 50,000 times"])
+def test_other_clients_are_answered_while_one_sends_what_costs_most(
+    server: Server, name: str
+) -> None:
+    found = attack(server.endpoint, name)
+    print(f"{name}: {len(found)} pings, the longest {1000 * max(found):.0f} ms")
+    assert max(found) < 1.0
+
+
+def test_what_long_messages_took_is_given_back(server: Server) -> None:
+    tokenizer = psutil.Process(server.pid_of("tokenizer_proc"))
+    before = tokenizer.memory_info().rss
+    attack(server.endpoint, "a text of 15 MiB")
+    settle(server.endpoint)
+    grown = (tokenizer.memory_info().rss - before) / 2**20
+    assert grown < 48, f"the tokenizer process holds {grown:.0f} MiB more"
+
+
+def test_a_killed_preparing_process_costs_no_request(server: Server) -> None:
+    text = "some words " * 20_000
+    with Client(server.endpoint) as client:
+        ids = client.tokenize(text)
+        stop = threading.Event()
+
+        def kill_workers() -> None:
+            tokenizer = psutil.Process(server.pid_of("tokenizer_proc"))
+            (fork_server,) = tokenizer.children()
+            while not stop.is_set():
+                for worker in fork_server.children()[:1]:
+                    with suppress(psutil.NoSuchProcess):
+                        worker.kill()
+                    return
+
+        killer = threading.Thread(target=kill_workers)
+        killer.start()
+        try:
+            assert client.tokenize(text) == ids
+        finally:
+            stop.set()
+            killer.join()
+        assert client.tokenize(text) == ids
