@@ -45,6 +45,7 @@ SERVING_NEEDS = (
     "jinja2",
     "uvloop",
     "psutil",
+    "msgpack",
 )
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
