@@ -5,11 +5,11 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from http_proc.errors import ApiError, from_ring
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
-from http_proc.request_log import RECORD, Record, log_request
+from http_proc.request_log import RECORD, Record, in_a_line, log_request
 from http_proc.watch import Watch
 from quadriga.errors import QuadrigaError
 from quadriga.http_args import HttpArgs
@@ -58,7 +58,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:
-        logging.exception("%s %s failed", request.method, request.path)
+        logging.exception("%s failed", in_a_line(f"{request.method} {request.path}"))
         if request.writer.output_size:
             raise ConnectionResetError("half an answer has been sent") from None
         found = ApiError(
@@ -90,12 +90,12 @@ def _code(error: web.HTTPException) -> str:
 
 def key_check(args: HttpArgs) -> Middleware:
     """Lets through who has one of the keys, and everybody to the probes."""
-    keys = [key.encode() for key in args.api_keys]
+    keys = [_as_bytes(key) for key in args.api_keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in PROBES and request.method != "OPTIONS":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+            given = _as_bytes(request.headers.get("Authorization", "").removeprefix("Bearer "))
             # All are compared, so that the time tells nothing.
             if sum(hmac.compare_digest(given, key) for key in keys) == 0:
                 raise ApiError(
@@ -107,6 +107,22 @@ def key_check(args: HttpArgs) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def _as_bytes(text: str) -> bytes:
+    """Encode what Python has decoded from bytes that need not be UTF-8: headers, arguments."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+async def expect(request: web.Request) -> None:
+    """Let a client that asks first send its body. aiohttp's own handler puts the header into its
+    refusal, which fails where the header is no UTF-8."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect may be 100-continue only")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer has been sent
 
 
 @web.middleware

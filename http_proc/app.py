@@ -1,5 +1,6 @@
 """The table of endpoints."""
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -18,25 +19,27 @@ def make_app(gateway: Gateway) -> web.Application:
         middlewares.append(access.key_check(args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
+    get = partial(web.get, expect_handler=access.expect)
+    post = partial(web.post, expect_handler=access.expect)
     app.on_response_prepare.append(access.header_signer(args))
     app.router.add_routes(
         [
-            web.post("/v1/completions", completions.completions),
-            web.post("/v1/chat/completions", chat.chat_completions),
-            web.get("/v1/models", service.models),
-            web.get("/v1/models/{name:.+}", service.model),
-            web.post("/generate", native.generate),
-            web.post("/tokenize", service.tokenize),
-            web.post("/detokenize", service.detokenize),
-            web.post("/abort_request", service.abort_request),
-            web.post("/flush_cache", service.flush_cache),
-            web.get("/livez", service.livez),
-            web.get("/readyz", service.readyz),
-            web.get("/health", service.readyz),
-            web.get("/server_info", service.server_info),
-            web.get("/metrics", metrics.metrics),
-            web.get("/openapi.json", openapi.openapi),
-            web.get("/docs", openapi.docs),
+            post("/v1/completions", completions.completions),
+            post("/v1/chat/completions", chat.chat_completions),
+            get("/v1/models", service.models),
+            get("/v1/models/{name:.+}", service.model),
+            post("/generate", native.generate),
+            post("/tokenize", service.tokenize),
+            post("/detokenize", service.detokenize),
+            post("/abort_request", service.abort_request),
+            post("/flush_cache", service.flush_cache),
+            get("/livez", service.livez),
+            get("/readyz", service.readyz),
+            get("/health", service.readyz),
+            get("/server_info", service.server_info),
+            get("/metrics", metrics.metrics),
+            get("/openapi.json", openapi.openapi),
+            get("/docs", openapi.docs),
         ]
     )
     return app

@@ -23,7 +23,10 @@ MOST_CHOICES = 1024
 INFO_TIMEOUT = 2.0
 """Seconds in which the ring must answer a probe."""
 PROBE_AGE = 0.5
-"""Seconds for which such an answer holds for a probe: many probes are one question."""
+"""Seconds for which the answer that the ring is ready holds for a probe: many probes are one
+question."""
+READY_POLL_S = 0.02
+"""Between two questions, at the start, whether the ring is ready."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
@@ -135,14 +138,26 @@ class Gateway:
         return self._facts
 
     async def info(self, most_age: float = 0.0) -> dict[str, Any]:
-        """The ring's info, at most so many seconds old; whoever asks meanwhile gets the same
-        answer. Raises what ended the ring, or DeadlineExceeded."""
+        """Return the ring's info, at most so many seconds old. Callers that come before an answer
+        share it; one that does not say "ready" is used for no later caller. Raises what ended the
+        ring, or DeadlineExceeded."""
         now = time.monotonic()
-        if self._asking is None or (self._asking.done() and now - self._asked_at > most_age):
+        asking = self._asking
+        if asking is None or (
+            asking.done() and (now - self._asked_at > most_age or not _says_ready(asking))
+        ):
             self._asked_at = now
-            self._asking = asyncio.create_task(self.ring.info(INFO_TIMEOUT))
-            self._asking.add_done_callback(_look_at)
-        return await asyncio.shield(self._asking)
+            asking = self._asking = asyncio.create_task(self.ring.info(INFO_TIMEOUT))
+            asking.add_done_callback(_look_at)
+        return await asyncio.shield(asking)
+
+    async def until_ready(self) -> None:
+        """Wait until the ring says that it can serve."""
+        while True:
+            with suppress(QuadrigaError):
+                if (await self.info())["ready"]:
+                    return
+            await asyncio.sleep(READY_POLL_S)
 
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -159,6 +174,10 @@ def _is(name: str, rid: str) -> bool:
     """rid: the id of an answer, or of its request without the answer's prefix."""
     name = name.rstrip("+")
     return name == rid or name.partition("-")[2] == rid
+
+
+def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
+    return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
 
 
 def _look_at(task: "asyncio.Task[dict[str, Any]]") -> None:

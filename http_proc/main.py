@@ -33,6 +33,8 @@ async def serve(child: Child) -> None:
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began)
+        if not child.again:
+            await gateway.until_ready()  # so that the start is over when /readyz says so
         child.ready(url=args.url)
         gc.freeze()
         await _until_the_end(child, gateway, server)

@@ -31,16 +31,17 @@ RECORD = web.RequestKey("record", Record)
 def log_request(request: web.Request, outcome: str) -> None:
     """outcome: the status, the error's code, or that the client left."""
     record = request[RECORD]
-    parts = [f"{_in_a_line(request.method)} {_in_a_line(request.path)} {outcome}"]
+    parts = [f"{in_a_line(request.method)} {in_a_line(request.path)} {outcome}"]
     parts.append(f"{time.monotonic() - record.began:.3f} s")
     if record.id:
-        parts.insert(0, _in_a_line(record.id))
+        parts.insert(0, in_a_line(record.id))
     if record.completions:
         parts += _of(record.completions)
     logging.info("%s", " · ".join(parts))
 
 
-def _in_a_line(text: str) -> str:
+def in_a_line(text: str) -> str:
+    """Return what a client has chosen as it may stand in a log: one line, no control characters."""
     return repr(text[:LONGEST])[1:-1]
 
 

@@ -9,8 +9,10 @@ A server's directory, made by `quadriga keygen DIR NAME…`:
                                      and server.key
 """
 
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +27,8 @@ from quadriga.sockets import AsyncPort
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
 ALLOWED, HAND_OUT = "clients", "hand-out"
+RECHECK_S = 1.0
+"""A key that is not known has the files looked through again at most so often."""
 
 
 class KeyPair(NamedTuple):
@@ -83,26 +87,69 @@ def load_pair(directory: Path, name: str) -> KeyPair:
 
 class AllowList:
     """The clients' public keys in a server's directory, as they are there now. A process of the
-    server itself, the web gateway, has the server's own key."""
+    server itself, the web gateway, has the server's own key.
+
+    A question costs two calls of stat: of the directory, whose time changes with a file that is
+    added or removed, and of the file that the key was read from, which may have been overwritten.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / ALLOWED
         self._own = load_pair(directory, SERVER).public
-        self._keys: frozenset[bytes] = frozenset()
-        self._stamp = -1
+        self._files: dict[str, KeyFile] = {}
+        self._by_key: dict[bytes, KeyFile] = {}
+        self._directory_stamp = -1
+        self._read_at = -math.inf
 
     def __contains__(self, public_key: bytes) -> bool:
+        if public_key == self._own:
+            return True
         try:
-            stamp = self._directory.stat().st_mtime_ns
-            if stamp != self._stamp:
-                self._keys = frozenset(map(_public_key, self._directory.glob("*" + PUBLIC)))
-                self._stamp = stamp
+            if self._directory.stat().st_mtime_ns != self._directory_stamp:
+                self._read()
+            file = self._by_key.get(public_key)
+            if file is None:
+                # Perhaps of a file that was overwritten; strangers must not have all read at will.
+                if time.monotonic() - self._read_at >= RECHECK_S:
+                    self._read()
+            elif _stamp(file.path) != file.stamp:
+                self._read()
         except OSError:
-            self._keys = frozenset()
-        return public_key == self._own or public_key in self._keys
+            self._files, self._by_key, self._directory_stamp = {}, {}, -1
+        return public_key in self._by_key
+
+    def _read(self) -> None:
+        """Read the files that are new or have changed. Raises OSError without the directory."""
+        self._read_at = time.monotonic()
+        self._directory_stamp = self._directory.stat().st_mtime_ns
+        known, self._files = self._files, {}
+        for path in map(str, self._directory.glob("*" + PUBLIC)):
+            file = known.get(path)
+            stamp = _stamp(path)
+            if file is None or file.stamp != stamp:
+                file = KeyFile(path, stamp, _public_key(path))
+            self._files[path] = file
+        self._by_key = {file.key: file for file in self._files.values() if file.key}
 
 
-def _public_key(path: Path) -> bytes:
+class KeyFile(NamedTuple):
+    """A client's public key, b"" where the file has none, and what tells that it has changed."""
+
+    path: str
+    stamp: tuple[int, ...]
+    key: bytes
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Return what changes when a file is overwritten or replaced; () where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _public_key(path: str) -> bytes:
     try:
         return zmq.auth.load_certificate(path)[0]
     except (OSError, ValueError):

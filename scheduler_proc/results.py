@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import Protocol
 
-from quadriga.errors import QuadrigaError, RequestFailed
+from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.messages.arrays import unpack_ids
 from quadriga.messages.worker import StepResult
 from scheduler_proc.batch import ScheduleBatch
@@ -43,7 +43,7 @@ class Results:
         for piece in result.prompt_logprobs:
             requests[piece.row].prompt_logprobs.append(piece.block)
         for failed in result.failed:
-            self._ends.fail(requests[failed.row], RequestFailed(failed.error))
+            self._ends.fail(requests[failed.row], InvalidRequest(failed.error))
         for request in requests:
             request.in_flight -= 1
         self._take_tokens(zip(requests, unpack_ids(result.token_ids), strict=True), ended)

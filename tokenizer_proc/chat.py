@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.messages.public import ChatMessage, ChatOptions
 
 TOOL_FORMATS = (
@@ -23,7 +24,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer directory (tokenizer_config.json, chat_template.jinja)."""
+    """The chat template of a tokenizer directory (tokenizer_config.json, chat_template.jinja).
+    Raises ConfigError for one that is no Jinja template."""
 
     def __init__(self, tokenizer_dir: Path) -> None:
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
@@ -31,7 +33,7 @@ class ChatTemplate:
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
         }
         source = _template_source(tokenizer_dir, config)
-        self._template = None if source is None else _environment().from_string(source)
+        self._template = None if source is None else _compile(source, tokenizer_dir)
         self.tool_format = _tool_format(source or "")
 
     @property
@@ -50,15 +52,19 @@ class ChatTemplate:
                 "tools are given, but this model's chat template takes none; leave them out",
                 "tools",
             )
-        variables = {"add_generation_prompt": True, **self._tokens, **options.template_args}
+        variables = {
+            "add_generation_prompt": True,
+            "documents": None,
+            **self._tokens,
+            **options.template_args,
+            "messages": [_turn(message) for message in messages],
+            "tools": options.tools or None,
+        }
         try:
-            return self._template.render(
-                messages=[_turn(message) for message in messages],
-                tools=options.tools or None,
-                **{k: v for k, v in variables.items() if k not in ("messages", "tools")},
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"the model's chat template refused: {error}", "prompt") from None
+            return self._template.render(variables)
+        except Exception as error:  # a template is a program: it may fail in any way
+            why = str(error) or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refused: {why}", "prompt") from None
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
@@ -94,17 +100,91 @@ def _template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
     return template
 
 
+def _compile(source: str, tokenizer_dir: Path) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"the model's chat template cannot be read: {why}; correct it in {tokenizer_dir}, or"
+            " remove it to serve plain prompts only"
+        ) from None
+
+
 def _environment() -> jinja2.Environment:
-    """The environment that Hugging Face chat templates are written for."""
+    """Make the environment that Hugging Face chat templates are written for, as
+    transformers.utils.chat_template_utils has it."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = _Dictionaries()
+    environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Dictionaries:
+    """What a template may do with `dict`, without the type and its attributes."""
+
+    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
+        return dict(*args, **fields)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, without the attributes that lead to Python's own."""
+
+    def __init__(*args: Any, **fields: Any) -> None:
+        self, *others = args  # so that a template may call an attribute "self"
+        given = dict(*others, **fields)
+        for name in given:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace has no attribute {name!r}: choose a name without an underscore before it"
+        )
+
+
+class GenerationBlock(Extension):
+    """{% generation %}...{% endgeneration %}, which marks for training what the assistant wrote:
+    the text inside is rendered as if the tags were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Return the statements inside. They are a scope of their own, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body, lineno=line)]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON without HTML's escapes, in place of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

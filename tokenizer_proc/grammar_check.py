@@ -14,7 +14,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from quadriga.grammar import (
+    Grammar,
+    check_begins,
+    compile_grammar,
+    load_vocabulary,
+    to_library_form,
+)
 from quadriga.parent_death import signal_at_parents_death
 
 if TYPE_CHECKING:
@@ -67,8 +73,8 @@ def _limit() -> None:
 def _check(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
     try:
         form = to_library_form(grammar, vocabulary)
-        compile_grammar(vocabulary, form)
-    except (ValueError, RecursionError, MemoryError) as error:
+        check_begins(compile_grammar(vocabulary, form))
+    except BaseException as error:  # a panic of the library is no Exception
         return json.dumps(["", str(error).strip()[:LONGEST_ERROR] or type(error).__name__])
     return json.dumps([form, ""])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
-from quadriga.errors import InvalidRequest, RequestFailed
+from quadriga.errors import InvalidRequest
 from tests.server import Server, running_server, settle
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91]
@@ -162,7 +162,7 @@ def test_slow_grammars_end_in_bounded_time_and_hold_nobody_up(server: Server) ->
 
 def test_a_request_without_a_token_left_ends_with_an_error(server: Server) -> None:
     with Client(server.endpoint) as client:
-        with pytest.raises(RequestFailed, match="no token is left"):
+        with pytest.raises(InvalidRequest, match="no token is left"):
             client.generate(PROMPT, params(**NARROWING))
         assert client.generate(PROMPT, params(regex="[ab]{2}")).finish_reason == "stop"
     settle(server.endpoint)

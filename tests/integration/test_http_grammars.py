@@ -66,3 +66,32 @@ def test_grammars_that_contradict_are_refused(gateway: str, fields: Any, said: s
     client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
     with pytest.raises(openai.BadRequestError, match=said):
         client.completions.create(model=MODEL, prompt="One", extra_body=fields)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"not": {}},
+        {"enum": []},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"$ref": "#/nowhere"},
+        {"type": "string", "minLength": 5, "maxLength": 2},
+        {"type": "string", "maxLength": 10**30},
+        "false", "[" * 100_000, "{", "",
+    ],
+    ids=lambda schema: str(schema)[:40],
+)  # fmt: skip
+def test_a_schema_that_no_text_obeys_is_a_400(gateway: str, schema: Any) -> None:
+    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
+    with pytest.raises(openai.BadRequestError, match=r"json_schema|cannot be encoded") as refused:
+        client.completions.create(
+            model=MODEL, prompt="One", extra_body={"json_schema": schema}, max_tokens=20
+        )
+    assert refused.value.param in ("json_schema", None)
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(
+            model=MODEL, prompt="One", extra_body={"response_format": wanted}, max_tokens=20
+        )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.chat import ChatTemplate
 
@@ -69,3 +69,76 @@ def test_a_template_that_breaks_on_what_it_is_given_is_the_clients_error(tmp_pat
         template(tmp_path, "{{ messages[0].content + 1 }}").render(
             [ChatMessage("user", "x")], ChatOptions()
         )
+
+
+AS_IN_TRANSFORMERS = {
+    "JSON with its options": "{{ value | tojson(ensure_ascii=true, indent=2) }}"
+    "{{ value | tojson(separators=(',', ':'), sort_keys=true) }}{{ value | tojson(true, 1) }}",
+    "JSON as it is": "{{ value | tojson }}{{ '<&>' | tojson }}{{ value | tojson(indent=4) }}",
+    "what the assistant wrote, marked": "{% set x = 1 %}{% for m in messages %}\n"
+    "  {% generation %}\n{{ m.content }}{{ loop.index }}{% set x = 2 %}{{ x }}\n"
+    "  {% endgeneration %}\n{{ x }}{% endfor %}",
+    "the same without white space": "a {%- generation -%} {{ messages[0].role }} "
+    "{%- endgeneration -%} b",
+    "a namespace and a dictionary": "{% set ns = namespace(self=1) %}{% generation %}"
+    "{% set ns.found = dict(a=2) %}{% endgeneration %}{{ ns.found.a }}{{ ns.self }}"
+    "{{ dict.fromkeys(['k'], 3) }}",
+    "documents, which are none": "{{ documents is defined }}{{ documents }}{{ tools }}",
+    "loop controls": "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}"
+    "{% endfor %}",
+    "no way out of the sandbox": "{{ messages.__class__ }}{{ dict.mro }}{{ namespace.mro }}",
+}
+
+
+@pytest.mark.parametrize("source", AS_IN_TRANSFORMERS.values(), ids=AS_IN_TRANSFORMERS.keys())
+def test_a_template_renders_as_with_transformers(tmp_path: Path, source: str) -> None:
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "你好"}]
+    value = {"b": ["ä", 1.5, None], "a": {"c": "<"}}
+    expected = render(
+        [turns], chat_template=source, add_generation_prompt=True, value=value, tools=None
+    )
+    messages = [ChatMessage(turn["role"], turn["content"]) for turn in turns]
+    rendered = template(tmp_path, source).render(
+        messages, ChatOptions(template_args={"value": value})
+    )
+    assert rendered == expected[0][0]
+
+
+def test_the_date_in_a_template_is_todays(tmp_path: Path) -> None:
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    source = "{{ strftime_now('%Y-%m-%d') }}"
+    expected = {render([[]], chat_template=source)[0][0]}
+    rendered = template(tmp_path, source).render([], ChatOptions())
+    expected |= {render([[]], chat_template=source)[0][0]}  # midnight may lie between
+    assert rendered in expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 6) }}",
+        "{{ value | tojson }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[3].content }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_whatever_goes_wrong_in_a_template_refuses_the_request(tmp_path: Path, source: str) -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match=r"chat template refused: .+"):
+        template(tmp_path, source).render([], ChatOptions(template_args={"value": deep}))
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ x", "{% unknown %}", "{{ x | no_such_filter }}", "{% break %}"]
+)
+def test_a_template_that_is_none_ends_the_start_with_its_reason(
+    tmp_path: Path, source: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"chat template cannot be read: .+; correct it"):
+        template(tmp_path, source)

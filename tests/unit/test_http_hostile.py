@@ -1,0 +1,213 @@
+"""Requests with bytes that are no text, and answers of probes while the ring is starting."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from http_proc import gateway as gateway_module
+from quadriga.errors import DeadlineExceeded
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
+
+Test = Callable[[Any], Coroutine[Any, Any, None]]
+KEY = "kö"
+HEADERS = [
+    "Accept",
+    "Accept-Encoding",
+    "Access-Control-Request-Headers",
+    "Access-Control-Request-Method",
+    "Connection",
+    "Content-Encoding",
+    "Content-Type",
+    "Cookie",
+    "Expect",
+    "If-None-Match",
+    "Last-Event-ID",
+    "Origin",
+    "Range",
+    "Sec-WebSocket-Key",
+    "Upgrade",
+    "User-Agent",
+    "X-Forwarded-For",
+    "X-Request-Id",
+]
+NO_TEXT = [
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\xc3\xa9",
+    b"\xf0\x9f\x98\x80",
+    b"a\x01b",
+    b"x" * 7000,
+    b"",
+]
+PATHS = [
+    b"/%ff",
+    b"/\xff",
+    b"/v1/models/%ff",
+    b"/v1/models/%ed%a0%80",
+    b"/v1/models/%0aX%1b[31m",
+    b"/%00",
+    b"/%0aFAKE",
+    b"/?\xff=%ff",
+    b"/livez?%ff",
+    b"/livez?a=\xff",
+    b"/livez#%ff",
+    b"http://[::1",
+    b"*",
+    b"?x",
+    b"http://a:99999/livez",
+    b"http://\xff/livez",
+    b"//",
+    b"/%",
+    b"/%zz",
+    b"/" + b"a" * 8000,
+]
+BODIES = [
+    b"\xff",
+    b'{"prompt":"\xff"}',
+    b'{"prompt":"\\ud800"}',
+    b'{"\\ud800":1}',
+    b"[" * 100_000,
+    b"NaN",
+    b'{"model":"\\ud800","prompt":"x"}',
+    b'{"prompt":"x","temperature":1e999}',
+    b'{"prompt":"x","n":1e30}',
+    b'{"prompt":"x","metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+]
+
+
+def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
+    async def whole() -> None:
+        async with gateway_before(ring, **flags) as (_, gateway):
+            await test(gateway)
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+async def ask(gateway: Any, request: bytes) -> tuple[int, bytes]:
+    """The status of the answer, and all of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.args.port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer
+
+
+def request(method: bytes, path: bytes, *lines: bytes, body: bytes = b"", key: str = KEY) -> bytes:
+    head = [method + b" " + path + b" HTTP/1.1", b"Host: x", b"Connection: close"]
+    head += [b"Authorization: Bearer " + key.encode()] if key else []
+    head += [*lines, b"Content-Length: %d" % len(body)]
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the process logs: aiohttp's own errors are of bytes that are no HTTP."""
+    caplog.set_level(logging.CRITICAL, "aiohttp.server")
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def check_log(log: pytest.LogCaptureFixture) -> None:
+    for record in log.records:
+        assert record.exc_info is None
+        assert record.getMessage().isprintable()
+
+
+def test_a_key_of_other_bytes_is_a_401_and_the_right_one_is_compared_as_bytes(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    async def test(gateway: Any) -> None:
+        for given in (b"\xff\xfe", b"k\xf6", b"\xed\xa0\x80", b"", b"k"):
+            line = b"Authorization: Bearer " + given
+            status, answer = await ask(gateway, request(b"GET", b"/v1/models", line, key=""))
+            assert status == 401
+            assert b"invalid_api_key" in answer
+        assert (await ask(gateway, request(b"GET", b"/v1/models")))[0] == 200
+
+    run(ScriptedRing(["a"]), test, api_key=KEY)
+    check_log(log)
+
+
+def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> None:
+    body = b'{"prompt": "x", "max_tokens": 2}'
+
+    async def test(gateway: Any) -> None:
+        for name in HEADERS:
+            for value in NO_TEXT:
+                line = name.encode() + b": " + value
+                post = request(b"POST", b"/v1/completions", line, body=body)
+                status, _ = await ask(gateway, post)
+                assert status in (200, 400, 413, 417), line[:40]
+                if name == "Expect":
+                    continue  # of a path or method that is not served, it is aiohttp's own matter
+                preflight = request(
+                    b"OPTIONS", b"/v1/completions", line, b"Origin: https://a.example"
+                )
+                status, _ = await ask(gateway, preflight)
+                assert status in (200, 204, 400, 405, 417), line[:40]
+
+    flags = {"api_key": KEY, "allowed_origins": "https://a.example", "log_requests": True}
+    run(ScriptedRing(["a"]), test, **flags)
+    check_log(log)
+
+
+def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    async def test(gateway: Any) -> None:
+        for path in PATHS:
+            for method in (b"GET", b"POST"):
+                status, _ = await ask(gateway, request(method, path))
+                assert status < 500, path[:40]
+        for body in BODIES:
+            status, answer = await ask(gateway, request(b"POST", b"/v1/completions", body=body))
+            assert status == 400, body[:40]
+            assert b"invalid_request_error" in answer
+
+    run(ScriptedRing(["a"]), test, api_key=KEY, log_requests=True)
+    check_log(log)
+
+
+# --- readiness ------------------------------------------------------------------------------------
+
+
+class LoadingRing(ScriptedRing):
+    """Is ready once it was asked so often; the first question is not answered at all."""
+
+    def __init__(self, ready_at: int) -> None:
+        super().__init__([])
+        self.asked = 0
+        self.ready_at = ready_at
+
+    async def info(self, timeout: float) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked == 1:
+            raise DeadlineExceeded("no answer")
+        return self.facts | {"ready": self.asked >= self.ready_at}
+
+
+def test_the_start_is_over_once_a_probe_would_say_so() -> None:
+    ring = LoadingRing(4)
+
+    async def test(gateway: Any) -> None:
+        await gateway.until_ready()
+        assert ring.asked == 4
+        assert (await ask(gateway, request(b"GET", b"/readyz")))[0] == 200
+
+    run(ring, test)
+
+
+def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "PROBE_AGE", 60.0)
+    ring = LoadingRing(3)
+
+    async def test(gateway: Any) -> None:
+        statuses = [(await ask(gateway, request(b"GET", b"/readyz")))[0] for _ in range(5)]
+        assert statuses == [503, 503, 200, 200, 200]
+
+    run(ring, test)
