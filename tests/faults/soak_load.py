@@ -17,6 +17,7 @@ from quadriga.errors import DeadlineExceeded, PromptTooLong, QuadrigaError
 from quadriga.messages.arrays import pack_ids
 from tests.faults.raw_client import RawClient
 from tests.tiny_models import SENTENCES
+from tests.wire import Wire
 
 PATIENCE = 120.0
 """Seconds after which an answer counts as lost."""
@@ -137,6 +138,7 @@ class RingCaller:
             self.too_long: 3,
             self.too_late: 3,
             self.connect_anew: 3,
+            self.lose_connection: 6,
             self.questions: 3,
         }
 
@@ -260,6 +262,19 @@ class RingCaller:
         params = self._writer.params()
         async with AsyncClient(self._client.endpoint, connect_timeout=PATIENCE) as client:
             return _whole(await client.generate(self._writer.text(), params), params)
+
+    async def lose_connection(self) -> str:
+        """Have the connection cut in the middle of a stream, which goes on where it stood."""
+        wire, params = Wire(), self._writer.params()
+        async with (
+            wire.to(self._client.endpoint) as endpoint,
+            AsyncClient(endpoint, connect_timeout=PATIENCE) as client,
+        ):
+            async for chunk in client.stream(self._writer.text(), params):
+                if self._chosen.random() < 0.2:
+                    wire.cut()
+                last = chunk
+        return _whole(last.completion, params)
 
     async def questions(self) -> str:
         text = self._writer.text()
