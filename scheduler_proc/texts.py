@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from quadriga.errors import QueueFull, ServerStopping
 from quadriga.messages.arrays import pack_ids
 from quadriga.messages.to_detok import ReplayText
 from quadriga.messages.to_scheduler import DetokReady
 from scheduler_proc.output import Link, RoundOutput, close_text, open_text
 from scheduler_proc.request import Request
 
+REFUSALS = (QueueFull.code, ServerStopping.code)
 MOST_REMEMBERED = 4096
 MOST_REMEMBERED_BYTES = 1 << 26
 """Requests whose end was handed on are remembered as far as these reach."""
@@ -73,9 +75,8 @@ class Texts:
             self.settle([request.seq])
 
     def _keep(self, request: Request) -> None:
-        """What was aborted when its client was lost is not wanted back as it was."""
         self._unsettled[request.seq] = request
-        if request.finish_reason != "abort":
+        if _is_remembered(request):
             self._numbers.setdefault((request.client, request.request_id), []).append(request.seq)
 
     def settle(self, seqs: list[int]) -> None:
@@ -83,7 +84,7 @@ class Texts:
         self._asked.difference_update(seqs)
         for seq in seqs:
             request = self._unsettled.pop(seq, None)
-            if request is not None and request.finish_reason != "abort":
+            if request is not None and _is_remembered(request):
                 self._remember(request)
 
     def _remember(self, request: Request) -> None:
@@ -145,6 +146,13 @@ class Texts:
                 self._asked.add(seq)
                 self.output.replayed.append(_decode(self._remembered[seq].replay))
         self.flush(waiting)
+
+
+def _is_remembered(request: Request) -> bool:
+    """Return whether a client that sends a request again is given its end. One that was aborted
+    when its client was lost begins anew, and one that was refused is tried again."""
+    refused = request.error is not None and request.error.code in REFUSALS
+    return request.finish_reason != "abort" and not refused
 
 
 def replay_text(request: Request) -> ReplayText:

@@ -317,3 +317,37 @@ def test_a_request_that_was_aborted_as_its_client_was_lost_begins_anew_when_it_i
     world.run()
     assert tokens_of(world, "a") == reference([5], 4, True)
     assert world.detok.closed["a"].finish_reason == "length"
+
+
+def test_a_request_that_only_claims_to_be_sent_again_meets_every_limit() -> None:
+    world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    for name in "bc":
+        world.tell(resent(submit(name, [6], 3, ignore_eos=True)))
+    error = world.detok.closed["c"].error
+    assert error is not None
+    assert error.code == "queue_full"
+    world = World(SchedulerArgs(max_requests_per_client=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    world.tell(resent(submit("b", [6], 3)), resent(submit("c", [6], 3, client=b"d")))
+    error = world.detok.closed["b"].error
+    assert error is not None
+    assert "--max-requests-per-client is 1" in error.message
+    assert "c" not in world.detok.closed
+    world.tell(Drain(), resent(submit("e", [6], 3, client=b"e")))
+    error = world.detok.closed["e"].error
+    assert error is not None
+    assert error.code == "server_stopping"
+
+
+def test_a_request_that_was_refused_is_tried_again_when_it_is_sent_again() -> None:
+    world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    late = resent(submit("late", [7], 3, ignore_eos=True))
+    world.tell(submit("b", [6], 3, ignore_eos=True), late)
+    assert world.detok.closed.pop("late").finish_reason == "error"
+    world.run()
+    world.tell(late)
+    world.run()
+    assert world.detok.closed["late"].finish_reason == "length"
+    assert tokens_of(world, "late") == reference([7], 3, True)
