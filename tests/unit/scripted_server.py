@@ -77,6 +77,7 @@ class Server:
         ping_loss, refusal, gap: the probability that a ping is dropped, that a request is refused,
             and that a chunk is lost which is not the last.
         retry_after: what refusals say. refused: the requests that they met.
+        refuses_in_the_ring: what is sent again is refused by the scheduler, as its end.
         slowness: the longest time in seconds that an answer takes.
     """
 
@@ -91,6 +92,7 @@ class Server:
 
     def calm_down(self) -> None:
         self.ping_loss = self.refusal = self.gap = 0.0
+        self.refuses_in_the_ring = False
         self.slowness = 0.01
 
     @property
@@ -206,10 +208,20 @@ class Door:
         elif server.chosen.random() < server.refusal:
             server.refused.append(message)
             error = ErrorInfo("queue_full", "no room", "", server.retry_after)
-            server.say(client, Refused(message.request_id, error))
+            if not (message.resent and server.refuses_in_the_ring):
+                server.say(client, Refused(message.request_id, error))
+                return
+            server.say(client, Replay(_empty(message, None)))
+            end = End("error", Usage(1, 0), StageTimes(1.0, 1.0, 0.0, 0.0, 1.0), None, error)
+            server.say(client, Chunks(_empty(message, end)))
         else:
             if message.resent:
-                empty = [Chunk(message.request_id, 0, "", b"", [], None, i)
-                         for i in range(message.params.n)]  # fmt: skip
-                server.say(client, Replay(empty))
+                server.say(client, Replay(_empty(message, None)))
             server.accept(client, message)
+
+
+def _empty(message: Generate, end: End | None) -> list[Chunk]:
+    """Chunks without tokens, of each choice."""
+    return [
+        Chunk(message.request_id, 0, "", b"", [], end, index) for index in range(message.params.n)
+    ]

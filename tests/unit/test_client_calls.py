@@ -267,10 +267,12 @@ async def refused_when_sent_again(
     return handle
 
 
+@pytest.mark.parametrize("in_the_ring", [False, True])
 def test_a_request_that_was_accepted_waits_for_room_at_a_server_that_does_not_know_it(
-    play: Callable[[Play], None],
+    play: Callable[[Play], None], in_the_ring: bool
 ) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
+        server.refuses_in_the_ring = in_the_ring
         handle = await refused_when_sent_again(client, server)
         await asyncio.sleep(5)
         assert not handle.done and len(server.refused) == 3  # at 0, 2 and 4 s
@@ -282,10 +284,12 @@ def test_a_request_that_was_accepted_waits_for_room_at_a_server_that_does_not_kn
     play(test)
 
 
+@pytest.mark.parametrize("in_the_ring", [False, True])
 def test_it_does_not_wait_longer_than_for_a_server_that_is_away(
-    play: Callable[[Play], None],
+    play: Callable[[Play], None], in_the_ring: bool
 ) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
+        server.refuses_in_the_ring = in_the_ring
         handle = await refused_when_sent_again(client, server)
         with pytest.raises(QueueFull):
             await handle.completion()
