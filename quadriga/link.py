@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quadriga import sockets
+from quadriga.connection_watch import ConnectionWatch
 from quadriga.errors import QuadrigaError, ServerUnreachable
 
 ALL_THAT_CAME = 1 << 30
@@ -36,7 +37,7 @@ class Link:
         self._curve_dir = curve_dir
         self._events = events
         self._port: sockets.AsyncPort | None = None
-        self._watch: sockets.ConnectionWatch | None = None
+        self._watch: ConnectionWatch | None = None
         self.is_up = False
 
     def open(self) -> None:
@@ -83,7 +84,7 @@ class Link:
 
     def _prepare(self, socket: Any) -> None:
         """Watch the socket before it connects, so that no event is missed."""
-        self._watch = sockets.ConnectionWatch(socket, self._broke, self._up, self._events.refused)
+        self._watch = ConnectionWatch(socket, self._broke, self._up, self._events.refused)
         if self._curve_dir is not None:
             from quadriga.curve import secure_client
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import uvloop
 
+from quadriga.connection_watch import ConnectionWatch
 from quadriga.curve import Guard
 from quadriga.errors import ServerFailed
 from quadriga.faults import faulty_callback
@@ -16,7 +17,7 @@ from quadriga.heap import map_large_blocks
 from quadriga.messages.public import InfoValues
 from quadriga.model_source import ModelFiles, resolve_model
 from quadriga.process import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
-from quadriga.sockets import AsyncPort, ConnectionWatch, Outbox, bind_frames, bind_front_door
+from quadriga.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
 from tokenizer_proc.chat import ChatTemplate
 from tokenizer_proc.encode import Encoder

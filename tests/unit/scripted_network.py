@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class Network:
-    """Stands for quadriga.sockets in quadriga.link."""
+    """Stands for quadriga.sockets and ConnectionWatch in quadriga.link."""
 
     SocketError = OSError
 
@@ -38,10 +38,10 @@ class Network:
         self.door: Listener | None = None
         self._sockets: list[Socket] = []
         self.AsyncPort = Port
-        self.ConnectionWatch = Watch
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(link, "sockets", self)
+        patch.setattr(link, "ConnectionWatch", Watch)
 
     def connect_front_door(
         self, address: str, routing_id: bytes, prepare: Callable[["Socket"], None]
