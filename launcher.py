@@ -23,6 +23,7 @@ from quadriga.children import Children, Death, Order, say
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.process import (
     ABORT,
     DRAIN,
@@ -259,6 +260,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         sys.exit(EXIT_FORCED)
     for note in model.notes:
         say(note)
+    allow_open_files(MAX_OPEN_FILES)
     sys.exit(Launcher(config, model).run())
 
 

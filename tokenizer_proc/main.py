@@ -12,6 +12,7 @@ from quadriga.curve import Guard
 from quadriga.errors import ServerFailed
 from quadriga.faults import faulty_callback
 from quadriga.model_source import resolve_model
+from quadriga.open_files import FileWatch
 from quadriga.process import DRAIN, FAIL, REPLACED, Child, run_child
 from quadriga.sockets import AsyncPort, ConnectionWatch, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
@@ -43,7 +44,7 @@ async def serve(child: Child) -> None:
     door.open(port)
     on_delivery = faulty_callback(door.on_delivery, "tokenizer", config.launch.fault)
     delivery_port = AsyncPort(deliveries, on_delivery)
-    watch = ConnectionWatch(public, door.clients.on_disconnect)
+    watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().accepted)
     child.ready()
     gc.freeze()
     child.lifeline.attend()
