@@ -5,6 +5,7 @@ import errno
 import logging
 import socket
 import ssl
+from typing import cast
 
 from aiohttp import web
 
@@ -95,13 +96,18 @@ class Full(asyncio.Protocol):
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._has_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        asyncio.get_running_loop().call_later(PATIENCE, transport.abort)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        asyncio.get_running_loop().call_later(PATIENCE, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        """Answer the first bytes. The rest of the request is read to no purpose: a client that is
+        cut off while it sends may never see the answer."""
+        if self._has_answered:
+            return
+        self._has_answered = True
         error = ApiError(
             503,
             f"{self._most} connections are open, the most that may",
@@ -116,7 +122,10 @@ class Full(asyncio.Protocol):
             % (RETRY_AFTER, len(body))
             + body
         )
-        self._transport.close()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
 
 def _most_connections(wanted: int) -> int:
