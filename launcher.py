@@ -23,6 +23,7 @@ from quadriga.clock import Countdown
 from quadriga.config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.process import (
     ABORT,
     DRAIN,
@@ -261,6 +262,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         sys.exit(EXIT_FORCED)
     for note in model.notes:
         say(note)
+    allow_open_files(MAX_OPEN_FILES)
     try:
         code = Launcher(config, model).run()
     except QuadrigaError as error:

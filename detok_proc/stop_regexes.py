@@ -59,7 +59,7 @@ class RegexMatcher:
         began = time.thread_time()
         try:
             match = self._pattern.search(window, partial=True, timeout=self._budget)
-        except TimeoutError:
+        except (TimeoutError, MemoryError):  # of memory: where the expression calls itself
             match, self._budget = None, 0.0
         self._budget -= time.thread_time() - began
         if self._budget <= 0:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from http_proc.body_shape import check_shape
 from http_proc.errors import RETRY_AFTER, ApiError, invalid
 from http_proc.gateway import GATEWAY
 from http_proc.sampling import wrong_type
@@ -25,6 +26,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         data = await asyncio.wait_for(_receive(request), BODY_TIMEOUT)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT:g} s") from None
+    await check_shape(data)
     try:
         body = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from http_proc.bodies import convert, read_object
-from http_proc.chat_messages import chat_options, chat_prompt
+from http_proc.chat_messages import NAMES, chat_options, chat_prompt, check_counts
 from http_proc.chat_stream import ChatStream
 from http_proc.errors import invalid
 from http_proc.gateway import GATEWAY, Gateway, Head
@@ -21,14 +21,12 @@ from quadriga.async_client import RequestOptions
 from quadriga.completion import Completion
 from quadriga.sampling import SamplingParams
 
-NAMES = {"prompt": "messages"}
-"""What the ring's fields are called here, beside the sampling fields."""
-
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a chat n times."""
     gateway = request.app[GATEWAY]
     body = await read_object(request)
+    check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     call = convert(body, ChatRequest)
     gateway.check_model(call.model)

@@ -14,6 +14,8 @@ RETRY_AFTER_RESTART = 10
 """The same, when the server is stopping or has lost a process."""
 
 INVALID = "invalid_request_error"
+MAX_MESSAGE_CHARS = 1000
+"""A message may quote what the client has sent."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -43,6 +45,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: float | None = None,
     ) -> None:
+        message = shortened(message)
         super().__init__(message)
         self.status = status
         self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
@@ -56,6 +59,14 @@ class ApiError(Exception):
         seconds = None if self.retry_after is None else math.ceil(self.retry_after)
         headers = {"Retry-After": seconds, "Allow": self.allow}
         return {name: str(value) for name, value in headers.items() if value is not None}
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle where it is long: values stand there, names around them."""
+    if len(text) <= MAX_MESSAGE_CHARS:
+        return text
+    half = MAX_MESSAGE_CHARS // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

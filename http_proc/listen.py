@@ -2,9 +2,10 @@
 
 import asyncio
 import errno
-import resource
+import logging
 import socket
 import ssl
+from typing import cast
 
 from aiohttp import web
 
@@ -13,6 +14,7 @@ from http_proc.errors import RETRY_AFTER, ApiError
 from http_proc.gateway import Gateway
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.http_args import HttpArgs
+from quadriga.open_files import allow_open_files
 
 BACKLOG = 1024
 IDLE_SECONDS = 60
@@ -76,9 +78,8 @@ async def listen(
     runner: web.AppRunner, listener: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway
 ) -> asyncio.Server:
     """Take connections, of which those over the limit are told so."""
-    most, handlers = gateway.args.max_http_connections, runner.server
+    most, handlers = _most_connections(gateway.args.max_http_connections), runner.server
     assert handlers is not None
-    _allow_files(most)
 
     def make_protocol() -> asyncio.Protocol:
         if len(handlers.connections) < most:
@@ -95,16 +96,21 @@ class Full(asyncio.Protocol):
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._has_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        asyncio.get_running_loop().call_later(PATIENCE, transport.abort)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        asyncio.get_running_loop().call_later(PATIENCE, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        """Answer the first bytes. The rest of the request is read to no purpose: a client that is
+        cut off while it sends may never see the answer."""
+        if self._has_answered:
+            return
+        self._has_answered = True
         error = ApiError(
             503,
-            f"{self._most} connections are open, the most that may (--max-http-connections)",
+            f"{self._most} connections are open, the most that may",
             "server_error",
             code="too_many_connections",
             retry_after=RETRY_AFTER,
@@ -116,13 +122,20 @@ class Full(asyncio.Protocol):
             % (RETRY_AFTER, len(body))
             + body
         )
-        self._transport.close()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
 
-def _allow_files(connections: int) -> None:
-    """Raise this process's own limit of open files as far as it needs and may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + FILES_BESIDE
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+def _most_connections(wanted: int) -> int:
+    """Return how many connections there can be: the system may allow fewer open files."""
+    possible = max(allow_open_files(wanted + FILES_BESIDE) - FILES_BESIDE, 1)
+    if possible < wanted:
+        logging.warning(
+            "only %d HTTP connections are taken, not %d (--max-http-connections): the limit of open"
+            " files is too low (ulimit -n)",
+            possible,
+            wanted,
+        )
+    return min(possible, wanted)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from http_proc.errors import invalid
+from http_proc.errors import from_ring, invalid, shortened
 from http_proc.schema import OpenAIRequest
+from quadriga.errors import InvalidRequest
 from quadriga.grammar import FIELDS
 from quadriga.sampling import SamplingParams
-from quadriga.sampling_limits import MAX_CHOICES
+from quadriga.sampling_limits import MAX_CHOICES, check_counts
 
 EVERYWHERE = {
     "temperature": "temperature",
@@ -74,8 +75,8 @@ def take_sampling(
 ) -> Sampling:
     """Take the sampling fields out of a body; null means "as if absent".
 
-    defaults: by the names of SamplingParams. Raises ApiError for a wrong type, and for one grammar
-    by two names.
+    defaults: by the names of SamplingParams. Raises ApiError for a wrong type, for a list that
+    is too long, and for one grammar by two names.
     """
     values: dict[str, Any] = dict(defaults)
     names: dict[str, str] = {}
@@ -89,14 +90,17 @@ def take_sampling(
             raise invalid(f"{name} and {names[field]} are one thing; leave one out", name)
         values[field], names[field] = value, name
     try:
+        check_counts(values)
         return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
+    except InvalidRequest as error:
+        raise from_ring(error, names) from None
     except msgspec.ValidationError as error:
         raise wrong_type(error, names) from None
 
 
 def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
     """400 that names the field to which msgspec's message points (`… - at `$.field``)."""
-    text = str(error)
+    text = shortened(str(error))
     at = _AT.search(text)
     field = at[1] if at and at[1] else ""
     name = names.get(field, field)

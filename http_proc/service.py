@@ -6,12 +6,11 @@ import msgspec
 from aiohttp import web
 
 from http_proc.bodies import convert, read_object
-from http_proc.chat_messages import chat_prompt
+from http_proc.chat_messages import chat_prompt, check_counts, template_options
 from http_proc.errors import ApiError, from_ring, invalid
 from http_proc.gateway import GATEWAY, PROBE_AGE, Gateway
 from http_proc.schema import Message, Request, Tool
 from quadriga.errors import QuadrigaError
-from quadriga.messages.public import ChatOptions
 
 
 class TokenizeRequest(Request):
@@ -126,11 +125,13 @@ async def server_info(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a text or a chat, as a request would have them."""
     gateway = request.app[GATEWAY]
-    call = convert(await read_object(request), TokenizeRequest)
+    body = await read_object(request)
+    check_counts(body)
+    call = convert(body, TokenizeRequest)
     gateway.check_model(call.model)
     if (call.prompt is None) == (call.messages is None):
         raise invalid("give either prompt or messages", "prompt")
-    chat = ChatOptions(msgspec.to_builtins(call.tools), call.chat_template_kwargs)
+    chat = template_options(call.tools, call.chat_template_kwargs)
     prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
     facts = await gateway.facts()

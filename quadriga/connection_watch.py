@@ -19,7 +19,7 @@ _REFUSALS = {
 
 class ConnectionWatch:
     """Calls back when a connection of a socket (one of a ROUTER's) comes up, is lost, or is
-    refused, with the reason."""
+    refused, with the reason; and when one is taken, with its file descriptor."""
 
     def __init__(
         self,
@@ -27,18 +27,23 @@ class ConnectionWatch:
         on_disconnect: Callable[[], None],
         on_connect: Callable[[], None] = lambda: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
+        on_accept: Callable[[int], None] = lambda descriptor: None,
     ) -> None:
         self._watched = socket
-        callbacks: dict[int, Callable[[], None]] = {
-            zmq.EVENT_DISCONNECTED: on_disconnect,
-            zmq.EVENT_CONNECTED: on_connect,
+        callbacks: dict[int, Callable[[int], None]] = {
+            zmq.EVENT_DISCONNECTED: lambda _: on_disconnect(),
+            zmq.EVENT_CONNECTED: lambda _: on_connect(),
+            zmq.EVENT_ACCEPTED: on_accept,
         }
         for event, reason in _REFUSALS.items():
-            callbacks[event] = functools.partial(on_refusal, reason)
+            callbacks[event] = lambda _, reason=reason: on_refusal(reason)  # type: ignore[misc]
         monitor = socket.get_monitor_socket(functools.reduce(operator.or_, callbacks))
-        self._port = AsyncPort(
-            monitor, lambda frames: callbacks[parse_monitor_message(frames)["event"]]()
-        )
+
+        def take(frames: list[bytes]) -> None:
+            told = parse_monitor_message(frames)
+            callbacks[told["event"]](told["value"])
+
+        self._port = AsyncPort(monitor, take)
 
     def look(self) -> None:
         """Call back at once for what has happened, before anything that came after it."""

@@ -1,6 +1,7 @@
 """The ranges of SamplingParams: one request must not hurt the others, so every number has one."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import InvalidRequest
 from quadriga.grammar import FIELDS, grammar_of
@@ -24,6 +25,23 @@ LEAST_REPETITION_PENALTY = 0.001
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_LENGTH = 128 * 1024
+
+
+MAX_COUNTS = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_regex": (MAX_STOP_REGEXES, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "bad_words": (MAX_BAD_WORDS, "strings"),
+    "logit_bias": (MAX_LOGIT_BIAS, "ids"),
+}
+
+
+def check_counts(values: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a list or map that is too long, before its items are looked at.
+    values: of SamplingParams' fields, not typed yet."""
+    for field, (most, what) in MAX_COUNTS.items():
+        if isinstance(value := values.get(field), list | dict):
+            _check_count(field, len(value), most, what)
 
 
 def check_params(params: "SamplingParams", vocab_size: int) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_MATCH = 256
 """Characters that a match may have, at most."""
 MAX_REPEATS = 1000
+EMPTY_SEARCH_TIMEOUT_S = 0.02
+"""A search of the empty text takes microseconds, unless the expression calls itself without end."""
 _REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
@@ -36,7 +38,11 @@ def compile_stop_regex(pattern: str) -> "regex.Pattern[str]":
         compiled = regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
         raise _refused(pattern, f"it is no regular expression: {error}") from None
-    if compiled.search("") is not None:
+    try:
+        matches_nothing = compiled.search("", timeout=EMPTY_SEARCH_TIMEOUT_S) is not None
+    except (TimeoutError, MemoryError, RecursionError):
+        raise _refused(pattern, "it calls itself without end; leave the recursion out") from None
+    if matches_nothing:
         raise _refused(pattern, "it matches the empty string, so that it would stop every text")
     return compiled
 

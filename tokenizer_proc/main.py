@@ -16,6 +16,7 @@ from quadriga.faults import faulty_callback
 from quadriga.heap import map_large_blocks
 from quadriga.messages.public import InfoValues
 from quadriga.model_source import ModelFiles, resolve_model
+from quadriga.open_files import FileWatch
 from quadriga.process import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
 from quadriga.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
 from quadriga.text import load_tokenizer
@@ -93,7 +94,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     door.open(port)
     on_delivery = faulty_callback(door.on_delivery, "tokenizer", config.launch.fault)
     delivery_port = AsyncPort(deliveries, on_delivery)
-    watch = ConnectionWatch(public, door.clients.on_disconnect)
+    watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().accepted)
     child.ready()
     gc.freeze()
     child.lifeline.attend()

@@ -9,7 +9,7 @@ from array import array
 
 import msgspec
 
-from quadriga.chat_limits import check_chat
+from quadriga.chat_limits import check_chat, check_chat_options
 from quadriga.config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.grammar import Grammar, grammar_of, without_grammar
@@ -135,6 +135,7 @@ class Preparer:
         try:
             if not isinstance(prompt, str):
                 check_chat(prompt)
+                check_chat_options(chat)
             return self._encoder.encode(prompt, chat)
         except QuadrigaError:
             raise

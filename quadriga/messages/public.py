@@ -13,9 +13,14 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """A larger public frame is refused by name; twice as much ends the connection."""
 MAX_TURNS = 4096
+"""Of one chat. These bounds, with those below, are held by quadriga/chat_limits.py."""
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 256
-"""Of a chat's messages; the last one holds for tool call ids as well."""
+"""Of a turn's name and tool_call_id."""
+MAX_TOOL_CALLS = 4096
+"""Of all turns of a chat."""
+MAX_TOOLS = 1024
+MAX_TEMPLATE_ARGS = 64
 
 
 # --- client -> tokenizer_proc ---------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from detok_proc.stop_regexes import FIRST_BUDGET, RegexMatcher, TookTooLong
 from detok_proc.stop_strings import StopStrings
-from quadriga.stop_regex import MAX_MATCH
+from quadriga.errors import InvalidRequest
+from quadriga.stop_regex import MAX_MATCH, compile_stop_regex
 
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -162,3 +163,24 @@ def test_a_match_longer_than_the_limit_is_not_seen_and_little_is_held_back():
     sent, matched = stops.push("a" + "b" * 600 + "z")
     assert matched is None
     assert len(sent) > 600 - MAX_MATCH
+
+
+@pytest.mark.parametrize("pattern", ["(?(DEFINE)(?<q>(?&q)))(?&q)", "(?R)a", "(?:(?R))a"])
+def test_an_expression_that_calls_itself_without_end_is_refused_or_takes_too_long(pattern):
+    began = time.thread_time()
+    with pytest.raises((InvalidRequest, TookTooLong)):
+        compile_stop_regex(pattern)
+        RegexMatcher(pattern).feed("a" * 100)
+    assert time.thread_time() - began < 1.0
+
+
+def test_a_search_that_runs_out_of_memory_ends_its_request_and_nothing_else():
+    matcher = RegexMatcher("a")
+
+    class Endless:
+        def search(self, *_, **__):
+            raise MemoryError
+
+    matcher._pattern = Endless()
+    with pytest.raises(TookTooLong):
+        matcher.feed("a")

@@ -21,12 +21,12 @@ Test = Callable[[Any], Coroutine[Any, Any, None]]
 ASK = {"prompt": "a secret", "max_tokens": 4}
 
 
-def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
+def run(ring: ScriptedRing, test: Test, run_loop: Any = asyncio.run, **flags: Any) -> None:
     async def whole() -> None:
         async with gateway_before(ring, **flags) as (_, gateway):
             await test(gateway)
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    run_loop(asyncio.wait_for(whole(), 20))
 
 
 def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
@@ -217,7 +217,8 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
     run(ScriptedRing([]), test, max_body_bytes=1000)
 
 
-def test_connections_over_the_limit_are_told_so_and_counted() -> None:
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_connections_over_the_limit_are_told_so_and_counted(run_loop: Any) -> None:
     async def test(gateway: Any) -> None:
         first = await connect(gateway)
         while not gateway.metrics.refused_connections:
@@ -229,7 +230,7 @@ def test_connections_over_the_limit_are_told_so_and_counted() -> None:
         first.close()
 
     ring = ScriptedRing(["a"])
-    run(ring, test, max_http_connections=1)
+    run(ring, test, run_loop, max_http_connections=1)
     assert not ring.handles
 
 
