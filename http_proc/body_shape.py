@@ -1,7 +1,7 @@
 """A large body is looked at before it is decoded: of what takes long for each byte, it may not have
 much.
 
-To decode 16 MB of text takes 5 ms, and 16 MB of empty lists a second, for which nobody else is
+To decode 16 MB of text takes 5 ms, and 16 MB of empty lists a second, in which no other request is
 served. The counts take 5 ms each, at which others are served in between.
 """
 

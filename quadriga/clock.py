@@ -45,7 +45,7 @@ class RunningTime:
 
     A process that was suspended, by a signal or with its machine, finds that much time has passed
     in which it could see nothing. From one reading to the next this clock goes on by at most
-    `max_tick_s`, so whoever uses it has to read it at least that often.
+    `max_tick_s`: read it at least that often.
     """
 
     def __init__(self, max_tick_s: float, clock: Callable[[], float] = time.monotonic) -> None:
