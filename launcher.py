@@ -4,8 +4,8 @@ No torch here, and no work of its own.
 
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
-Each child holds one end of a socket pair (quadriga/process.py): its reports come up, orders go
-down, and the end of it says at once that the other side is gone.
+Each child holds one end of a socket pair (quadriga/runtime/child.py): its reports come up, orders
+go down, and the end of it says at once that the other side is gone.
 """
 
 import argparse
@@ -15,16 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from quadriga import config as configuration
-from quadriga import terminal
-from quadriga.child_process import EXIT_GRACE, ChildProcess
-from quadriga.children import Children, Death, Order, say
 from quadriga.clock import Countdown
-from quadriga.config import ServerConfig
+from quadriga.config import server_config as configuration
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.model_source import ModelFiles, resolve_model
-from quadriga.open_files import MAX_OPEN_FILES, allow_open_files
-from quadriga.process import (
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.runtime import terminal
+from quadriga.runtime.child import (
     ABORT,
     DRAIN,
     EXIT_CHILD_DIED,
@@ -34,6 +31,9 @@ from quadriga.process import (
     EXIT_USAGE,
     FAIL,
 )
+from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
+from quadriga.supervisor.child_process import EXIT_GRACE, ChildProcess
+from quadriga.supervisor.supervisor import Children, Death, Order, say
 
 BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent

@@ -22,10 +22,10 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import serving
-from bench.metrics import ClientSummary
-from bench.options import Options, parse
-from bench.report import Result
-from bench.spread import Spread
+from bench.cli.options import Options, parse
+from bench.metrics.metrics import ClientSummary
+from bench.metrics.percentiles import Spread
+from bench.report.report import Result
 from quadriga.errors import ConfigError, QuadrigaError
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.options import Options
-from bench.spelling import Speller, spelled
-from bench.tokenizing import tokenizer_of
-from bench.workload import Job, pretokenize
-from quadriga.config import ModelArgs
+from bench.cli.options import Options
+from bench.load.spelling import Speller, spelled
+from bench.load.tokenizing import tokenizer_of
+from bench.load.workload import Job, pretokenize
+from quadriga.config.server_config import ModelArgs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

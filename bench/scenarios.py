@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.trace import TraceRequest, write_trace
+from bench.load.trace import TraceRequest, write_trace
 
 
 def long_prompt() -> list[TraceRequest]:

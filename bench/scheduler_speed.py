@@ -15,13 +15,13 @@ from collections import deque
 
 import msgspec
 
-from bench.spread import percentile
-from quadriga.messages.arrays import pack_ids, unpack_ids
-from quadriga.messages.to_scheduler import Submit
-from quadriga.messages.worker import StepPlan, StepResult, WorkerReady
-from quadriga.sampling import SamplingParams
-from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
-from quadriga.sockets import encode
+from bench.metrics.percentiles import percentile
+from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from quadriga.wire.sockets import encode
 from scheduler_proc.scheduler import Scheduler
 
 PAGE_SIZE = 16

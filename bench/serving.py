@@ -18,17 +18,18 @@ if not __package__:
 
 from tqdm import tqdm
 
-from bench import conventional, report, report_files
-from bench.drive import Run, drive
-from bench.metrics import Summary, summarize
-from bench.options import Options, parse
+from bench.cli.options import Options, parse
+from bench.client.load_generator import Run, drive
+from bench.client.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
+from bench.client.server import OwnServer
+from bench.client.transport import Connection, OpenAIServer, connection
+from bench.load.trace import TraceRequest, write_trace
+from bench.load.workload import Job
+from bench.metrics.metrics import Summary, summarize
 from bench.preparation import Preparation, preparation
-from bench.report import Result
-from bench.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
-from bench.server import OwnServer
-from bench.trace import TraceRequest, write_trace
-from bench.transport import Connection, OpenAIServer, connection
-from bench.workload import Job
+from bench.report import report, report_files
+from bench.report import sglang_format as conventional
+from bench.report.report import Result
 from quadriga import clock
 from quadriga.errors import (
     ConfigError,
@@ -179,7 +180,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
     if path is None:
         return lambda result: None
     try:
-        from bench import run_plots
+        from bench.report import run_plots
     except ImportError as error:
         raise ConfigError(
             f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.schemas import complaint, schemas
-from bench.server import OwnServer
+from bench.client.server import OwnServer
+from bench.load.schemas import complaint, schemas
+from bench.load.workload import word
+from bench.metrics.percentiles import MS, percentile
 from bench.serving import (
     CONNECT_SECONDS,
     EXIT_INTERRUPTED,
@@ -31,12 +33,10 @@ from bench.serving import (
     START_INFO_SECONDS,
     run_until_signal,
 )
-from bench.spread import MS, percentile
-from bench.workload import word
-from quadriga import config as server_flags
 from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.config import server_config as server_flags
+from quadriga.config.flags import positive
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.flags import positive
 
 BOUND = 0.85
 """Of the throughput without schemas."""

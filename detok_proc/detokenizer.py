@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from detok_proc.incremental import DecoderFactory
+from detok_proc.logprobs import Entry, Told, entries_by_row, entries_of, tell_prompt
 from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
-from detok_proc.told import Entry, Told, entries_by_row, entries_of, tell_prompt
 from quadriga.clock import now
-from quadriga.messages.arrays import pack_ids, unpack_ids
-from quadriga.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
-from quadriga.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,9 +5,12 @@ import os
 import time
 
 from detok_proc.detokenizer import Detokenizer
-from quadriga.faults import FaultyInbox, faulty_inbox
-from quadriga.messages.public import Info, SentChunks, SentReplay
-from quadriga.messages.to_detok import (
+from quadriga.model_files.resolve import resolve_model
+from quadriga.model_files.tokenizer import load_tokenizer
+from quadriga.runtime.child import Child, Lifeline, run_child
+from quadriga.runtime.fault_injection import FaultyInbox, faulty_inbox
+from quadriga.wire.messages.public import Info, SentChunks, SentReplay
+from quadriga.wire.messages.to_detok import (
     AllTold,
     Delivered,
     DetokMessage,
@@ -16,11 +19,8 @@ from quadriga.messages.to_detok import (
     StepOutput,
     StopDetok,
 )
-from quadriga.messages.to_scheduler import DetokReady, StopFound
-from quadriga.model_source import resolve_model
-from quadriga.process import Child, Lifeline, run_child
-from quadriga.sockets import Inbox, Outbox, Poller, encode
-from quadriga.text import load_tokenizer
+from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
+from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
 
 
 def main() -> None:

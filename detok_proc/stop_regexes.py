@@ -10,7 +10,7 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from quadriga.stop_regex import MAX_MATCH, compile_stop_regex
+from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
 
 if TYPE_CHECKING:
     import regex

@@ -5,8 +5,10 @@ from typing import Any
 
 from aiohttp import web
 
-from http_proc import access, chat, completions, metrics, native, openapi, service
+from http_proc.endpoints import chat, completions, metrics, openapi, service
+from http_proc.endpoints import sglang_generate as native
 from http_proc.gateway import GATEWAY, Gateway
+from http_proc.middleware import access
 
 
 def make_app(gateway: Gateway) -> web.Application:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from http_proc.batch import Batch
-from http_proc.errors import ApiError, from_ring
-from http_proc.request_log import RECORD
-from http_proc.request_metrics import RequestMetrics
-from quadriga.async_client import AsyncClient
-from quadriga.config import ServerConfig
+from http_proc.observe.request_log import RECORD
+from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.protocol.errors import ApiError, from_ring
+from http_proc.request_group import Batch
+from quadriga.client.async_client import AsyncClient
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 
 MOST_CHOICES = 1024

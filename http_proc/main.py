@@ -8,10 +8,10 @@ import time
 import uvloop
 
 from http_proc.gateway import Gateway
-from http_proc.listen import LAST_WORDS, bind, listen, make_runner, tls_context
-from quadriga.async_client import AsyncClient
+from http_proc.listener import LAST_WORDS, bind, listen, make_runner, tls_context
+from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
-from quadriga.process import DRAIN, FAIL, Child, run_child
+from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
 
 
 def main() -> None:

@@ -5,17 +5,17 @@ import itertools
 import time
 
 from quadriga.clock import now
-from quadriga.faults import faulty_inbox
-from quadriga.messages.to_scheduler import AbortAll, SchedulerMessage
-from quadriga.messages.worker import ResultMessage
-from quadriga.model_source import resolve_model
-from quadriga.process import ABORT, Child, run_child
-from quadriga.sockets import Inbox, Outbox, Poller
-from scheduler_proc.journal_opening import header_of, open_journal
-from scheduler_proc.requests import first_number
+from quadriga.model_files.resolve import resolve_model
+from quadriga.runtime.child import ABORT, Child, run_child
+from quadriga.runtime.fault_injection import faulty_inbox
+from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
+from quadriga.wire.messages.worker import ResultMessage
+from quadriga.wire.sockets import Inbox, Outbox, Poller
+from scheduler_proc.durability.journal_opening import header_of, open_journal
+from scheduler_proc.observe.status_line import status_line
+from scheduler_proc.request_table import first_number
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.status_line import status_line
-from scheduler_proc.step_deadline import StepDeadline
+from scheduler_proc.step_watchdog import StepDeadline
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""

@@ -3,11 +3,11 @@
 import math
 from collections import deque
 
-from quadriga.messages.worker import ResultMessage, StepResult
-from scheduler_proc.batch import ScheduleBatch
-from scheduler_proc.output import Link
-from scheduler_proc.pacing import Company, Pace
-from scheduler_proc.request import Request
+from quadriga.wire.messages.worker import ResultMessage, StepResult
+from scheduler_proc.durability.step_output import Link
+from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.request import Request
+from scheduler_proc.step_timing import Company, Pace
 
 MOST_OUTSTANDING = 2
 """The step that runs, and one that the worker begins without waiting for anybody."""

@@ -8,12 +8,13 @@ same code runs under test and in the simulator, with a simulated worker and simu
 import math
 from collections.abc import Callable, Iterable
 
+from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
-from quadriga.messages import to_detok
-from quadriga.messages import worker as to_worker
-from quadriga.messages.public import ErrorInfo, InfoValues
-from quadriga.messages.to_detok import AllTold, StopDetok
-from quadriga.messages.to_scheduler import (
+from quadriga.wire.messages import to_detok
+from quadriga.wire.messages import worker as to_worker
+from quadriga.wire.messages.public import ErrorInfo, InfoValues
+from quadriga.wire.messages.to_detok import AllTold, StopDetok
+from quadriga.wire.messages.to_scheduler import (
     SERVER_STOPPING,
     AbortAll,
     AbortRequest,
@@ -27,32 +28,31 @@ from quadriga.messages.to_scheduler import (
     Submit,
     TextsEnded,
 )
-from quadriga.messages.worker import (
+from quadriga.wire.messages.worker import (
     GrammarReady,
     ResultMessage,
     StepResult,
     StopWorker,
     WorkerReady,
 )
-from quadriga.scheduler_args import SchedulerArgs
-from scheduler_proc.admission import Admission
-from scheduler_proc.arrivals import Arrivals
-from scheduler_proc.batch import ScheduleBatch
-from scheduler_proc.deadlines import Deadlines
-from scheduler_proc.grammars import Grammars
-from scheduler_proc.journal import NO_JOURNAL, Journal, NoJournal
-from scheduler_proc.kv_cache import KVCache
-from scheduler_proc.output import Link
+from scheduler_proc.durability.detok_outbox import Texts
+from scheduler_proc.durability.journal import NO_JOURNAL, Journal, NoJournal
+from scheduler_proc.durability.step_output import Link
+from scheduler_proc.grammar_queue import Grammars
+from scheduler_proc.intake import Arrivals
+from scheduler_proc.observe.server_info import Report
+from scheduler_proc.observe.stats import Statistics
+from scheduler_proc.output_processor import Results
 from scheduler_proc.pipeline import Pipeline
-from scheduler_proc.planner import Planner
+from scheduler_proc.planning.admission import Admission
+from scheduler_proc.planning.deadlines import Deadlines
+from scheduler_proc.planning.planner import Planner
+from scheduler_proc.planning.quarantine import blame, worker_died
 from scheduler_proc.policies import make_queue
-from scheduler_proc.report import Report
-from scheduler_proc.request import Request, Status
-from scheduler_proc.requests import LiveRequests
-from scheduler_proc.results import Results
-from scheduler_proc.statistics import Statistics
-from scheduler_proc.suspects import blame, worker_died
-from scheduler_proc.texts import Texts
+from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.request import Request, Status
 
 
 class Scheduler:

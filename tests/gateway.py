@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench.server import free_port
+from bench.client.server import free_port
 from tests.server import ROOT
 
 MODEL = "tiny"

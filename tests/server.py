@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.errors import QuadrigaError
 

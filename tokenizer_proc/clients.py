@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from quadriga.errors import QuadrigaError, SlowReader
-from quadriga.messages.public import ErrorInfo, Probe, Refused, ServerGone
-from quadriga.sockets import AsyncPort, Unreachable, encode
+from quadriga.wire.messages.public import ErrorInfo, Probe, Refused, ServerGone
+from quadriga.wire.sockets import AsyncPort, Unreachable, encode
 from tokenizer_proc.backlog import Backlog
 
 PROBE_DELAYS = (0.05, 0.5)

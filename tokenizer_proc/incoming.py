@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from quadriga.messages.to_scheduler import CLIENT_LOST
-from tokenizer_proc.prepare import Prepared
+from quadriga.wire.messages.to_scheduler import CLIENT_LOST
+from tokenizer_proc.preparation.prepare import Prepared
 
 
 @dataclass(slots=True, eq=False)

@@ -4,21 +4,21 @@ import asyncio
 from functools import partial
 
 from quadriga import clock
-from quadriga.config import FrontDoorArgs
+from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import QuadrigaError, ServerStopping
-from quadriga.messages.grammar import GrammarForm
-from quadriga.messages.public import Generate, Refused
-from quadriga.messages.to_scheduler import CLIENT, CLIENT_LOST, Drain, Submit
-from quadriga.sampling_limits import MAX_CHOICES
-from quadriga.sockets import Outbox
-from tokenizer_proc import requests
+from quadriga.sampling.validation import MAX_CHOICES
+from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.public import Generate, Refused
+from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, Drain, Submit
+from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients
-from tokenizer_proc.grammars import GrammarDoor
+from tokenizer_proc.grammars.validator import GrammarDoor
 from tokenizer_proc.incoming import IncomingRequest, IncomingRequests
-from tokenizer_proc.load import Load
-from tokenizer_proc.outstanding import Outstanding
-from tokenizer_proc.prepare import Prepared, Preparer, decode_outcome
-from tokenizer_proc.prepare_pool import PreparePool
+from tokenizer_proc.open_requests import Outstanding
+from tokenizer_proc.overload import Load
+from tokenizer_proc.preparation import validation as requests
+from tokenizer_proc.preparation.pool import PreparePool
+from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
 
 
 class RequestIntake:

@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 import uvloop
 
-from quadriga.connection_watch import ConnectionWatch
-from quadriga.curve import Guard
+from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import ServerFailed
-from quadriga.faults import faulty_callback
-from quadriga.heap import map_large_blocks
-from quadriga.messages.public import InfoValues
-from quadriga.model_source import ModelFiles, resolve_model
-from quadriga.open_files import FileWatch
-from quadriga.process import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
-from quadriga.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
-from quadriga.text import load_tokenizer
-from tokenizer_proc.chat import ChatTemplate
-from tokenizer_proc.encode import Encoder
-from tokenizer_proc.facts import facts_of
-from tokenizer_proc.front_door import FrontDoor
-from tokenizer_proc.grammars import GrammarDoor
-from tokenizer_proc.load import Load
-from tokenizer_proc.prepare import Preparer
-from tokenizer_proc.prepare_pool import PreparePool
-from tokenizer_proc.prepare_worker import ForkServer
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.tokenizer import load_tokenizer
+from quadriga.runtime.child import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
+from quadriga.runtime.fault_injection import faulty_callback
+from quadriga.runtime.malloc import map_large_blocks
+from quadriga.runtime.open_files import FileWatch
+from quadriga.wire.curve import Guard
+from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
+from tokenizer_proc.frontend import FrontDoor
+from tokenizer_proc.grammars.validator import GrammarDoor
+from tokenizer_proc.overload import Load
+from tokenizer_proc.preparation.chat import ChatTemplate
+from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.pool import PreparePool
+from tokenizer_proc.preparation.pool_worker import ForkServer
+from tokenizer_proc.preparation.prepare import Preparer
+from tokenizer_proc.server_info import facts_of
 
 LAST_WORDS = 1.0
 """Seconds that the last messages to clients may take when the server ends."""

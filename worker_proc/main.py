@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quadriga.cores import on_a_card, show_cpus
-from quadriga.faults import faulty_inbox
-from quadriga.heap import use_one_heap
-from quadriga.messages.worker import (
+from quadriga.model_files.resolve import resolve_model
+from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
+from quadriga.runtime.cpu_affinity import on_a_card, show_cpus
+from quadriga.runtime.fault_injection import faulty_inbox
+from quadriga.runtime.malloc import use_one_heap
+from quadriga.wire.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
     NewScheduler,
@@ -20,13 +22,11 @@ from quadriga.messages.worker import (
     WorkerMessage,
     WorkerReady,
 )
-from quadriga.model_source import resolve_model
-from quadriga.process import EXIT_START_FAILED, Child, run_child
-from quadriga.sockets import Inbox, Outbox
-from worker_proc.followers import Followers
-from worker_proc.grammar_compiler import GrammarCompiler
-from worker_proc.memory import memory_meanwhile
-from worker_proc.results import Results, ResultsAtOnce, ResultsBehind
+from quadriga.wire.sockets import Inbox, Outbox
+from worker_proc.distributed.tp_leader import Followers
+from worker_proc.result_sender import Results, ResultsAtOnce, ResultsBehind
+from worker_proc.sampling.grammar_compiler import GrammarCompiler
+from worker_proc.system.prefault import memory_meanwhile
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -91,7 +91,7 @@ def _followers(child: Child) -> Followers | None:
     """None where the worker is one process. ConfigError where it cannot be more."""
     if child.config.worker.tp == 1:
         return None
-    from worker_proc.ranks import check_ranks
+    from worker_proc.distributed.tp_group import check_ranks
 
     check_ranks(child.config.worker, resolve_model(child.config.model))
     return Followers(child, lambda how: _die(child, how))
@@ -128,10 +128,10 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     clock = _PhaseClock(child)
     files = resolve_model(child.config.model)
     with memory_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
-        from worker_proc.hardware import take_cores
+        from worker_proc.loading.sharding import Part
         from worker_proc.runner import make_runner
-        from worker_proc.saturation import saturating_tokens
-        from worker_proc.shares import Part
+        from worker_proc.startup.prefill_tuning import saturating_tokens
+        from worker_proc.system.devices import take_cores
 
     cores = take_cores(child.config.worker)
     clock.end_of("import torch")

@@ -8,36 +8,36 @@ import msgspec
 import numpy as np
 import torch
 
-from quadriga.config import ServerConfig
-from quadriga.messages.arrays import pack_ids
-from quadriga.messages.logprobs import PromptPiece, SampledLogprobs
-from quadriga.messages.worker import DECODE, EXTEND, FailedRow, NewSlot, StepPlan, StepResult
-from quadriga.model_source import ModelFiles
-from worker_proc.choice import Chosen, choose
-from worker_proc.engine import Engine
-from worker_proc.engines import kept_as, make_engine, native_kernels_compute
-from worker_proc.grammars import advance
-from worker_proc.hardware import (
+from quadriga.config.server_config import ServerConfig
+from quadriga.model_files.resolve import ModelFiles
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
+from quadriga.wire.messages.worker import DECODE, EXTEND, FailedRow, NewSlot, StepPlan, StepResult
+from worker_proc.engine_factory import kept_as, make_engine, native_kernels_compute
+from worker_proc.jump_forward import jump
+from worker_proc.loading.loader import load_model
+from worker_proc.loading.sharding import WHOLE, Part
+from worker_proc.models.registry import build_model
+from worker_proc.sample_step import Chosen, choose
+from worker_proc.sampling.grammar_mask import advance
+from worker_proc.startup.memory_profile import bytes_on_card, check_weights, largest_step, pages_of
+from worker_proc.startup.nvtx import mark_steps
+from worker_proc.startup.prefill_tuning import ON_A_GPU
+from worker_proc.step.engine_base import Engine
+from worker_proc.step.inputs import StepInputs, ints_of, make_inputs
+from worker_proc.step.logprobs import tell_prompts, untold_prompts
+from worker_proc.step.slot_table import SlotTable, pages_of_pool
+from worker_proc.system.devices import (
     choose_device,
     choose_dtype,
     free_memory,
     give_back_freed_memory,
 )
-from worker_proc.inputs import StepInputs, ints_of, make_inputs
-from worker_proc.jumps import jump
-from worker_proc.kv_pool import SlotTable, pages_of_pool
-from worker_proc.largest_step import bytes_on_card, check_weights, largest_step, pages_of
-from worker_proc.loader import load_model
-from worker_proc.logprobs import tell_prompts, untold_prompts
-from worker_proc.models.registry import build_model
-from worker_proc.ranges import mark_steps
-from worker_proc.saturation import ON_A_GPU
-from worker_proc.shares import WHOLE, Part
-from worker_proc.step_clock import Times, step_clock
-from worker_proc.transfer import Fetch, Landing
+from worker_proc.system.step_clock import Times, step_clock
+from worker_proc.system.transfer import Fetch, Landing
 
 if TYPE_CHECKING:
-    from worker_proc.ranks import Ranks
+    from worker_proc.distributed.tp_group import Ranks
 
 Finish = Callable[[], StepResult]
 """Waits for the end of a step that was launched."""
@@ -210,6 +210,8 @@ def _measure_step(config: ServerConfig, context: int, with_pages: Callable[[int]
 
 
 def _join(part: Part, store: Path, device: torch.device) -> "Ranks":
-    from worker_proc.ranks import Ranks  # torch.distributed is only loaded where it is needed
+    from worker_proc.distributed.tp_group import (
+        Ranks,  # torch.distributed is only loaded where it is needed
+    )
 
     return Ranks(part, store, device)

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionBackend
-from worker_proc.engine import Engine
-from worker_proc.inputs import StepInputs
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
     Embedding,
@@ -20,10 +18,12 @@ from worker_proc.models.layers import (
     Split,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.sampler import first_of_greatest
+from worker_proc.sampling.sampler import first_of_greatest
+from worker_proc.step.engine_base import Engine
+from worker_proc.step.inputs import StepInputs
 
 if TYPE_CHECKING:
-    from worker_proc.ranks import Ranks
+    from worker_proc.distributed.tp_group import Ranks
 
 PACKED_FOR_ROWS = 32
 """oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""

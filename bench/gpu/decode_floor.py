@@ -5,7 +5,8 @@
 
 Takes the flags of a server. Prints, for batches of 1, 8, 64 and 256 rows with 128 and 1,000 tokens
 of context: ms of a step as a graph, ms launched kernel by kernel, the floor (weights and keys over
-the speed at which a large tensor is read here, see bench/floor.py), and graph over floor.
+the speed at which a large tensor is read here, see bench/roofline/roofline_model.py), and graph
+over floor.
 """
 
 import argparse
@@ -13,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-from bench.floor import Speed, floor
-from bench.measure_steps import Bench, Row
-from bench.model_work import work_of
-from quadriga import config as server_flags
-from quadriga.config import ServerConfig
+from bench.roofline.model_work import work_of
+from bench.roofline.roofline_model import Speed, floor
+from bench.simulate.measure_steps import Bench, Row
+from quadriga.config import server_config as server_flags
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.model_source import resolve_model
+from quadriga.model_files.resolve import resolve_model
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 STEPS, WARM_UP = 50, 5
@@ -82,7 +83,7 @@ def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
 def describe(config: ServerConfig) -> tuple[str, str, float]:
     """The device, the dtype, and bytes/s at which the device reads a large tensor."""
     from bench.gpu.read_speed import bytes_per_second
-    from worker_proc.hardware import choose_device, choose_dtype
+    from worker_proc.system.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from bench.peers.contest import NotMeasured, Outcome, Settings, contest
+from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.models import Weights
 from bench.peers.peer import Peer
 from bench.peers.recipes import PEERS

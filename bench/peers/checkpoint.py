@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.peers.workloads import ModelName
-from quadriga.sources import gpt2_sizes
-from quadriga.sources.builtin import builtin_weights
-from quadriga.sources.gguf_header import header_files, make_config
+from quadriga.model_files import gpt2_sizes
+from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.gguf_header import header_files, make_config
 
 Array = npt.NDArray[np.float32]
 RANDOM_SEED = 0

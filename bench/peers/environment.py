@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadriga.errors import ConfigError
-from quadriga.sources.cache import cache_directory
+from quadriga.model_files.cache import cache_directory
 
 CPU_TORCH = "torch==2.13.0+cpu"
 """By its local version, so that the CPU build is found or nothing: a plain torch brings gigabytes

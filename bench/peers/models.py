@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.peers.checkpoint import Array, Checkpoint, filler_tokens, load_checkpoint
 from bench.peers.workloads import ModelName
-from quadriga.sources.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 
 Weights = Literal["bf16", "q8_0", "q4_0"]
 VERSION = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench.metrics import Summary
-from bench.peers.contest import Outcome
+from bench.metrics.metrics import Summary
+from bench.peers.comparison import Outcome
 from quadriga.errors import ConfigError
 
 Figure = Callable[[Summary], float | None]

@@ -10,7 +10,7 @@ import msgspec
 from quadriga.cli.flags import add_sampling, add_server, sampling
 from quadriga.client import Client
 from quadriga.errors import PromptTooLong, QuadrigaError, ServerFailed, ServerUnreachable
-from quadriga.sampling import SamplingParams
+from quadriga.sampling.params import SamplingParams
 
 NAME = "chat"
 HELP = "chat with a running server, in many turns"

@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
-from quadriga.config import DEFAULT_ENDPOINT
-from quadriga.sampling import SamplingParams
+from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.sampling.params import SamplingParams
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

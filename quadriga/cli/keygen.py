@@ -17,7 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was made and what to do with it; the exit code."""
-    from quadriga import curve
+    from quadriga.wire import curve
 
     directory: Path = arguments.directory
     try:

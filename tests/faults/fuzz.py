@@ -20,17 +20,17 @@ import msgspec
 import psutil
 
 from quadriga.client import Client, SamplingParams
-from quadriga.messages.arrays import pack_ids
-from quadriga.messages.public import Chunk, Chunks, ClientMessage, ServerMessage
-from quadriga.messages.to_detok import CloseText, Delivered, DetokMessage, OpenText, StepOutput
-from quadriga.messages.to_scheduler import (
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import Chunk, Chunks, ClientMessage, ServerMessage
+from quadriga.wire.messages.to_detok import CloseText, Delivered, DetokMessage, OpenText, StepOutput
+from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     Inspect,
     SchedulerMessage,
     StopFound,
     Submit,
 )
-from quadriga.messages.worker import (
+from quadriga.wire.messages.worker import (
     FailedRow,
     NewSlot,
     ResultMessage,
@@ -39,7 +39,7 @@ from quadriga.messages.worker import (
     WorkerMessage,
     WorkerReady,
 )
-from scheduler_proc.journal_frames import Round, Tokens
+from scheduler_proc.durability.journal_records import Round, Tokens
 from tests.faults.raw_client import RawClient
 from tests.server import is_alive, running_server, settle
 from tests.tiny_models import tiny_llama

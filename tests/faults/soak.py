@@ -25,7 +25,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
 from tests.faults.footprint import HEAD, Footprint, footprint, growth, median, row

@@ -14,7 +14,7 @@ import msgpack
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import DeadlineExceeded, PromptTooLong, QuadrigaError
-from quadriga.messages.arrays import pack_ids
+from quadriga.wire.messages.arrays import pack_ids
 from tests.faults.raw_client import RawClient
 from tests.tiny_models import SENTENCES
 from tests.wire import Wire

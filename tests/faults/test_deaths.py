@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.client import Client, SamplingParams
 from quadriga.errors import QuadrigaError, ServerFailed, ServerStopping, ServerUnreachable
-from quadriga.process import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
+from quadriga.runtime.child import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
 from tests.server import Server, running_server, stop, wait_until
 
 LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.client import Client
-from quadriga.process import EXIT_OK
+from quadriga.runtime.child import EXIT_OK
 from tests.faults.test_resume import PARAMS, PATIENCE, PROMPTS, Crowd
 from tests.server import ROOT, Server, kill_tree, running_server, wait_until
 

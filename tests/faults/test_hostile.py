@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from quadriga.client import Client, SamplingParams
-from quadriga.messages.public import MAX_FRAME_BYTES
+from quadriga.wire.messages.public import MAX_FRAME_BYTES
 from tests.faults.fuzz import fuzz_decoders, fuzz_public
 from tests.faults.latency import attack
 from tests.faults.raw_client import RawClient

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.handle import Handle
+from quadriga.client.request_handle import Handle
 from tests.server import Server, running_server, settle, wait_until
 
 RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")

@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import RequestFailed
-from quadriga.process import EXIT_OK
+from quadriga.runtime.child import EXIT_OK
 from tests.server import Server, running_server, settle, wait_until
 
 STREAMS = 16

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.process import EXIT_START_FAILED
-from scheduler_proc.journal_opening import FILE_NAME
+from quadriga.runtime.child import EXIT_START_FAILED
+from scheduler_proc.durability.journal_opening import FILE_NAME
 from tests.faults.test_start import run_launcher
 from tests.server import Server, running_server, settle
 

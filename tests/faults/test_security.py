@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import free_port
+from bench.client.server import free_port
 from quadriga.cli.main import main
 from quadriga.client import Client
-from quadriga.config import ServerConfig
-from quadriga.curve import ALLOWED, HAND_OUT, make_client_keys, make_server_keys
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, DeadlineExceeded, QuadrigaError, ServerUnreachable
+from quadriga.wire.curve import ALLOWED, HAND_OUT, make_client_keys, make_server_keys
 from tests.server import ROOT
 from tests.wire import Wire
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import free_port
-from quadriga.process import EXIT_START_FAILED, EXIT_USAGE
+from bench.client.server import free_port
+from quadriga.runtime.child import EXIT_START_FAILED, EXIT_USAGE
 from tests.server import Server, launch, wait_until
 
 

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config import ModelArgs
-from quadriga.model_source import resolve_model
+from quadriga.config.server_config import ModelArgs
+from quadriga.model_files.resolve import resolve_model
 from tests.server import running_server, settle
 from tests.tiny_models import tiny_mistral, tiny_qwen2, tiny_qwen3
 

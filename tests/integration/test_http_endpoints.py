@@ -258,8 +258,8 @@ def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(gateway: str) -> 
 
 
 def test_tls_files_make_it_https(server: Server, llama_dir: Path, tmp_path: Path) -> None:
-    from http_proc.listen import tls_context
-    from quadriga.config import HttpArgs
+    from http_proc.listener import tls_context
+    from quadriga.config.server_config import HttpArgs
     from quadriga.errors import ConfigError
 
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"

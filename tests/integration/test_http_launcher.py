@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench.server import free_port
-from quadriga.process import EXIT_CHILD_DIED, EXIT_OK, EXIT_START_FAILED
+from bench.client.server import free_port
+from quadriga.runtime.child import EXIT_CHILD_DIED, EXIT_OK, EXIT_START_FAILED
 from tests.server import Server, is_alive, launch, running_server, wait_until
 
 BODY = {"prompt": [5], "max_tokens": 250, "stream": True, "ignore_eos": True}

@@ -33,7 +33,7 @@ from transformers import (
 from quadriga.client import Client, SamplingParams
 from tests.gateway import MODEL
 from tests.server import Server
-from worker_proc.sampler import uniform
+from worker_proc.sampling.sampler import uniform
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91, 30, 31, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69]
 TOKENS, VOCAB_SIZE = 16, 512

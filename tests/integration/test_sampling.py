@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
+from quadriga.client.logprobs import TokenLogprob
 from quadriga.errors import InvalidRequest, QueueFull
-from quadriga.logprobs import TokenLogprob
 from tests.server import Server, running_server, settle
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91, 30, 31, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69]

@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
-from quadriga.messages.to_scheduler import StopFound
-from quadriga.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
-from scheduler_proc.suspects import MOST_DEATHS
+from quadriga.wire.messages.to_scheduler import StopFound
+from scheduler_proc.planning.quarantine import MOST_DEATHS
 from tests.unit.simulation import JUMPING, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from quadriga import sockets
 from quadriga.clock import now
-from quadriga.curve import SERVER, load_pair
-from quadriga.messages.arrays import pack_ids
-from quadriga.messages.public import (
+from quadriga.wire import sockets
+from quadriga.wire.curve import SERVER, load_pair
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import (
     PROTOCOL_VERSION,
     Abort,
     Chunk,

@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
-from quadriga.model_source import ModelFiles
+from quadriga.model_files.resolve import ModelFiles
 
 MOST_BLOCKS = 3
 

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.messages.arrays import pack_ids
-from quadriga.messages.to_scheduler import Submit
-from quadriga.sampling import SamplingParams
-from scheduler_proc import journal_file
-from scheduler_proc.journal import Journal, NoJournal
-from scheduler_proc.journal_file import JournalFile
-from scheduler_proc.journal_frames import Header
-from scheduler_proc.journal_opening import FILE_NAME
-from scheduler_proc.journal_reader import read_journal
-from scheduler_proc.journal_rounds import Found
-from scheduler_proc.request import Request, Status
-from scheduler_proc.requests import LiveRequests
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_scheduler import Submit
+from scheduler_proc.durability import journal_file
+from scheduler_proc.durability.journal import Journal, NoJournal
+from scheduler_proc.durability.journal_file import JournalFile
+from scheduler_proc.durability.journal_opening import FILE_NAME
+from scheduler_proc.durability.journal_reader import read_journal
+from scheduler_proc.durability.journal_records import Header
+from scheduler_proc.durability.journal_recovery import Found
+from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.state.request import Request, Status
 
 EOS = frozenset({2})
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from quadriga import link
+from quadriga.client import link
 
 MAX_LATENCY_S = 0.004
 MAX_CONNECT_S = 0.06
@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class Network:
-    """Stands for quadriga.sockets and ConnectionWatch in quadriga.link."""
+    """Stands for quadriga.wire.sockets and ConnectionWatch in quadriga.client.link."""
 
     SocketError = OSError
 

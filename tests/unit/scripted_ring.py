@@ -4,14 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from bench.server import free_port
+from bench.client.server import free_port
 from http_proc.gateway import Gateway
-from http_proc.listen import bind, listen, make_runner, tls_context
+from http_proc.listener import bind, listen, make_runner, tls_context
+from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.clock import now
-from quadriga.completion import Completion, StreamChunk, Timings
-from quadriga.config import ServerConfig
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.messages.public import Usage
+from quadriga.wire.messages.public import Usage
 
 FACTS = {"ready": True, "context_length": 100, "chat": True, "tool_format": "hermes", "pids": {}}
 

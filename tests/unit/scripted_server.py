@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quadriga.messages.arrays import pack_ids
-from quadriga.messages.public import (
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
@@ -32,7 +32,7 @@ from quadriga.messages.public import (
     Tokens,
     Usage,
 )
-from quadriga.sockets import encode
+from quadriga.wire.sockets import encode
 from tests.unit.scripted_network import Network
 
 SILENT = "silent"

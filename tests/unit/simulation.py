@@ -4,20 +4,20 @@ from collections import deque
 
 import msgspec
 
-from quadriga.messages.arrays import pack_ids, unpack_ids
-from quadriga.messages.to_detok import AllTold, CloseText, ReplayText, StepOutput
-from quadriga.messages.to_scheduler import (
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.to_detok import AllTold, CloseText, ReplayText, StepOutput
+from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     DetokReady,
     SchedulerMessage,
     Submit,
     TextsEnded,
 )
-from quadriga.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
-from quadriga.sampling import SamplingParams
-from quadriga.scheduler_args import SchedulerArgs
-from scheduler_proc.pacing import MOST_COMPANY_SECONDS
+from quadriga.wire.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
 from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.step_timing import MOST_COMPANY_SECONDS
 
 EOS = 2
 JUMPING = 100

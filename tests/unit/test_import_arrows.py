@@ -13,7 +13,7 @@ COMMANDS = ROOT / "quadriga" / "cli" / "main.py"
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
-    "quality_engine.py",
+    "engine.py",
     "read_speed.py",
     "transformers_batching.py",
 }
@@ -74,12 +74,26 @@ def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
                 assert "zmq" not in roots_of(path), path
 
 
-def test_layers_inside_quadriga() -> None:
-    layers = ["errors", "sampling", "messages", "sockets", "process"]
-    for index, layer in enumerate(layers):
-        above = tuple(f"quadriga.{other}" for other in layers[index + 1 :])
-        for path in files(f"quadriga/{layer}") or [ROOT / "quadriga" / f"{layer}.py"]:
-            assert not [name for name in imports_of(path) if name.startswith(above)], path
+LAYERS = {
+    "errors": set(),
+    "sampling": {"errors"},
+    "wire": {"errors", "sampling"},
+    "config": {"errors"},
+    "model_files": {"errors", "config"},
+    "client": {"errors", "clock", "sampling", "wire", "config"},
+    "runtime": {"errors", "clock", "wire", "config"},
+    "supervisor": {"errors", "clock", "config", "runtime"},
+    "cli": {"errors", "sampling", "wire", "config", "client"},
+}
+"""What each part of quadriga/ may import of the others."""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_inside_quadriga(layer: str) -> None:
+    paths = files(f"quadriga/{layer}") or [ROOT / "quadriga" / f"{layer}.py"]
+    for path in paths:
+        parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("quadriga.")}
+        assert parts <= LAYERS[layer] | {layer}, path
 
 
 @pytest.mark.parametrize(

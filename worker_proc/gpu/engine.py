@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.engine import Engine
 from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, Decoded, DecodeGraphs
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rows import note
 from worker_proc.gpu.ops import Rows, TritonOps
 from worker_proc.gpu.pages import Pages, StepAttention, TritonAttention
-from worker_proc.inputs import StepInputs
-from worker_proc.kv_pool import SlotTable
 from worker_proc.models.base import Model
-from worker_proc.sampler import draw, first_of_greatest
-from worker_proc.transfer import TokenIds
+from worker_proc.sampling.sampler import draw, first_of_greatest
+from worker_proc.step.engine_base import Engine
+from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.transfer import TokenIds
 
 if TYPE_CHECKING:
-    from worker_proc.ranks import Ranks
+    from worker_proc.distributed.tp_group import Ranks
 
 SECONDS_BETWEEN_LINES = 2.0
 """Of the progress of capturing."""

@@ -15,9 +15,9 @@ from torch.nn.attention.varlen import varlen_attn_out
 
 from quadriga.errors import ConfigError
 from worker_proc.gpu.pages import Launch, StepAttention, TokenPlaces
-from worker_proc.inputs import StepInputs
-from worker_proc.kv_pool import SlotTable
-from worker_proc.transfer import send_all
+from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.transfer import send_all
 
 CAUSAL = (-1, 0)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.attention.base import Ints
-from worker_proc.transfer import send
+from worker_proc.system.transfer import send
 
 SLOT, POSITION, GREEDY = range(3)
 """Rows of a graph's inputs [3, batch size] int64."""

@@ -21,7 +21,7 @@ from worker_proc.models.layers import (
 from worker_proc.models.ops import Ops
 
 if TYPE_CHECKING:
-    from worker_proc.ranks import Ranks
+    from worker_proc.distributed.tp_group import Ranks
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [rows, inputs], weight [outputs, inputs] and bias to [rows, outputs]."""

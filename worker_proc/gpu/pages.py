@@ -10,10 +10,10 @@ from torch import Tensor
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.inputs import StepInputs
-from worker_proc.kv_pool import SlotTable
 from worker_proc.models.layers import HeadNorms, Rope
-from worker_proc.transfer import send_all
+from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.transfer import send_all
 
 PROGRAMS_PER_PROCESSOR = 2
 """With fewer on each multiprocessor of a card, keys are split."""

@@ -5,7 +5,7 @@ import enum
 import torch
 from torch import Tensor, nn
 
-from worker_proc.gguf_blocks import PackedRows
+from worker_proc.loading.gguf_blocks import PackedRows
 
 
 def parameter(*size: int) -> nn.Parameter:

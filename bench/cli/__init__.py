@@ -1,0 +1,1 @@
+"""Command line flags of the bench client."""

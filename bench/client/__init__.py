@@ -1,0 +1,1 @@
+"""How the bench client sends it, and the servers that it starts."""

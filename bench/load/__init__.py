@@ -1,0 +1,1 @@
+"""What the bench client sends: datasets, traces and synthetic workloads."""

@@ -1,0 +1,1 @@
+"""Latencies, throughput and percentiles of a run."""

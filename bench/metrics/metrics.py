@@ -1,0 +1,297 @@
+"""Records of requests → summary. Pure: no clock, no I/O.
+
+All times are Unix seconds on one clock; all spreads are in milliseconds. A difference that comes
+out negative (clocks were set, or two stamps were taken in the other order) counts as 0.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from bench.metrics.percentiles import MS, Spread, spread
+from quadriga.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Record:
+    """What was seen of one request. A time of 0.0: the request never came there.
+
+    submit_start, submit_end: 0.0: it could not be sent, as a request that it continues failed.
+    due: when it should have been sent; None where the schedule named no time.
+    received, tokenized, admitted, first_token: stamped by the server.
+    token_times: the end of the step that gave each token, stamped by the server.
+    arrivals: when the client got each token; the tokens of one chunk arrive together.
+    chunks: when the client got each chunk that had a token.
+    finished: when the client got the end marker.
+    """
+
+    index: int
+    submit_start: float = 0.0
+    submit_end: float = 0.0
+    due: float | None = None
+    client: int = 0
+    received: float = 0.0
+    tokenized: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str = ""
+    error: str | None = None
+
+    @property
+    def first_received(self) -> float:
+        """When the client got the first token."""
+        return self.arrivals[0] if self.arrivals else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many tokens the requests had."""
+
+    mean: float
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to count as good, in ms; None: no limit. A request of one token
+    has no TPOT, and keeps any. e2el: from the submit to the end marker."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @classmethod
+    def parse(cls, limits: Sequence[str]) -> "Slo":
+        """ "ttft:200", "tpot:30" and "e2el:5000", any of them. ConfigError for anything else."""
+        found: dict[str, float] = {}
+        for limit in limits:
+            name, _, text = limit.partition(":")
+            try:
+                value = float(text)
+            except ValueError:
+                value = 0.0
+            if f"{name}_ms" not in cls.__slots__ or not 0 < value < math.inf:
+                raise ConfigError(
+                    f"goodput is {limit!r}: a limit is ttft, tpot or e2el, a colon and ms above 0,"
+                    " such as ttft:200"
+                )
+            found[f"{name}_ms"] = value
+        return cls(**found)
+
+    def __bool__(self) -> bool:
+        return bool(self.limits())
+
+    def limits(self) -> dict[str, float]:
+        """In ms, by their names on the command line."""
+        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
+        return {name: ms for name, ms in named.items() if ms is not None}
+
+    def is_kept(self, record: Record) -> bool:
+        """Failed requests keep nothing."""
+        if record.error is not None or not record.arrivals:
+            return False
+        ttft = (record.first_received - record.submit_start) * MS
+        tpot = max(_time_per_token(record), default=0.0) * MS
+        e2el = (record.finished - record.submit_start) * MS
+        return (
+            _within(ttft, self.ttft_ms)
+            and _within(tpot, self.tpot_ms)
+            and _within(e2el, self.e2el_ms)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The requests that kept the Slo. share: of all, 0 to 1. rate: of them, per second."""
+
+    requests: int
+    share: float
+    rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """What one of several clients saw. Spreads as in Summary."""
+
+    client: int
+    requests: int
+    failed: int
+    completion_tokens: int
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+    latency: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run. Spreads in ms; None where nothing was measured.
+
+    submit_wall: seconds to submit everything. duration: seconds from the first submit to the last
+    finish. throughput: completion tokens per second of it.
+    ttft: the client's clock, and the sum of to_server, tokenize, queue_wait, prefill and delivery;
+    parts_gap is the largest difference between the two over all requests, in ms.
+    tpot: between the arrivals of the first and the last token. itl: gaps between the times at which
+    consecutive tokens were made, whatever the stream interval; itl_received: between arrivals.
+    request_rate: requests done per second of duration. cache_hit_rate: share of the prompt tokens
+    that were cached, 0 to 1. goodput: None without limits. clients: empty where there is only one.
+    """
+
+    requests: int
+    failed: int
+    first_error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    submit_wall: float
+    duration: float
+    throughput: float | None
+    submit_lag: Spread | None
+    add_request: Spread | None
+    to_server: Spread | None
+    tokenize: Spread | None
+    queue_wait: Spread | None
+    prefill: Spread | None
+    delivery: Spread | None
+    ttft: Spread | None
+    parts_gap: float | None
+    tpot: Spread | None
+    itl: Spread | None
+    itl_received: Spread | None
+    latency: Spread | None
+    request_rate: float | None
+    input_len: Sizes | None
+    output_len: Sizes | None
+    cache_hit_rate: float | None
+    goodput: Goodput | None
+    clients: tuple[ClientSummary, ...]
+
+
+NO_SLO = Slo()
+
+
+def summarize(records: Sequence[Record], submit_wall: float, slo: Slo = NO_SLO) -> Summary:
+    """The figures of one run. Failed requests count only for what concerns submitting, and against
+    the goodput."""
+    sent = [record for record in records if record.submit_start]
+    done = [record for record in records if record.error is None]
+    errors = [record.error for record in records if record.error is not None]
+    prompt_tokens = sum(record.prompt_tokens for record in done)
+    completion_tokens = sum(record.completion_tokens for record in done)
+    cached_tokens = sum(record.cached_tokens for record in done)
+    duration = _duration(sent, done)
+    return Summary(
+        requests=len(records),
+        failed=len(errors),
+        first_error=errors[0] if errors else None,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens,
+        submit_wall=submit_wall,
+        duration=duration,
+        throughput=_ratio(completion_tokens, duration),
+        submit_lag=spread(r.submit_start - r.due for r in sent if r.due is not None),
+        add_request=spread(r.submit_end - r.submit_start for r in sent),
+        to_server=_between(done, "submit_start", "received"),
+        tokenize=_between(done, "received", "tokenized"),
+        queue_wait=_between(done, "tokenized", "admitted"),
+        prefill=_between(done, "admitted", "first_token"),
+        delivery=_between(done, "first_token", "first_received"),
+        ttft=_between(done, "submit_start", "first_received"),
+        parts_gap=_parts_gap(done),
+        tpot=spread(time for r in done for time in _time_per_token(r)),
+        itl=spread(gap for r in done for gap in _gaps(r.token_times)),
+        itl_received=spread(gap for r in done for gap in _gaps(r.arrivals)),
+        latency=_between(done, "submit_start", "finished"),
+        request_rate=_ratio(len(done), duration),
+        input_len=_sizes([record.prompt_tokens for record in done]),
+        output_len=_sizes([record.completion_tokens for record in done]),
+        cache_hit_rate=_ratio(cached_tokens, prompt_tokens),
+        goodput=_goodput(records, slo, duration) if slo else None,
+        clients=_by_client(records),
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _within(value: float, limit: float | None) -> bool:
+    return limit is None or value <= limit
+
+
+def _sizes(tokens: Sequence[int]) -> Sizes | None:
+    return Sizes(sum(tokens) / len(tokens), min(tokens), max(tokens)) if tokens else None
+
+
+def _goodput(records: Sequence[Record], slo: Slo, duration: float) -> Goodput:
+    good = sum(slo.is_kept(record) for record in records)
+    return Goodput(good, good / len(records), _ratio(good, duration))
+
+
+def _by_client(records: Sequence[Record]) -> tuple[ClientSummary, ...]:
+    clients: dict[int, list[Record]] = {}
+    for record in records:
+        clients.setdefault(record.client, []).append(record)
+    if len(clients) == 1:
+        return ()
+    return tuple(_of_client(client, clients[client]) for client in sorted(clients))
+
+
+def _of_client(client: int, records: Sequence[Record]) -> ClientSummary:
+    done = [record for record in records if record.error is None]
+    return ClientSummary(
+        client=client,
+        requests=len(records),
+        failed=len(records) - len(done),
+        completion_tokens=sum(record.completion_tokens for record in done),
+        ttft=_between(done, "submit_start", "first_received"),
+        tpot=spread(time for r in done for time in _time_per_token(r)),
+        itl=spread(gap for r in done for gap in _gaps(r.token_times)),
+        latency=_between(done, "submit_start", "finished"),
+    )
+
+
+def _duration(sent: Sequence[Record], done: Sequence[Record]) -> float:
+    if not done:
+        return 0.0
+    return max(0.0, max(r.finished for r in done) - min(r.submit_start for r in sent))
+
+
+def _between(records: Iterable[Record], start: str, end: str) -> Spread | None:
+    """From one stamp to another, over the requests that have both."""
+    stamps = [(getattr(record, start), getattr(record, end)) for record in records]
+    return spread(after - before for before, after in stamps if before and after)
+
+
+def _time_per_token(record: Record) -> list[float]:
+    """(last - first) / (n - 1), for a request whose tokens came in two chunks or more."""
+    arrivals, tokens = record.arrivals, max(len(record.arrivals), record.completion_tokens)
+    if len(arrivals) < 2:
+        return []
+    return [max(0.0, arrivals[-1] - arrivals[0]) / (tokens - 1)]
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def _parts_gap(records: Iterable[Record]) -> float | None:
+    """How far the parts of a TTFT are from it at most, in ms: 0 unless a stamp is out of order."""
+    gaps = []
+    for r in records:
+        stamps = [r.submit_start, r.received, r.tokenized, r.admitted, r.first_token]
+        stamps.append(r.first_received)
+        if all(stamps):
+            total = sum(max(0.0, gap) for gap in _gaps(stamps))
+            gaps.append(abs(total - max(0.0, stamps[-1] - stamps[0])))
+    return max(gaps) * MS if gaps else None

@@ -1,0 +1,236 @@
+"""Ours against one peer: both serve, and the load goes to one, then to the other, A B A B.
+
+What does not have its turn is stopped (SIGSTOP) if it is the peer, and is ours idle: then it is
+blocked, and takes nothing.
+"""
+
+import contextlib
+import io
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bench import serving
+from bench.cli.options import Options, parse
+from bench.client.server import OwnServer, ServerProcess, free_port
+from bench.client.transport import connection
+from bench.metrics.metrics import Summary
+from bench.peers.models import Weights, gguf_file, hugging_face_directory
+from bench.peers.peer import Peer, Start
+from bench.peers.workloads import Workload
+from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
+
+READY_SECONDS = 600.0
+ASK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """over: how ours is measured. own_flags: of our server, beside those that the comparison
+    needs. logs: the directory of the servers' logs."""
+
+    over: Literal["zmq", "openai"]
+    own_flags: tuple[str, ...]
+    warmup_runs: int
+    repeat_runs: int
+    logs: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The runs of one workload, in pairs: ours[i] and theirs[i] came one after the other."""
+
+    peer: str
+    weights: Weights
+    workload: str
+    over: str
+    ours: list[Summary]
+    theirs: list[Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """A workload without figures, and why."""
+
+    peer: str
+    workload: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.peer}, {self.workload}: not measured: {self.reason}"
+
+
+async def contest(
+    peer: Peer, weights: Weights, workloads: Sequence[Workload], settings: Settings
+) -> AsyncIterator[Outcome | NotMeasured]:
+    """Each workload in its turn; one that cannot be measured does not end the others.
+
+    ConfigError where the peer cannot be installed.
+    """
+    async with AsyncExitStack() as stack:
+        ours = _Side("ours", _own_launch(weights, settings), settings)
+        theirs = _Side(peer.name, _peer_launch(peer, weights), settings)
+        for side in (ours, theirs):
+            stack.push_async_callback(side.close)
+        for workload in workloads:
+            outcome = Outcome(peer.name, weights, workload.name, settings.over, [], [])
+            try:
+                await _take_turns(ours, theirs, peer.prompt_form, workload, outcome, settings)
+            except QuadrigaError as error:
+                for side in (ours, theirs):
+                    await side.close()
+                yield NotMeasured(peer.name, workload.name, str(error))
+            else:
+                yield outcome
+
+
+async def _take_turns(
+    ours: "_Side",
+    theirs: "_Side",
+    prompt_form: str,
+    workload: Workload,
+    outcome: Outcome,
+    settings: Settings,
+) -> None:
+    theirs.resume()
+    runs = [(side, await side.runs(workload, prompt_form)) for side in (ours, theirs)]
+    turns = [(True, n) for n in range(settings.warmup_runs)]
+    turns += [(False, n) for n in range(settings.repeat_runs)]
+    for is_warmup, number in turns:
+        for (side, its_runs), found in zip(runs, (outcome.ours, outcome.theirs), strict=True):
+            (theirs.resume if side is theirs else theirs.pause)()
+            with contextlib.redirect_stdout(io.StringIO()):
+                if is_warmup:
+                    summary = await its_runs.warm_up(number)
+                else:
+                    summary = (await its_runs.measure(number)).summary
+                    found.append(summary)
+            turn = f"{workload.name} {'warm-up' if is_warmup else 'run'} {number + 1} {side.name}"
+            _check(turn, summary)
+            print(f"{turn}: {summary.throughput:.1f} tok/s", file=sys.stderr, flush=True)
+
+
+def _check(turn: str, summary: Summary) -> None:
+    """A run in which a request failed or ended too soon measures nothing."""
+    if summary.failed:
+        raise RequestFailed(
+            f"{turn}: {summary.failed} of {summary.requests} requests failed: {summary.first_error}"
+        )
+
+
+# --- the two sides --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """key: what the server is started with, to tell whether the one that runs will do.
+
+    make: the server, with its log in that file, and the flags of bench.serving that name it.
+    """
+
+    key: list[str]
+    make: Callable[[Path], tuple[ServerProcess, list[str]]]
+
+
+class _Side:
+    """One server at a time, started anew where a workload asks for another command line."""
+
+    def __init__(
+        self, name: str, launch_for: Callable[[Workload], _Launch], settings: Settings
+    ) -> None:
+        self.name = name
+        self._launch_for = launch_for
+        self._settings = settings
+        self._key: list[str] | None = None
+        self._server: ServerProcess | None = None
+        self._target: list[str] = []
+        self._stack = AsyncExitStack()
+
+    async def runs(self, workload: Workload, prompt_form: str) -> serving.Runs:
+        """The runs of a workload, on a server that serves."""
+        launch = self._launch_for(workload)
+        if launch.key != self._key:
+            await self.close()
+            log = self._settings.logs / f"{self.name}-{workload.name}.log"
+            server, self._target = launch.make(log)
+            self._server = self._stack.enter_context(server)
+            self._key = launch.key
+            await server.wait_ready(lambda: _ask(parse(self._target)))
+        return await serving.open_runs(self._options(workload, prompt_form), self._stack)
+
+    def _options(self, workload: Workload, prompt_form: str) -> Options:
+        return parse(
+            [
+                *(*self._target, *workload.flags()),
+                *("--tokenizer", str(hugging_face_directory(workload.model))),
+                *("--prompt-form", prompt_form),
+                *("--warmup-runs", str(self._settings.warmup_runs)),
+                *("--repeat-runs", str(self._settings.repeat_runs)),
+            ]
+        )
+
+    def pause(self) -> None:
+        """Stop its processes where they are."""
+        if self._server is not None:
+            self._server.pause()
+
+    def resume(self) -> None:
+        """End a pause."""
+        if self._server is not None:
+            self._server.resume()
+
+    async def close(self) -> None:
+        """Stop the server."""
+        self._key = self._server = None
+        await self._stack.aclose()
+
+
+async def _ask(options: Options) -> dict[str, Any]:
+    async with connection(options.openai or options.endpoint, ASK_SECONDS) as client:
+        return await client.info(ASK_SECONDS)
+
+
+def _own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], _Launch]:
+    def launch(workload: Workload) -> _Launch:
+        if weights == "bf16":
+            flags = ["--model", str(hugging_face_directory(workload.model)), "--dtype", "bfloat16"]
+        else:
+            flags = ["--model", str(gguf_file(workload.model, weights))]
+        flags += settings.own_flags
+        return _Launch(flags, lambda log: _own_server(flags, settings.over, log))
+
+    return launch
+
+
+def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, list[str]]:
+    config = parse(flags).server
+    assert config is not None
+    if over == "zmq":
+        server = OwnServer(config, log)
+        return server, ["--endpoint", server.endpoint]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    return OwnServer(config, log, http_port=port), ["--backend", "openai", "--base-url", url]
+
+
+def _peer_launch(peer: Peer, weights: Weights) -> Callable[[Workload], _Launch]:
+    if weights not in peer.weights:
+        raise ConfigError(
+            f"{peer.name} does not serve {weights} weights, only {', '.join(peer.weights)}"
+        )
+    program = peer.install()
+
+    def launch(workload: Workload) -> _Launch:
+        def make(log: Path) -> tuple[ServerProcess, list[str]]:
+            port = free_port()
+            command = peer.command(Start(program, port, workload, weights))
+            model = hugging_face_directory(workload.model)
+            server = ServerProcess(command, log, READY_SECONDS, peer.environment)
+            return server, peer.target(port, model)
+
+        return _Launch(peer.command(Start(program, 0, workload, weights)), make)
+
+    return launch

@@ -1,0 +1,1 @@
+"""Smaller numbers against float32: `python -m bench.quality`."""

@@ -1,0 +1,178 @@
+"""What smaller numbers cost in quality: `python -m bench.quality --variant "NAME: FLAGS" ...`.
+
+Each variant of a model is held against the same model in float32, which comes first in the table:
+perplexity of a text, divergence of the next-token distributions, and how far greedy continuations
+stay the same. Flags of a server before the variants go for all of them. For example
+
+    python -m bench.quality --variant "bf16: --dtype bfloat16" --variant "int8: --quantization int8"
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from bench.quality.metrics import Score, Texts
+from bench.quality.text import manual_prose
+from quadriga.config import server_config as server_flags
+from quadriga.config.server_config import ServerConfig
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.tokenizer import load_tokenizer
+
+WINDOW = 1024
+"""Tokens of the text that are scored together, at most: the model's context may be shorter."""
+PROMPTS, PROMPT_TOKENS, CONTINUED = 32, 64, 64
+REFERENCE = "float32"
+EXIT_OK, EXIT_USAGE = 0, 2
+
+T = TypeVar("T")
+
+
+def run(variants: Mapping[str, ServerConfig], text: str) -> dict[str, Score]:
+    """The scores, of the reference first. Every variant has a process of its own, so that its
+    memory is given back."""
+    common = next(iter(variants.values()))
+    texts = texts_of(resolve_model(common.model, show_progress=True), text)
+    with TemporaryDirectory(prefix="quadriga-quality-") as folder:
+        kept = Path(folder) / "reference.npy"
+        reference = _apart(REFERENCE, _score_reference, reference_of(common), texts, kept)
+        scores = {REFERENCE: reference}
+        for name, config in variants.items():
+            scores[name] = _apart(name, _score_variant, config, texts, kept, reference)
+    return scores
+
+
+def reference_of(config: ServerConfig) -> ServerConfig:
+    """The same model without anything that rounds."""
+    worker = WorkerArgs(
+        device=config.worker.device, dtype="float32", worker_threads=config.worker.worker_threads
+    )
+    return dataclasses.replace(config, worker=worker)
+
+
+def texts_of(files: ModelFiles, text: str) -> Texts:
+    """ConfigError where the text is too short to take the prompts from."""
+    ids = load_tokenizer(files.tokenizer_dir).encode(text, add_special_tokens=False).ids
+    window = min(WINDOW, files.context_length)
+    prompt = min(PROMPT_TOKENS, window // 2)
+    starts = range(0, len(ids) - prompt + 1, max(prompt, len(ids) // PROMPTS))
+    if len(starts) < PROMPTS:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens: at least {PROMPTS * prompt} are needed for"
+            f" {PROMPTS} prompts; take a longer one"
+        )
+    return Texts(
+        windows=[ids[first : first + window] for first in range(0, len(ids) - 1, window)],
+        prompts=[ids[start : start + prompt] for start in starts[:PROMPTS]],
+        continued=min(CONTINUED, files.context_length - prompt),
+    )
+
+
+def _apart(name: str, work: Callable[..., T], *arguments: Any) -> T:
+    """Run in a new process. QuadrigaError where it dies."""
+    print(f"measuring {name}", file=sys.stderr, flush=True)
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=fresh) as pool:
+        try:
+            return pool.submit(work, *arguments).result()
+        except BrokenProcessPool:
+            raise QuadrigaError(
+                f"the process that measured {name} died: memory may be short; see dmesg"
+            ) from None
+
+
+# Only the processes of the variants load torch.
+
+
+def _score_reference(config: ServerConfig, texts: Texts, kept: Path) -> Score:
+    from bench.quality.measure import score_reference
+
+    return score_reference(config, texts, kept)
+
+
+def _score_variant(config: ServerConfig, texts: Texts, kept: Path, reference: Score) -> Score:
+    from bench.quality.measure import score_variant
+
+    return score_variant(config, texts, kept, reference)
+
+
+def table(scores: Mapping[str, Score]) -> str:
+    first = next(iter(scores.values()))
+    count = len(first.continuations[0])
+    lines = [
+        f"| | perplexity | KL divergence, nats | same greedy token | common prefix of {count} |",
+        "|---|---|---|---|---|",
+    ]
+    for name, score in scores.items():
+        change = "" if score is first else f" ({score.perplexity / first.perplexity - 1:+.2%})"
+        cells = [
+            name,
+            f"{score.perplexity:.3f}{change}",
+            "" if score.divergence is None else f"{score.divergence:.5f}",
+            "" if score.agreement is None else f"{score.agreement:.1%}",
+            "" if score.prefix is None else f"{score.prefix:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> tuple[dict[str, ServerConfig], Path | None]:
+    """The variants, and the file of --text. ConfigError for flags that cannot work."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--variant", action="append", required=True, metavar='"NAME: FLAGS"')
+    parser.add_argument("--text", type=Path, metavar="FILE", help="(default: Python's manual)")
+    server_flags.add_flags(parser)
+    common = parser.parse_args(argv)
+    variants = {}
+    for text in common.variant:
+        name, colon, flags = text.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
+        variants[name.strip()] = _config_of(common, flags.split())
+    if {config.model for config in variants.values()} != {next(iter(variants.values())).model}:
+        raise ConfigError("variants are compared on one model: name it before them, once")
+    return variants, common.text
+
+
+def _config_of(common: Namespace, flags: list[str]) -> ServerConfig:
+    parser = argparse.ArgumentParser("a variant of bench.quality.command", allow_abbrev=False)
+    server_flags.add_flags(parser)
+    own = parser.parse_args(flags)
+    return server_flags.from_namespace(Namespace(**{**vars(common), **vars(own)}))
+
+
+def _read(path: Path | None) -> str:
+    if path is None:
+        return manual_prose()
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--text {path} cannot be read: {error}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 measured, 2 bad flags or no model."""
+    try:
+        variants, path = parse(sys.argv[1:] if argv is None else argv)
+        scores = run(variants, _read(path))
+    except QuadrigaError as error:
+        print(f"bench.quality.command: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(table(scores))
+    return EXIT_OK

@@ -1,0 +1,266 @@
+"""The printed block of a run."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.cli.options import Options
+from bench.client.resources import BENCH, Cost
+from bench.metrics.metrics import ClientSummary, Record, Sizes, Slo, Summary
+from bench.metrics.percentiles import MS, Spread, percentile
+
+UNKNOWN = "n/a"
+SHOWN_CLIENTS = 4
+HEADING = "=== streaming benchmark ==="
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run: its figures, what it cost, its records, and what the server said after it."""
+
+    summary: Summary
+    cost: Cost
+    records: Sequence[Record]
+    info: Mapping[str, Any]
+
+
+def block(options: Options, result: Result) -> str:
+    """The lines of one measured run: the known ones in their known order, then ours."""
+    lines = [
+        HEADING,
+        *_server_lines(options, result.info),
+        *_load_lines(options, result.summary),
+        *_time_lines(result.summary),
+        *_own_lines(options, result),
+        *_traffic_lines(options, result.summary, result.info),
+    ]
+    return "\n".join(lines)
+
+
+def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Model: {info.get('model', UNKNOWN)}",
+        f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
+        f"Pretok: {_pretok(options)}",
+        f"Tokenize workers: {_setting(options, info, 'front_door', 'tokenize_workers')}",
+        f"Stream interval: {_setting(options, info, 'detok', 'stream_interval')}",
+        *_feature_lines(options, info),
+    ]
+
+
+def _feature_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
+    """A server of somebody else's does not tell."""
+    if options.openai is not None:
+        return [f"{name}: {UNKNOWN}" for name in ("Paged attention", "CUDA Graph", "NVTX")]
+    pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
+    backend = _setting(options, info, "worker", "attention_backend")
+    return [
+        f"Paged attention: on, always (backend {backend}{pages})",
+        f"CUDA Graph: {_switch(info, 'cuda_graph', 'cuda_graph' in options.asked)}",
+        f"NVTX: {_switch(info, 'nvtx', False)}",
+    ]
+
+
+def _load_lines(options: Options, summary: Summary) -> list[str]:
+    relative = options.gap is not None
+    lag = f"{UNKNOWN} (relative schedule)" if relative else _spread(summary.submit_lag)
+    return [
+        f"Requests: {summary.requests}",
+        f"Prompt tokens (total): {summary.prompt_tokens}",
+        f"Completion tokens (total): {summary.completion_tokens}",
+        f"Submit wall: {summary.submit_wall * MS:.2f} ms",
+        f"Submit interval/schedule: {_schedule(options)}",
+        f"Submit lag p50/p95/p99: {lag}",
+        f"add_request latency p50/p95/p99: {_spread(summary.add_request, digits=3)}",
+    ]
+
+
+def _time_lines(summary: Summary) -> list[str]:
+    return [
+        f"Tokenize p50/p95/p99: {_spread(summary.tokenize)}",
+        f"Queue wait (post-tok) p50/p95/p99: {_spread(summary.queue_wait)}",
+        f"Prefill->first token p50/p95/p99: {_spread(summary.prefill)}",
+        f"TTFT p50/p95/p99: {_spread(summary.ttft)}",
+        f"TPOT p50/p95/p99: {_spread(summary.tpot)}",
+        f"ITL p50/p95/p99: {_spread(summary.itl)}",
+        f"Latency p50/p95/p99: {_spread(summary.latency)}",
+        f"Throughput (completion,total): {_number(summary.throughput)} tokens/s",
+    ]
+
+
+def _own_lines(options: Options, result: Result) -> list[str]:
+    summary, cost = result.summary, result.cost
+    return [
+        f"Client->server p50/p95/p99: {_spread(summary.to_server)}",
+        f"Detok + delivery p50/p95/p99: {_spread(summary.delivery)}",
+        f"ITL as received p50/p95/p99: {_spread(summary.itl_received)}",
+        f"Sum of the parts - TTFT: {_parts_gap(summary)}",
+        f"Prefix cache: {_prefix_cache(options, result.info)}",
+        f"Prefix cache hits: {summary.cached_tokens} tokens"
+        f" ({_percent(summary.cache_hit_rate)} of the prompt tokens)",
+        f"Worker busy: {_percent(cost.busy_share)}"
+        f" ({UNKNOWN if cost.steps is None else cost.steps} steps)",
+        f"Step gap p50/p99: {_number(cost.step_gap_ms_p50, 3)}/{_number(cost.step_gap_ms_p99, 3)}"
+        " ms",
+        f"CPU time per completion token: {_cpu(cost, summary.completion_tokens)}",
+        f"Resident memory: {_memory(cost)}",
+        failures(summary),
+    ]
+
+
+def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"Request rate asked/achieved: {_rate(options)} / {_number(summary.request_rate)}"
+        " requests/s",
+        f"Input length mean (lowest to highest): {_sizes(summary.input_len)}",
+        f"Output length mean (lowest to highest): {_sizes(summary.output_len)}",
+    ]
+    if (uncounted := info.get("requests_without_usage")) is not None:
+        lines.append(f"Tokens counted by: {_counted_by(summary, uncounted)}")
+    if summary.goodput is not None:
+        lines.append(
+            f"Goodput ({_limits(options.slo)}): {summary.goodput.share:.1%} of the requests,"
+            f" {_number(summary.goodput.rate)} requests/s"
+        )
+    if len(summary.clients) <= SHOWN_CLIENTS:
+        lines += [line for client in summary.clients for line in _client_lines(client)]
+    return lines
+
+
+def _counted_by(summary: Summary, uncounted: int) -> str:
+    """uncounted: requests so far, of earlier runs too, of which the server told no usage."""
+    if uncounted == 0:
+        return "the server's usage"
+    return f"chunks, in {min(uncounted, summary.requests)} requests or more: no usage came"
+
+
+def _client_lines(client: ClientSummary) -> list[str]:
+    name = f"Client {client.client}"
+    return [
+        f"{name} requests (failed): {client.requests} ({client.failed})",
+        f"{name} TTFT p50/p95/p99: {_spread(client.ttft)}",
+        f"{name} ITL p50/p95/p99: {_spread(client.itl)}",
+    ]
+
+
+def failures(summary: Summary) -> str:
+    """How many requests failed, and the first error."""
+    first = f" (first error: {summary.first_error})" if summary.first_error else ""
+    return f"Failed requests: {summary.failed}{first}"
+
+
+def over_runs(results: Sequence[Result]) -> str:
+    """The median of the p50s of repeated runs, with their range."""
+    rows: list[tuple[str, str, Callable[[Summary], float | None]]] = [
+        ("TTFT p50", "ms", lambda s: _p50(s.ttft)),
+        ("TPOT p50", "ms", lambda s: _p50(s.tpot)),
+        ("Latency p50", "ms", lambda s: _p50(s.latency)),
+        ("Throughput (completion,total)", "tokens/s", lambda s: s.throughput),
+    ]
+    lines = [f"=== median (lowest to highest) of {len(results)} runs ==="]
+    for name, unit, value_of in rows:
+        values = [v for v in (value_of(result.summary) for result in results) if v is not None]
+        middle = f"{percentile(values, 50):.2f}" if values else UNKNOWN
+        span = f" ({min(values):.2f} to {max(values):.2f})" if values else ""
+        lines.append(f"{name}: {middle}{span} {unit}")
+    return "\n".join(lines)
+
+
+def _pretok(options: Options) -> str:
+    if options.workload.text is None:
+        return "on (token ids of a trace)" if options.spec is None else "on (random token ids)"
+    return "on" if options.pretok else "off"
+
+
+def _schedule(options: Options) -> str:
+    """What stands between two submits, and what it is counted by."""
+    spec = options.spec
+    if options.gap is not None:
+        return f"{options.gap * MS:g} ms / relative"
+    if spec is None:
+        return "as in the file / trace"
+    if spec.max_concurrency is not None:
+        return f"{spec.think_time * MS:g} ms after an end / closed loop of {spec.max_concurrency}"
+    interval = MS / spec.request_rate
+    most = "" if options.limit is None else f", {options.limit} at a time"
+    if math.isinf(spec.request_rate) or math.isinf(spec.burstiness):
+        return f"{interval:g} ms / absolute{most}"
+    kind = "Poisson" if spec.burstiness == 1 else f"gamma of burstiness {spec.burstiness:g}"
+    return f"{interval:g} ms on average / {kind}{most}"
+
+
+def _rate(options: Options) -> str:
+    if options.gap:
+        return f"{1 / options.gap:g}"
+    if options.spec is None or options.spec.max_concurrency is not None:
+        return UNKNOWN
+    return f"{options.spec.request_rate:g}" + (" chats" if options.spec.turns > 1 else "")
+
+
+def _limits(slo: Slo) -> str:
+    return ", ".join(f"{name.upper()} <= {ms:g} ms" for name, ms in slo.limits().items())
+
+
+def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:
+    """What the server says of a setting of its own, else what it was started with."""
+    if name in info or options.server is None:
+        return str(info.get(name, UNKNOWN))
+    return str(getattr(getattr(options.server, group), name))
+
+
+def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
+    """A server that does not speak of a feature does not have it."""
+    state = "on" if info.get(name) else "off"
+    return f"{state} (asked for, but the server has it not)" if asked and state == "off" else state
+
+
+def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
+    state = _setting(options, info, "scheduler", "prefix_cache")
+    return {"True": "on", "False": "off"}.get(state, state)
+
+
+def _spread(spread: Spread | None, digits: int = 2) -> str:
+    if spread is None:
+        return UNKNOWN
+    return "/".join(f"{v:.{digits}f}" for v in (spread.p50, spread.p95, spread.p99)) + " ms"
+
+
+def _sizes(sizes: Sizes | None) -> str:
+    return UNKNOWN if sizes is None else f"{sizes.mean:.1f} ({sizes.low} to {sizes.high}) tokens"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.1%}"
+
+
+def _p50(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.p50
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _parts_gap(summary: Summary) -> str:
+    gap = summary.parts_gap
+    return UNKNOWN if gap is None else f"{gap:.3f} ms at most, over all requests"
+
+
+def _memory(cost: Cost) -> str:
+    """Of the server; the bench client is none of it."""
+    known = {name: size for name, size in cost.memory.items() if size and name != BENCH}
+    if not known:
+        return UNKNOWN
+    parts = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in known.items())
+    return f"{sum(known.values()) / 1e6:.0f} MB ({parts})"
+
+
+def _cpu(cost: Cost, tokens: int) -> str:
+    if tokens == 0:
+        return UNKNOWN
+    parts = [
+        f"{name} {UNKNOWN if seconds is None else f'{seconds * MS / tokens:.3f} ms'}"
+        for name, seconds in cost.cpu.items()
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,167 @@
+"""A run's figures by the names and definitions that the bench clients of SGLang and vLLM share.
+
+TTFT: from the submit to the first chunk with a token. TPOT: from there to the end of the request,
+over its tokens but one. ITL: the gaps between chunks, whatever they hold.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from bench.cli.options import Options
+from bench.metrics.metrics import Record, Slo
+from bench.metrics.percentiles import MS, percentile
+from bench.metrics.timeline import in_flight, token_rates
+from bench.report.report import Result
+
+WIDTH = 50
+LABEL_WIDTH = 40
+LATENCIES = {
+    "e2e_latency": ("End-to-End Latency", "E2E Latency"),
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-Token Latency", "ITL"),
+}
+"""Key: heading, and the name in a line."""
+SHARES = {
+    "e2e_latency": ("mean", "median", "p99"),
+    "ttft": ("mean", "median", "p99"),
+    "tpot": ("mean", "median", "p99"),
+    "itl": ("mean", "median", "p95", "p99", "max"),
+}
+FIGURES = {
+    "completed": "Successful requests:",
+    "failed": "Failed requests:",
+    "duration": "Benchmark duration (s):",
+    "total_input_tokens": "Total input tokens:",
+    "total_output_tokens": "Total generated tokens:",
+    "request_throughput": "Request throughput (req/s):",
+    "request_goodput": "Request goodput (req/s):",
+    "input_throughput": "Input token throughput (tok/s):",
+    "output_throughput": "Output token throughput (tok/s):",
+    "max_output_tokens_per_s": "Peak output token throughput (tok/s):",
+    "total_token_throughput": "Total token throughput (tok/s):",
+    "max_concurrent_requests": "Peak concurrent requests:",
+    "concurrency": "Concurrency:",
+}
+
+
+def figures(result: Result, slo: Slo) -> dict[str, float]:
+    """Everything that is measured, by its conventional key. Times in ms, but for the duration."""
+    summary = result.summary
+    done = [record for record in result.records if record.error is None]
+    start = min((record.submit_start for record in done), default=0.0)
+    seconds = summary.duration or math.inf
+    found: dict[str, float] = {
+        "completed": len(done),
+        "failed": summary.failed,
+        "duration": summary.duration,
+        "total_input_tokens": summary.prompt_tokens,
+        "total_output_tokens": summary.completion_tokens,
+        "request_throughput": len(done) / seconds,
+        "input_throughput": summary.prompt_tokens / seconds,
+        "output_throughput": summary.completion_tokens / seconds,
+        "max_output_tokens_per_s": max(token_rates(done, start, start + summary.duration, 1.0)),
+        "total_token_throughput": (summary.prompt_tokens + summary.completion_tokens) / seconds,
+        "max_concurrent_requests": in_flight(done).peak,
+        "concurrency": sum(record.finished - record.submit_start for record in done) / seconds,
+    }
+    if slo and summary.goodput is not None:
+        found["request_goodput"] = summary.goodput.rate or 0.0
+    for name, values in _latencies(done).items():
+        found |= _shares(name, values)
+    return found
+
+
+def _latencies(done: Sequence[Record]) -> dict[str, list[float]]:
+    """In ms."""
+    return {
+        "ttft": [_ms(r.submit_start, r.first_received) for r in done if r.arrivals],
+        "tpot": [
+            _ms(r.first_received, r.finished) / (r.completion_tokens - 1)
+            for r in done
+            if r.completion_tokens > 1 and r.arrivals
+        ],
+        "itl": [_ms(before, after) for r in done for before, after in pairwise(r.chunks)],
+        "e2e_latency": [_ms(r.submit_start, r.finished) for r in done],
+    }
+
+
+def _ms(start: float, end: float) -> float:
+    return max(0.0, end - start) * MS
+
+
+def _shares(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Zeros where there are no values, as is the convention."""
+    values = values or [0.0]
+    mean = sum(values) / len(values)
+    return {
+        f"mean_{name}_ms": mean,
+        f"median_{name}_ms": percentile(values, 50),
+        f"std_{name}_ms": math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)),
+        f"p95_{name}_ms": percentile(values, 95),
+        f"p99_{name}_ms": percentile(values, 99),
+        f"max_{name}_ms": max(values),
+    }
+
+
+def block(options: Options, result: Result) -> str:
+    """The lines that users of those clients know."""
+    found = figures(result, options.slo)
+    limit = options.flags["max_concurrency"]
+    lines = [
+        f"{' Serving Benchmark Result ':=^{WIDTH}}",
+        _line("Backend:", options.flags["backend"]),
+        _line("Traffic request rate:", options.flags["request_rate"]),
+        _line("Max request concurrency:", "not set" if limit is None else limit),
+        *(_line(title, found[key]) for key, title in FIGURES.items() if key in found),
+    ]
+    for key, (heading, name) in LATENCIES.items():
+        lines.append(f"{heading:-^{WIDTH}}")
+        for share in SHARES[key]:
+            title = f"{share.title()} {name} (ms):"
+            lines.append(_line(title, float(found[f"{share}_{key}_ms"])))
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def _line(title: str, value: Any) -> str:
+    return f"{title:<{LABEL_WIDTH}} {f'{value:.2f}' if isinstance(value, float) else value}"
+
+
+def document(options: Options, result: Result, date: str) -> dict[str, Any]:
+    """One run, to be written as a line of JSON. With --output-details also what every request
+    was."""
+    flags = options.flags
+    run: dict[str, Any] = {
+        "date": date,
+        "backend": flags["backend"],
+        "dataset_name": flags["dataset_name"],
+        "model_id": result.info.get("model") or options.model,
+        "tokenizer_id": options.tokenizer or options.model,
+        "num_prompts": result.summary.requests,
+        "request_rate": flags["request_rate"],
+        "burstiness": flags["burstiness"],
+        "max_concurrency": flags["max_concurrency"],
+        "random_input_len": flags["random_input_len"],
+        "random_output_len": flags["max_new_tokens"],
+        **figures(result, options.slo),
+        "server_info": dict(result.info),
+    }
+    # vLLM and SGLang call these by other names; a reader of either finds its own.
+    run["total_throughput"] = run["total_token_throughput"]
+    for share in ("mean", "median", "std", "p95", "p99", "max"):
+        run[f"{share}_e2el_ms"] = run[f"{share}_e2e_latency_ms"]
+    return run | (_details(result.records) if options.output_details else {})
+
+
+def _details(records: Sequence[Record]) -> dict[str, Any]:
+    """Of each request, in the order in which they were made. Times in seconds."""
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.completion_tokens for r in records],
+        "ttfts": [_ms(r.submit_start, r.first_received) / MS for r in records],
+        "itls": [[after - before for before, after in pairwise(r.chunks)] for r in records],
+        "start_times": [r.submit_start for r in records],
+        "errors": [r.error or "" for r in records],
+    }

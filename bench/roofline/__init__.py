@@ -1,0 +1,1 @@
+"""Steps of the worker against the roofline: `python -m bench.roofline`."""

@@ -1,0 +1,136 @@
+"""How fast this machine reads memory and multiplies matrices."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from bench.roofline.roofline_model import Product
+from quadriga.config.worker_args import WorkerArgs
+from worker_proc.attention.base import AttentionShape
+from worker_proc.cpu.engine import NativeEngine
+from worker_proc.cpu.panels import empty
+from worker_proc.engine_factory import make_engine
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Embedding, Linear, RMSNorm
+from worker_proc.models.ops import Ops, Value
+from worker_proc.step.engine_base import Engine
+
+READ_BYTES = 512 * 2**20
+"""Far more than the caches hold."""
+PASSES = 3
+"""Each measurement is the best of so many."""
+READ_INPUTS = 1024
+"""Of a product that is nothing but reading: one row."""
+PRODUCT_ROWS = 512
+CPU = torch.device("cpu")
+
+
+class ReadSpeed:
+    """Reads a large array with all threads, by torch and as the weights of the worker's own
+    product of one row: which one is faster depends on the machine."""
+
+    def __init__(self, args: WorkerArgs, dtype: torch.dtype, size: int = READ_BYTES) -> None:
+        # Not all the same: a host may keep equal pages once, and reading that one is too fast.
+        self._array = empty(size).view(torch.float32).uniform_()
+        product = Product(READ_INPUTS, size // dtype.itemsize // READ_INPUTS)
+        plain = dataclasses.replace(args, quantization="none")
+        self._product = _Way(product, plain, args.attention_backend, dtype, rows=1)
+        self._size = product.weights * dtype.itemsize
+
+    @torch.inference_mode()
+    def measure(self) -> float:
+        """Bytes per second, by the faster way."""
+        by_torch = self._array.nbytes / _least_seconds(self._array.max)
+        return max(by_torch, self._size / self._product.measure())
+
+
+class ProductSpeed:
+    """Rates of a model's products, by plain torch around oneDNN and by the worker's own kernels."""
+
+    def __init__(self, products: Iterable[Product], args: WorkerArgs, dtype: torch.dtype) -> None:
+        kinds = dict.fromkeys(("torch", args.attention_backend))
+        self._ways = {
+            product: {
+                kernels: _Way(product, args, kernels, dtype, PRODUCT_ROWS) for kernels in kinds
+            }
+            for product in dict.fromkeys(products)
+        }
+
+    @torch.inference_mode()
+    def measure(self) -> dict[Product, float]:
+        """Operations per second of each product, by the faster way."""
+        return {
+            product: product.operations(PRODUCT_ROWS)
+            / min([way.measure() for way in ways.values()])
+            for product, ways in self._ways.items()
+        }
+
+    def medians(self) -> dict[Product, dict[str, float]]:
+        """Of all measurements, by the value of --attention-backend."""
+        return {
+            product: {
+                kernels: product.operations(PRODUCT_ROWS) / statistics.median(way.seconds)
+                for kernels, way in ways.items()
+            }
+            for product, ways in self._ways.items()
+        }
+
+
+class _Way:
+    """One product of so many rows, by one engine. seconds: of each measurement."""
+
+    def __init__(
+        self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype, rows: int
+    ) -> None:
+        own = dataclasses.replace(args, attention_backend=kernels)
+        model = _OneProduct(product).to(dtype)
+        for weight in model.parameters():
+            weight.normal_()
+        self._engine: Engine = make_engine(own, model, 1, dtype, CPU)
+        native = isinstance(self._engine, NativeEngine)
+        self._input = torch.randn(rows, product.inputs).to(torch.float32 if native else dtype)
+        self.seconds: list[float] = []
+
+    def measure(self) -> float:
+        """Seconds."""
+        self.seconds.append(_least_seconds(lambda: self._engine.logits(self._input)))
+        return self.seconds[-1]
+
+
+class _OneProduct(Model):
+    """A model whose head is a norm and the product, and which has nothing else to speak of."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.vocab_size = product.outputs
+        self.attention_shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
+        self._tokens = Embedding(1, product.inputs)
+        self._norm = RMSNorm(product.inputs, 1e-5)
+        self._linear = Linear(product.inputs, product.outputs)
+
+    def body(self, ops: Ops[Value]) -> Value:
+        return ops.embed(self._tokens)
+
+    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+        return ops.logits(self._linear, ops.norm(self._norm, hidden))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def canonical_name(self, name: str) -> str | None:
+        return name
+
+
+def _least_seconds(work: Callable[[], object]) -> float:
+    """Of one pass, after one that does not count."""
+    work()
+    seconds = []
+    for _ in range(PASSES):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

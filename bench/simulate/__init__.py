@@ -1,0 +1,1 @@
+"""The scheduler in simulated time: `python -m bench.simulate`."""

@@ -1,0 +1,168 @@
+"""Measure steps of the real worker and fit a cost model: `python -m bench.simulate.fit_cost_model`.
+
+Runs plans of many shapes on a worker in this process, each several times in shuffled order, and
+fits their medians by non-negative least squares on the relative error. With --calibrate RUN.json
+(of `bench.serving --json`) nothing is run: the delays outside of the steps are taken from a
+measured run into a model that exists already.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bench.simulate.cost_model import (
+    DEFAULT,
+    FEATURES,
+    CostModel,
+    Delays,
+    Features,
+    Fit,
+    load,
+    save,
+)
+from bench.simulate.measure_steps import describe, design, features_of_case, make_bench, measure
+from quadriga.config import server_config as server_flags
+from quadriga.errors import ConfigError, QuadrigaError
+
+Floats = npt.NDArray[np.float64]
+
+
+def fit(features: Sequence[Features], measured_ms: Floats) -> tuple[dict[str, float], Fit]:
+    """ms for one unit of each feature, none below 0, that make the relative errors small."""
+    counts = np.array([[getattr(one, name) for name in FEATURES] for one in features], np.float64)
+    relative = counts / measured_ms[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0] = 1.0
+    prices = non_negative_least_squares(relative / scale, np.ones(len(measured_ms))) / scale
+    errors = np.abs(counts @ prices / measured_ms - 1)
+    median, p90 = np.percentile(errors, [50, 90])
+    quality = Fit(plans=len(features), median_error=_short(median), p90_error=_short(p90))
+    return {name: _short(price) for name, price in zip(FEATURES, prices, strict=True)}, quality
+
+
+def non_negative_least_squares(a: Floats, b: Floats) -> Floats:
+    """The x >= 0 with the smallest |a x - b|: the active set method of Lawson and Hanson, Solving
+    Least Squares Problems (1974), chapter 23."""
+    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    while not free.all():
+        gain = np.where(free, -np.inf, a.T @ (b - a @ x))
+        if gain.max() <= 1e-10:
+            break
+        free[gain.argmax()] = True
+        while True:
+            step = np.zeros_like(x)
+            step[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            below = free & (step <= 0)
+            if not below.any():
+                break
+            x += (x[below] / (x[below] - step[below])).min() * (step - x)
+            free &= x > 1e-12
+            x[~free] = 0.0
+        x = step
+    return x
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# --- what lies outside of the steps ---------------------------------------------------------------
+
+
+def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostModel:
+    """The model with the delays of a measured run of `bench.serving --json`: medians over its
+    runs. `plan` and `result` are kept: no run measures them. slowdown: measured over simulated
+    latency of one trace, as `bench.simulate.simulator --compare` prints them."""
+    summaries = [one["summary"] for one in run["runs"]]
+
+    def p50(name: str) -> float:
+        return statistics.median(s[name]["p50"] for s in summaries if s[name])
+
+    gap = statistics.median(one["server_info"]["step_gap_ms_p50"] for one in run["runs"])
+    delays = Delays(
+        message_in=_short(p50("to_server") + p50("tokenize")),
+        plan=model.delays_ms.plan,
+        gap=_short(gap),
+        result=model.delays_ms.result,
+        delivery=_short(p50("delivery")),
+    )
+    return msgspec.structs.replace(model, delays_ms=delays, slowdown=slowdown)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 written, 2 bad flags or no model."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(given)
+    try:
+        if arguments.calibrate is not None:
+            model = calibrate(
+                load(arguments.out), _read_run(arguments.calibrate), arguments.slowdown
+            )
+        else:
+            model = _measured_model(arguments, given)
+        save(arguments.out, model)
+    except QuadrigaError as error:
+        print(f"bench.simulate.fit_cost_model: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.format(msgspec.json.encode(model), indent=2).decode())
+    print(f"written to {arguments.out}")
+    return 0
+
+
+def _measured_model(arguments: argparse.Namespace, given: list[str]) -> CostModel:
+    bench, measured_on = make_bench(server_flags.from_namespace(arguments))
+    cases = design()
+    features = [features_of_case(case) for case in cases]
+    measured = measure(bench, cases, arguments.repeats)
+    ms, quality = fit(features, measured)
+    command = shlex.join(["python", "-m", "bench.simulate.fit_cost_model", *given])
+    model = CostModel(
+        ms=ms, measured_on=msgspec.structs.replace(measured_on, command=command), fit=quality
+    )
+    for case, one, real in zip(cases, features, measured, strict=True):
+        print(f"{real:8.2f} ms, predicted {model.step_ms(one):8.2f}: {describe(case)}")
+    print(f"error: median {quality.median_error:.1%}, p90 {quality.p90_error:.1%}")
+    if arguments.out.exists():
+        model = msgspec.structs.replace(model, delays_ms=load(arguments.out).delays_ms)
+    return model
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    try:
+        run: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no result of bench.serving --json: {error}") from None
+    return run
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m bench.simulate.fit_cost_model", description=__doc__)
+    parser.add_argument("--out", type=Path, default=DEFAULT, help=f"(default: {DEFAULT.name})")
+    parser.add_argument("--repeats", type=int, default=7, help="of every plan (default: 7)")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN.json", help="take the delays from a measured run"
+    )
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        default=1.0,
+        help="with --calibrate: a step takes so many times as long in a server (default: 1)",
+    )
+    server_flags.add_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

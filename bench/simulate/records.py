@@ -1,0 +1,98 @@
+"""What is seen of the requests of a simulation, and of its replicas over time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quadriga.wire.messages.to_detok import CloseText
+
+Ints = npt.NDArray[np.int64]
+
+
+class Growing:
+    """A numpy array that grows by doubling."""
+
+    def __init__(self, dtype: type, size: int = 1024) -> None:
+        self._values: npt.NDArray[Any] = np.zeros(size, dtype)
+        self.length = 0
+
+    def extend(self, values: npt.NDArray[Any]) -> None:
+        self.reserve(self.length + len(values))
+        self._values[self.length : self.length + len(values)] = values
+        self.length += len(values)
+
+    def reserve(self, length: int) -> None:
+        """Room for so many values; new ones are 0."""
+        if length > len(self._values):
+            size = max(length, 2 * len(self._values))
+            self._values = np.concatenate(
+                [self._values, np.zeros(size - len(self._values), self._values.dtype)]
+            )
+
+    @property
+    def room(self) -> npt.NDArray[Any]:
+        return self._values
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        return self._values[: self.length]
+
+
+class Records:
+    """What was seen of every request, by its index in the trace. Times are simulated seconds."""
+
+    TIMES = ("submitted", "tokenized", "admitted", "first_token", "last_token", "finished")
+    TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens")
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._columns = {name: Growing(np.float64) for name in self.TIMES}
+        self._columns |= {name: Growing(np.int32) for name in self.TOKENS}
+        self.gaps = Growing(np.float32)
+        self.errors: dict[int, str] = {}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """A column, one value a request."""
+        return self._columns[name].room[: self.length]
+
+    def add(self, index: int, submitted: float, tokenized: float) -> None:
+        self.length = max(self.length, index + 1)
+        for column in self._columns.values():
+            column.reserve(self.length)
+        self["submitted"][index] = submitted
+        self["tokenized"][index] = tokenized
+
+    def take_tokens(self, indexes: Ints, when: float) -> None:
+        """Each of these requests gave one token."""
+        last = self["last_token"]
+        before = last[indexes]
+        self.gaps.extend((when - before)[before > 0])
+        last[indexes] = when
+        self["completion_tokens"][indexes] += 1
+
+    def end(self, index: int, closed: CloseText, delivered: float) -> None:
+        self["finished"][index] = delivered
+        self["admitted"][index] = closed.admitted
+        self["first_token"][index] = closed.first_token
+        self["prompt_tokens"][index] = closed.prompt_tokens
+        self["cached_tokens"][index] = closed.cached_tokens
+        if closed.error is not None:
+            self.errors[index] = closed.error.code
+
+    def fail(self, index: int, code: str, when: float) -> None:
+        """The request never came to a scheduler."""
+        self["finished"][index] = when
+        self.errors[index] = code
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All replicas together at one moment. Pages: held by requests, and cached for reuse."""
+
+    time: float
+    running: int
+    waiting: int
+    pages_held: int
+    pages_cached: int

@@ -1,0 +1,184 @@
+"""What a simulated run gave: its figures, and the lines that say them."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.metrics.metrics import Goodput, Slo
+from bench.metrics.percentiles import MS, Spread
+from bench.simulate.records import Records
+from bench.simulate.run import World
+
+Floats = npt.NDArray[np.float64]
+
+COMPARED = ("ttft", "tpot", "itl", "queue_wait", "latency")
+"""Spreads that are shown beside those of a measured run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One simulated run. Spreads in ms; what metrics.Summary has too means the same there.
+
+    errors: failed requests by their code. duration: simulated seconds from the first submit to the
+    last end. busy: share of it in which the workers ran steps. rows: mean of a step.
+    pages_held, pages_cached: mean shares of all pages, 0 to 1; pages_peak: the highest seen of
+    held ones. wall: seconds that the simulation took.
+    """
+
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cache_hit_rate: float
+    duration: float
+    throughput: float
+    request_rate: float
+    queue_wait: Spread | None
+    prefill: Spread | None
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+    latency: Spread | None
+    goodput: Goodput | None
+    steps: int
+    rows: float
+    busy: float
+    retractions: int
+    pages_total: int
+    pages_held: float
+    pages_peak: float
+    pages_cached: float
+    wall: float
+
+
+def spread(seconds: npt.NDArray[Any]) -> Spread | None:
+    """The spread in ms of durations in seconds; None if there are none."""
+    if len(seconds) == 0:
+        return None
+    ms = np.maximum(seconds, 0.0) * MS
+    p50, p95, p99 = (float(value) for value in np.percentile(ms, [50, 95, 99]))
+    return Spread(len(ms), float(ms.mean()), p50, p95, p99, float(ms.max()))
+
+
+def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
+    """What the records and the replicas say."""
+    records, replicas = world.records, world.replicas
+    done = np.ones(records.length, dtype=bool)
+    done[list(records.errors)] = False
+    column = {name: records[name][done] for name in (*Records.TIMES, *Records.TOKENS)}
+    delivery = delivery_ms / MS
+    ttft = column["first_token"] + delivery - column["submitted"]
+    several = column["completion_tokens"] > 1
+    tpot = np.zeros(len(ttft))
+    tpot[several] = (column["last_token"] - column["first_token"])[several] / (
+        column["completion_tokens"][several] - 1
+    )
+    duration = float(records["finished"].max() - records["submitted"].min())
+    prompt, cached = int(column["prompt_tokens"].sum()), int(column["cached_tokens"].sum())
+    completion = int(column["completion_tokens"].sum())
+    latency = column["finished"] - column["submitted"]
+    kept = _within(ttft, slo.ttft_ms) & _within(tpot, slo.tpot_ms) & _within(latency, slo.e2el_ms)
+    good = int(kept.sum())
+    steps, samples = sum(r.worker.steps for r in replicas), world.samples
+    pages = sum(r.num_pages for r in replicas)
+    return Figures(
+        requests=records.length,
+        failed=len(records.errors),
+        errors=dict(Counter(records.errors.values())),
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=cached,
+        cache_hit_rate=cached / max(prompt, 1),
+        duration=duration,
+        throughput=completion / duration if duration else 0.0,
+        request_rate=len(ttft) / duration if duration else 0.0,
+        queue_wait=spread(column["admitted"] - column["tokenized"]),
+        prefill=spread(column["first_token"] - column["admitted"]),
+        ttft=spread(ttft),
+        tpot=spread(tpot[several]),
+        itl=spread(records.gaps.values),
+        latency=spread(latency),
+        goodput=Goodput(good, good / records.length, good / duration if duration else None)
+        if slo
+        else None,
+        steps=steps,
+        rows=sum(r.worker.rows for r in replicas) / max(steps, 1),
+        busy=sum(r.worker.busy for r in replicas) / (duration * len(replicas)) if duration else 0.0,
+        retractions=sum(r.info["retractions"] for r in replicas),
+        pages_total=pages,
+        pages_held=statistics.fmean(s.pages_held for s in samples) / pages,
+        pages_peak=max(s.pages_held for s in samples) / pages,
+        pages_cached=statistics.fmean(s.pages_cached for s in samples) / pages,
+        wall=wall,
+    )
+
+
+def _within(seconds: Floats, limit_ms: float | None) -> npt.NDArray[np.bool_]:
+    return seconds * MS <= (math.inf if limit_ms is None else limit_ms)
+
+
+def block(run: Figures, replicas: int, source: str) -> str:
+    """The lines of a run, with the names that bench.serving gives them."""
+    errors = ", ".join(f"{number} {code}" for code, number in run.errors.items())
+    goodput = run.goodput
+    return "\n".join(
+        [
+            "=== simulation ===",
+            f"Cost model: {source}",
+            f"Replicas: {replicas}",
+            f"Requests: {run.requests}",
+            f"Prompt tokens (total): {run.prompt_tokens}",
+            f"Completion tokens (total): {run.completion_tokens}",
+            f"Duration: {run.duration:.2f} s",
+            f"Queue wait (post-tok) p50/p95/p99: {_spread(run.queue_wait)}",
+            f"Prefill->first token p50/p95/p99: {_spread(run.prefill)}",
+            f"TTFT p50/p95/p99: {_spread(run.ttft)}",
+            f"TPOT p50/p95/p99: {_spread(run.tpot)}",
+            f"ITL p50/p95/p99: {_spread(run.itl)}",
+            f"Latency p50/p95/p99: {_spread(run.latency)}",
+            f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
+            f"Request rate: {run.request_rate:.2f} requests/s",
+            "Goodput: n/a (no --goodput)"
+            if goodput is None
+            else f"Goodput: {goodput.rate or 0:.2f} requests/s ({goodput.share:.1%} of all)",
+            f"Prefix cache hits: {run.cached_tokens} tokens ({run.cache_hit_rate:.1%})",
+            f"KV pages held mean/peak: {run.pages_held:.1%}/{run.pages_peak:.1%}"
+            f" of {run.pages_total}, cached {run.pages_cached:.1%}",
+            f"Retractions: {run.retractions}",
+            f"Worker busy: {run.busy:.1%} ({run.steps} steps of {run.rows:.1f} rows)",
+            f"Failed requests: {run.failed}" + (f" ({errors})" if errors else ""),
+            f"Simulated in: {run.wall:.1f} s ({run.requests / max(run.wall, 1e-9):.0f} requests/s,"
+            f" {run.steps / max(run.wall, 1e-9):.0f} steps/s)",
+        ]
+    )
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "n/a"
+    return "/".join(f"{value:.2f}" for value in (spread.p50, spread.p95, spread.p99)) + " ms"
+
+
+def comparison(run: Figures, measured: Sequence[dict[str, Any]]) -> str:
+    """Simulated against measured: the medians of the runs of a bench.serving --json."""
+    rows = [("throughput, tokens/s", run.throughput, [one["throughput"] for one in measured])]
+    for name in COMPARED:
+        mine = getattr(run, name)
+        for part in ("p50", "p99"):
+            theirs = [one[name][part] for one in measured if one.get(name)]
+            if mine is not None and theirs:
+                rows.append((f"{name} {part}, ms", getattr(mine, part), theirs))
+    lines = [f"=== simulated against measured (median of {len(measured)} runs) ==="]
+    for title, mine, theirs in rows:
+        real = statistics.median(theirs)
+        ratio = f"{mine / real:.3f}" if real else "n/a"
+        lines.append(f"{title:22} {mine:12.2f} {real:12.2f}   ratio {ratio}")
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""A simulated run: clients that send a trace, and the replicas that it is dispatched to."""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
+
+import msgspec
+import numpy as np
+
+from bench.load import trace
+from bench.load.trace import TraceRequest
+from bench.metrics.percentiles import MS
+from bench.simulate.cost_model import CostModel
+from bench.simulate.records import Records, Sample
+from bench.simulate.server import START, Clock, FrontDoor, Replica, draw_ids
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.to_detok import CloseText
+
+MOST_SAMPLES = 1024
+"""Of pages and queues over time; the interval between them grows with the run."""
+SAMPLED = ("running", "waiting", "pages_held", "pages_cached")
+"""What the scheduler tells of itself, as in Sample."""
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True):
+    """A request on its way. head: the tokens that it continues."""
+
+    index: int
+    request: TraceRequest
+    head: "array[int]"
+
+
+class World:
+    """Clients and replicas.
+
+    seed: of the prompts. least_loaded: a request goes to the replica with the fewest open ones;
+    else to each in turn. on_end is called once for each request that has ended.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: CostModel,
+        num_pages: int,
+        replicas: int = 1,
+        least_loaded: bool = False,
+        seed: int = 0,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.records = Records()
+        self.samples: list[Sample] = []
+        self._sample_seconds = 0.01
+        self._next_sample = 0.0
+        self._clock = clock = Clock()
+        self._front_door = FrontDoor(config, model)
+        self._message_delay = model.delays_ms.message_in / MS
+        self._delivery_delay = model.delays_ms.delivery / MS
+        self._seed = seed
+        self._on_end = on_end
+        self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(())
+        self._followers: dict[int, list[Sent]] = {}
+        self._continued: dict[int, array[int]] = {}
+        self.replicas = [
+            Replica(config, model, num_pages, clock, self.records.take_tokens, self._close)
+            for _ in range(replicas)
+        ]
+        self._turns = None if least_loaded else cycle(self.replicas)
+
+    def run(self, arrivals: Iterable[tuple[int, TraceRequest]]) -> None:
+        """Until every request has ended. arrivals: with their indexes; sorted by time, but one that
+        follows another stands before any that comes at a time later than that one's."""
+        self._arrivals = iter(arrivals)
+        self._next_arrival()
+        while self._clock.advance():
+            if self._clock.now >= self._next_sample:
+                self._sample()
+
+    def _next_arrival(self) -> None:
+        for index, request in self._arrivals:
+            sent = Sent(index, request, array("i"))
+            if request.follows is None:
+                self._clock.at(START + request.at, self._arrive, sent)
+                return
+            self._followers.setdefault(request.follows, []).append(sent)
+
+    def _arrive(self, sent: Sent) -> None:
+        self._next_arrival()
+        self._submit(sent)
+
+    def _submit(self, sent: Sent) -> None:
+        index, request = sent.index, sent.request
+        ids = sent.head + trace.prompt_ids(request, self._front_door.vocab_size, self._seed)
+        now = self._clock.now
+        self.records.add(index, now, now + self._message_delay)
+        try:
+            message = self._front_door.submit(index, request, ids, now, now + self._message_delay)
+        except QuadrigaError as error:
+            self._fail(index, error.code)
+            return
+        if any(follower.request.continues for follower in self._followers.get(index, ())):
+            self._continued[index] = ids
+        replica = self._replica()
+        replica.load += 1
+        self._clock.at(message.tokenized, replica.take_message, message)
+
+    def _replica(self) -> Replica:
+        if self._turns is not None:
+            return next(self._turns)
+        return min(self.replicas, key=lambda replica: replica.load)
+
+    def _fail(self, index: int, code: str) -> None:
+        now = self._clock.now
+        self.records.fail(index, code, now)
+        self._ended(index, now)
+
+    def _close(self, closed: CloseText, when: float) -> None:
+        """The terminal message of a request."""
+        index, delivered = int(closed.request_id), when + self._delivery_delay
+        self.records.end(index, closed, delivered)
+        self._ended(index, delivered)
+
+    def _ended(self, index: int, delivered: float) -> None:
+        """Let those go that wait for this one. A chat of which a turn failed does not go on."""
+        self._on_end()
+        prompt = self._continued.pop(index, array("i"))
+        for sent in self._followers.pop(index, ()):
+            if sent.request.continues:
+                if index in self.records.errors:
+                    self.records.add(sent.index, delivered, delivered)
+                    self._fail(sent.index, "not_sent")
+                    continue
+                generated = int(self.records["completion_tokens"][index])
+                first = int(self.records["prompt_tokens"][index])
+                positions = np.arange(first, first + generated)
+                tokens = draw_ids(np.array([index]), positions, self._front_door.vocab_size)
+                sent = Sent(sent.index, sent.request, prompt + array("i", tokens.tolist()))
+            self._clock.at(delivered + sent.request.at, self._submit, sent)
+
+    def _sample(self) -> None:
+        infos = [replica.info for replica in self.replicas]
+        amounts = [sum(info[name] for info in infos) for name in SAMPLED]
+        self.samples.append(Sample(self._clock.now, *amounts))
+        if len(self.samples) > MOST_SAMPLES:
+            del self.samples[1::2]
+            self._sample_seconds *= 2
+        self._next_sample = self._clock.now + self._sample_seconds

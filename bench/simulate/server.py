@@ -1,0 +1,276 @@
+"""One server of a simulation: front door, scheduler and worker, on a simulated clock.
+
+The scheduler is the real one. The worker takes the time that a cost model gives its steps and draws
+its tokens from a hash; what the messages between the processes take is in the model's delays.
+"""
+
+import math
+from array import array
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bench.load.trace import FIRST_ID, TraceRequest
+from bench.metrics.percentiles import MS
+from bench.simulate.cost_model import CostModel, features_of
+from bench.simulate.records import Growing
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import PromptTooLong
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_detok import CloseText, StepOutput
+from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
+from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from scheduler_proc.main import MESSAGES_A_ROUND
+from scheduler_proc.scheduler import Scheduler
+from worker_proc.startup.prefill_tuning import ON_A_GPU, SIZES, choose
+
+Ints = npt.NDArray[np.int64]
+
+START = 1000.0
+"""Simulated seconds at which a run begins: a time of 0.0 means never."""
+
+
+class Clock:
+    """Simulated Unix seconds, and what happens when."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = count()
+        self._after: dict[Callable[[], None], None] = {}
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, when: float, act: Callable[[Any], None], subject: Any) -> None:
+        heappush(self._heap, (when, next(self._order), act, subject))
+
+    def after_this(self, act: Callable[[], None]) -> None:
+        """Once, when all that happens at this moment has happened."""
+        self._after[act] = None
+
+    def advance(self) -> bool:
+        """Go on to the next moment at which something happens. False: nothing will."""
+        heap = self._heap
+        if not heap:
+            return False
+        now = self.now = heap[0][0]
+        while heap and heap[0][0] == now:
+            _, _, act, subject = heappop(heap)
+            act(subject)
+        after, self._after = self._after, {}
+        for last in after:
+            last()
+        return True
+
+
+# --- the front door -------------------------------------------------------------------------------
+
+
+class FrontDoor:
+    """What becomes of a request before the scheduler has it."""
+
+    def __init__(self, config: ServerConfig, model: CostModel) -> None:
+        own = model.measured_on.context_length
+        self._limit = min(config.model.context_length or own, own)
+        self._args = config.front_door
+        self.vocab_size = model.measured_on.vocab_size
+
+    def submit(
+        self, index: int, request: TraceRequest, ids: "array[int]", now: float, tokenized: float
+    ) -> Submit:
+        """PromptTooLong where the context cannot hold the request."""
+        most = request.max_new_tokens
+        if self._args.allow_auto_truncate:
+            ids = ids[-(self._limit - 1) :]
+            most = min(most, self._limit - len(ids))
+        if len(ids) + most > self._limit:
+            raise PromptTooLong(f"{len(ids)} + {most} tokens are more than {self._limit}")
+        queue, whole = self._args.queue_timeout, self._args.request_timeout
+        return Submit(
+            client=b"%d" % request.client,
+            request_id=str(index),
+            prompt_ids=pack_ids(ids),
+            params=SamplingParams(
+                max_new_tokens=most, temperature=0.0, seed=index, ignore_eos=True
+            ),
+            stream=True,
+            received=now,
+            tokenized=tokenized,
+            priority=request.priority,
+            queue_deadline=None if queue is None else now + queue,
+            deadline=None if whole is None else now + whole,
+        )
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
+    """The token that the simulated model gives at a position: its own ones for each seed."""
+    mixed = (seeds * 1_000_003 + positions) * 2_654_435_761 & 0x7FFF_FFFF_FFFF
+    return FIRST_ID + (mixed >> 13) % (vocab_size - FIRST_ID)
+
+
+class SimulatedWorker:
+    """Answers a plan at once with the result that will be there later: `deliver` is given the time
+    at which the scheduler has it, and the result.
+
+    Of each slot it keeps how many tokens are known and computed, no KV.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        num_slots: int,
+        clock: Clock,
+        deliver: Callable[[float, StepResult], None],
+    ) -> None:
+        self._prices = model.prices
+        self._plan_delay = model.delays_ms.plan / MS
+        self._gap = model.delays_ms.gap / MS
+        self._result_delay = model.delays_ms.result / MS
+        self._vocab_size = model.measured_on.vocab_size
+        self._clock = clock
+        self._deliver = deliver
+        self._known = np.zeros(num_slots, np.int64)
+        self._computed = np.zeros(num_slots, np.int64)
+        self._seeds = np.zeros(num_slots, np.int64)
+        self._free_at = 0.0
+        self.steps = 0
+        self.rows = 0
+        self.busy = 0.0
+
+    def send(self, message: msgspec.Struct) -> None:
+        if not isinstance(message, StepPlan):
+            return
+        for new in message.new:
+            self._known[new.slot] = len(new.token_ids) // 4
+            self._computed[new.slot] = new.computed
+            self._seeds[new.slot] = new.seed
+        slots = np.frombuffer(message.slots, "<i4")
+        num_tokens = np.frombuffer(message.num_tokens, "<i4").astype(np.int64)
+        began = max(self._clock.now + self._plan_delay, self._free_at + self._gap)
+        token_ids, seconds = self._run(slots, num_tokens)
+        self._free_at = ended = began + seconds
+        self.steps += 1
+        self.rows += len(slots)
+        self.busy += seconds
+        self._deliver(ended + self._result_delay, StepResult(message.step, token_ids, began, ended))
+
+    def _run(self, slots: npt.NDArray[np.int32], num_tokens: Ints) -> tuple[bytes, float]:
+        before, known = self._computed[slots], self._known[slots]
+        after = before + num_tokens
+        samples = after == known
+        assert (after <= known).all(), "a token is computed that nobody knows"
+        self._computed[slots] = after
+        self._known[slots] = known + samples
+        tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
+        features = features_of(num_tokens, before, int(samples.sum()))
+        prices = zip(self._prices, msgspec.structs.astuple(features), strict=True)
+        return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
+
+
+def saturating_tokens(model: CostModel) -> int:
+    """What the worker would find out at its start."""
+    if model.measured_on.device != "cpu":
+        return ON_A_GPU
+
+    def seconds_of(tokens: int) -> float:
+        return model.step_ms(features_of(np.array([tokens]), np.zeros(1, np.int64), 1)) / MS
+
+    return choose(list(SIZES), seconds_of)
+
+
+# --- the process of the scheduler -----------------------------------------------------------------
+
+
+class Replica:
+    """A scheduler with its worker, and what the process around the scheduler does.
+
+    load: open requests; who sends one adds it. on_tokens is called with the indexes of the requests
+    that a step gave a token, on_close with the terminal message of each, and when that was.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: CostModel,
+        num_pages: int,
+        clock: Clock,
+        on_tokens: Callable[[Ints, float], None],
+        on_close: Callable[[CloseText, float], None],
+    ) -> None:
+        self.num_pages = num_pages
+        self.load = 0
+        self._clock = clock
+        self._on_tokens = on_tokens
+        self._on_close = on_close
+        self._messages: list[SchedulerMessage] = []
+        self._results: list[StepResult] = []
+        self._index_of = Growing(np.int64)
+        self._wake_at = math.inf
+        slots = config.scheduler.max_running_requests
+        self.worker = SimulatedWorker(
+            model, slots, clock, lambda when, result: clock.at(when, self.take_result, result)
+        )
+        self.scheduler = Scheduler(
+            config.scheduler, frozenset(), self.worker, detok=self, clock=clock
+        )
+        on, page_size = model.measured_on, config.worker.page_size
+        ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device)
+        ready = msgspec.structs.replace(ready, prefill_tokens=saturating_tokens(model))
+        self.scheduler.iterate([], [ready])
+
+    def take_message(self, message: SchedulerMessage) -> None:
+        self._messages.append(message)
+        self._clock.after_this(self.round)
+
+    def take_result(self, result: StepResult) -> None:
+        self._results.append(result)
+        self._clock.after_this(self.round)
+
+    def round(self) -> None:
+        """What the process does when it is woken."""
+        messages, self._messages = self._messages, []
+        results, self._results = self._results, []
+        self.scheduler.iterate(messages[:MESSAGES_A_ROUND], results)
+        for first in range(MESSAGES_A_ROUND, len(messages), MESSAGES_A_ROUND):
+            self.scheduler.iterate(messages[first : first + MESSAGES_A_ROUND], [])
+        self._wake(self.scheduler.wake_at)
+
+    def _wake(self, when: float | None) -> None:
+        """The next round without a message; an earlier wish is forgotten."""
+        before, self._wake_at = self._wake_at, math.inf if when is None else when
+        if self._wake_at not in (before, math.inf):
+            self._clock.at(max(self._wake_at, self._clock.now), self._is_woken, self._wake_at)
+
+    def _is_woken(self, wish: float) -> None:
+        if wish == self._wake_at:
+            self._wake_at = math.inf
+            self._clock.after_this(self.round)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """What the scheduler has for the detokenizer."""
+        if not isinstance(message, StepOutput):
+            return
+        for opened in message.opened:
+            self._index_of.reserve(opened.seq + 1)
+            self._index_of.room[opened.seq] = int(opened.request_id)
+        if message.seqs:
+            self._on_tokens(self._index_of.room[message.seqs], message.time)
+        for closed in message.closed:
+            self.load -= 1
+            self._on_close(closed, message.time)
+        self.scheduler.texts.settle([closed.seq for closed in message.closed])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Gauges and counters of the scheduler."""
+        return dict(self.scheduler.info())

@@ -1,0 +1,211 @@
+"""The real scheduler on a simulated clock and worker: `python -m bench.simulate --num-requests N`.
+
+A million requests in minutes, on one replica or many, to see what a flag of the scheduler does. A
+step takes the time that a cost model gives it (bench/simulate/cost_model.py); nothing but the
+scheduler is run. Exit codes: 0 all requests finished, 1 some failed, 2 bad flags.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.cli.flags import server_flags_in
+from bench.cli.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags, trace_spec
+from bench.cli.output_flags import add_goodput
+from bench.load import trace
+from bench.load.mooncake import read_requests
+from bench.load.trace import TraceRequest
+from bench.metrics.metrics import Slo
+from bench.simulate import cost_model
+from bench.simulate.cost_model import CostModel
+from bench.simulate.report import block, comparison, figures
+from bench.simulate.run import World
+from bench.simulate.server import START
+from quadriga.config import server_config as server_flags
+from quadriga.config.flags import flag_name
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError, QuadrigaError
+
+DEFAULTS = LOAD_DEFAULTS | {
+    "num_requests": 1000,
+    "random_input_len": "64",
+    "max_new_tokens": "32",
+}
+"""Of the load flags."""
+
+SERVER_FLAGS = {
+    *(field.name for field in dataclasses.fields(SchedulerArgs)),
+    *("context_length", "allow_auto_truncate", "queue_timeout", "request_timeout"),
+    *("page_size", "max_total_tokens"),
+}
+"""Flags of a server that change a simulation."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate what a command line says; the exit code."""
+    try:
+        return simulate(_parser().parse_args(argv))
+    except QuadrigaError as error:
+        print(f"bench.simulate.simulator: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench.simulate.simulator: interrupted", file=sys.stderr)
+        return 130
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    config, model = _config(arguments), cost_model.load(arguments.cost_model)
+    draw_plot = _plotter(arguments.plot)
+    measured = None if arguments.compare is None else _measured_runs(arguments.compare)
+    number, arrivals = _arrivals(arguments)
+    with tqdm(total=number, desc="simulate", unit="req", leave=False, disable=None) as bar:
+        world = World(
+            config,
+            model,
+            _num_pages(arguments, config, model),
+            arguments.replicas,
+            arguments.dispatch == "least-loaded",
+            arguments.seed,
+            on_end=bar.update,
+        )
+        began = time.perf_counter()
+        gc.freeze()
+        world.run(arrivals)
+        wall = time.perf_counter() - began
+    slo = Slo.parse(arguments.goodput)
+    run = figures(world, model.delays_ms.delivery, slo, wall)
+    print(block(run, arguments.replicas, _source(arguments.cost_model, model)))
+    if measured is not None:
+        print(comparison(run, measured))
+    if arguments.json is not None:
+        flags = {name: str(value) for name, value in vars(arguments).items()}
+        document = {"flags": flags, "summary": dataclasses.asdict(run)}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    draw_plot(world)
+    return 1 if run.failed else 0
+
+
+def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, TraceRequest]]]:
+    """How many requests come, and they with their indexes, in the order that World.run wants."""
+    given = vars(arguments)
+    drawn = [flag_name(name) for name in LOAD_FLAGS if name in given]
+    if arguments.trace is not None:
+        if drawn:
+            raise ConfigError(
+                f"{', '.join(drawn)} would change nothing about --trace: leave it out"
+            )
+        requests = read_requests(arguments.trace)
+        indexed = sorted(
+            enumerate(requests), key=lambda one: 0.0 if one[1].follows is not None else one[1].at
+        )
+        return len(requests), indexed
+    spec = trace_spec(DEFAULTS | given)
+    return spec.num_requests, enumerate(trace.generate(spec))
+
+
+def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
+    """--num-pages, else --max-total-tokens, else as much as the measured machine has."""
+    if arguments.num_pages is None:
+        tokens = config.worker.max_total_tokens or model.measured_on.max_total_tokens
+        return tokens // config.worker.page_size
+    if config.worker.max_total_tokens is not None:
+        raise ConfigError("--num-pages and --max-total-tokens say the same: leave one out")
+    if arguments.num_pages <= 0:
+        raise ConfigError(f"num_pages must be positive (it is {arguments.num_pages})")
+    return int(arguments.num_pages)
+
+
+def _plotter(path: Path | None) -> Callable[[World], None]:
+    """Draws the run into a file, once it is over. ConfigError at once where that cannot work."""
+    if path is None:
+        return lambda world: None
+    try:
+        from bench.report import plots
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
+        ) from None
+    return lambda world: plots.draw(path, world.records, world.samples, START)
+
+
+def _measured_runs(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [run["summary"] for run in json.loads(path.read_text())["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no result of bench.serving --json: {error!r}") from None
+
+
+def _source(path: Path, model: CostModel) -> str:
+    on = model.measured_on
+    threads = f", {on.threads} threads" if on.device == "cpu" else ""
+    return f"{path.stem} ({on.model}, {on.dtype}, {on.device}{threads}, {on.date})"
+
+
+def _config(arguments: argparse.Namespace) -> ServerConfig:
+    """ConfigError for flags that cannot work, or would change nothing here."""
+    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
+    if idle:
+        raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: leave it out")
+    if arguments.replicas <= 0:
+        raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
+    return server_flags.from_namespace(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m bench.simulate", description=__doc__, allow_abbrev=False
+    )
+    load = parser.add_argument_group("what is sent, and when")
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests as recorded (format: bench/load/trace.py, or Mooncake's)",
+    )
+    load.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    add_load_flags(load, defaults=DEFAULTS)
+    _add_world(parser.add_argument_group("what it is sent to"))
+    _add_output(parser.add_argument_group("what comes out"))
+    server_flags.add_flags(parser)
+    return parser
+
+
+def _add_world(group: Any) -> None:
+    add = group.add_argument
+    add("--replicas", type=int, default=1, metavar="R", help="servers, each with its scheduler")
+    add(
+        "--dispatch",
+        choices=("round-robin", "least-loaded"),
+        default="round-robin",
+        help="which replica a request goes to (default: round-robin)",
+    )
+    add("--num-pages", type=int, metavar="N", help="KV pages of a replica")
+    add(
+        "--cost-model",
+        type=Path,
+        default=cost_model.DEFAULT,
+        metavar="FILE",
+        help=f"how long a step takes (default: {cost_model.DEFAULT.name})",
+    )
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
+    add_goodput(group)
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the run")
+    add(
+        "--compare",
+        type=Path,
+        metavar="RUN.json",
+        help="print this beside a bench.serving --json of the same trace",
+    )

@@ -1,0 +1,1 @@
+"""Around every request: API keys, CORS, request ids, error bodies and slow clients."""

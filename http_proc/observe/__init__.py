@@ -1,0 +1,1 @@
+"""The request log and the metrics of HTTP requests."""

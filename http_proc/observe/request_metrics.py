@@ -1,0 +1,71 @@
+"""What the requests of this gateway took: counted here, shown by metrics.py."""
+
+from collections import Counter
+from itertools import pairwise
+
+from quadriga.client.types import Completion
+from quadriga.histogram import SECONDS, Histogram
+from quadriga.sampling.params import SamplingParams
+
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICES = (1, 2, 5, 10, 20, 50, 128)
+
+
+class RequestMetrics:
+    """What the requests of this gateway took, stage by stage."""
+
+    def __init__(self) -> None:
+        self.slow_readers = 0
+        self.disconnects = 0
+        self.refused_connections = 0
+        self.errors: Counter[str] = Counter()
+        self.histograms = {
+            "time_to_first_token_seconds": Histogram(SECONDS),
+            "request_time_per_output_token_seconds": Histogram(SECONDS),
+            "inter_token_latency_seconds": Histogram(SECONDS),
+            "e2e_request_latency_seconds": Histogram(SECONDS),
+            "request_tokenize_time_seconds": Histogram(SECONDS),
+            "request_queue_time_seconds": Histogram(SECONDS),
+            "request_prefill_time_seconds": Histogram(SECONDS),
+            "request_decode_time_seconds": Histogram(SECONDS),
+            "request_inference_time_seconds": Histogram(SECONDS),
+            "request_detokenize_time_seconds": Histogram(SECONDS),
+            "request_delivery_time_seconds": Histogram(SECONDS),
+            "request_prompt_tokens": Histogram(TOKENS),
+            "request_generation_tokens": Histogram(TOKENS),
+            "request_params_n": Histogram(CHOICES),
+            "request_params_max_tokens": Histogram(TOKENS),
+        }
+
+    def count_error(self, code: str) -> None:
+        self.errors[code] += 1
+
+    def count_asked(self, params: SamplingParams) -> None:
+        """A request goes to the ring."""
+        self.histograms["request_params_n"].observe(params.n)
+        if params.max_new_tokens is not None:
+            self.histograms["request_params_max_tokens"].observe(params.max_new_tokens)
+
+    def count(self, completion: Completion) -> None:
+        """A request has ended."""
+        times, usage, histograms = completion.timings, completion.usage, self.histograms
+        histograms["e2e_request_latency_seconds"].observe(times.delivered - times.submitted)
+        histograms["request_prompt_tokens"].observe(usage.prompt_tokens)
+        histograms["request_generation_tokens"].observe(usage.completion_tokens)
+        histograms["request_tokenize_time_seconds"].observe(times.tokenized - times.received)
+        if not times.token_times:
+            return
+        first, last = times.token_times[0], times.token_times[-1]
+        histograms["time_to_first_token_seconds"].observe(first - times.submitted)
+        histograms["request_queue_time_seconds"].observe(times.admitted - times.tokenized)
+        histograms["request_prefill_time_seconds"].observe(first - times.admitted)
+        histograms["request_decode_time_seconds"].observe(last - first)
+        histograms["request_inference_time_seconds"].observe(last - times.admitted)
+        histograms["request_detokenize_time_seconds"].observe(times.detokenized - last)
+        histograms["request_delivery_time_seconds"].observe(times.delivered - times.detokenized)
+        if len(times.token_times) > 1:
+            per_token = (last - first) / (len(times.token_times) - 1)
+            histograms["request_time_per_output_token_seconds"].observe(per_token)
+        gaps = histograms["inter_token_latency_seconds"]
+        for earlier, later in pairwise(times.token_times):
+            gaps.observe(later - earlier)

@@ -1,0 +1,1 @@
+"""The bodies of requests and answers, and their translation to the client library."""

@@ -1,0 +1,232 @@
+"""What OpenAI's endpoints take, beside the sampling fields (sampling.py), and what they give.
+
+Fields that OpenAI has and that change nothing here are taken and ignored; a field that is not
+listed is refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from http_proc.protocol.logprobs import MAX_TOP
+from quadriga.wire.messages.public import Usage
+
+Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)]
+Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
+
+
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of what the endpoints take."""
+
+
+class StreamOptions(Request, kw_only=True):
+    """include_usage: one last chunk with the usage; continuous_usage_stats: it is in every chunk.
+    include_obfuscation is ignored."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class ResponseFormat(msgspec.Struct):
+    """type: text, json_object, json_schema or structural_tag; json_schema: {"name", "schema"};
+    structures and triggers: of a structural tag."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Request, kw_only=True):
+    """vLLM's way to ask for a grammar: one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class OpenAIRequest(Request, kw_only=True):
+    """What both endpoints take. prompt_logprobs: of the prompt's tokens and so many of the
+    likeliest, as vLLM has them. The fields after structured_outputs change nothing."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    priority: Priority = 0
+    prompt_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/completions. prompt: a text, a list of texts, token ids, or a list of those.
+
+    echo: the prompt comes before the completion. best_of: 1 or n. logprobs: of each token, also of
+    the prompt's with echo, and of so many of the likeliest.
+    """
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+    logprobs: Top | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """arguments: JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model makes."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class ContentPart(msgspec.Struct):
+    """A piece of a message. Only text is understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionSchema(msgspec.Struct, omit_defaults=True):
+    """parameters: a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A function that the model may call."""
+
+    function: FunctionSchema
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/chat/completions.
+
+    logprobs: of each token; top_logprobs: and of so many of the likeliest. tool_choice: "none",
+    "auto", "required", or a function by name. chat_template_kwargs: further variables of the chat
+    template.
+    """
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: Top = 0
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class PromptDetails(msgspec.Struct):
+    """cached_tokens: how many of the prompt's tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionChoice(msgspec.Struct):
+    """One completion. stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionBody(msgspec.Struct):
+    """The answer to POST /v1/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    object: str = "text_completion"
+
+
+class AnswerMessage(msgspec.Struct):
+    """The assistant's turn. content: null where it only calls tools."""
+
+    content: str | None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer. stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatBody(msgspec.Struct):
+    """The answer to POST /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+def usage_body(usages: list[Usage], n: int) -> UsageBody:
+    """The sum over all choices; the prompt of n choices counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    cached = PromptDetails(sum(usage.cached_tokens for usage in usages[::n]))
+    return UsageBody(prompt, completion, prompt + completion, cached)

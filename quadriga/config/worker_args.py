@@ -1,0 +1,93 @@
+"""The flags of the worker."""
+
+from dataclasses import dataclass
+
+from quadriga.config.flags import flag, positive
+from quadriga.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArgs:
+    """Computing (worker_proc)."""
+
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    dtype: str = flag(
+        "auto",
+        "auto: bfloat16 where it is multiplied fast (on a CPU by the native kernels), else float32",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    page_size: int = flag(16, "tokens in one KV page")
+    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens")
+    mem_fraction_static: float | None = flag(
+        None, "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on cuda, 0.2 else)"
+    )
+    attention_backend: str = flag(
+        "auto",
+        "native: kernels for a CPU, compiled at first use; triton: kernels for CUDA; flash: the"
+        " same, but FlashAttention-3 for attention; torch: plain torch, anywhere (auto: triton on"
+        " CUDA, native on a CPU where a C++ compiler is found)",
+        ("auto", "native", "triton", "flash", "torch"),
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None, "decode steps of up to so many rows are CUDA graphs (default: --max-batch-size)"
+    )
+    disable_cuda_graph: bool = flag(False, "launch every kernel by itself, also in decode steps")
+    enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")
+    enable_deterministic_inference: bool = flag(
+        False, "on CUDA: the same output to the last bit, whatever else is in the batch; slower"
+    )
+    quantization: str = flag(
+        "none",
+        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
+        " (gguf: with the very numbers of a quantised GGUF)",
+        ("none", "int8", "int4", "gguf"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "keys and values: as --dtype, or in 8 bits, for twice the tokens (int8 on a CPU, fp8 on"
+        " CUDA)",
+        ("auto", "int8", "fp8"),
+    )
+    tp: int = flag(1, "processes over which each layer is spread, each with a device of its own")
+    worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
+    no_affinity: bool = flag(
+        False, "every process may run on every core, also where the worker could have its own"
+    )
+
+    def validate(self) -> None:
+        positive("page_size", self.page_size)
+        positive("max_total_tokens", self.max_total_tokens)
+        positive("worker_threads", self.worker_threads)
+        positive("cuda_graph_max_bs", self.cuda_graph_max_bs)
+        positive("tp", self.tp)
+        self._validate_tp()
+        fraction = self.mem_fraction_static
+        if fraction is not None and not 0 < fraction < 1:
+            raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
+        if self.kv_cache_dtype == "int8" and self.page_size % 16:
+            raise ConfigError(
+                f"kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
+                f" {self.page_size})"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ConfigError(
+                f"max_total_tokens is {self.max_total_tokens}: it must be at least one page"
+                f" of {self.page_size} tokens"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
+            raise ConfigError(
+                f"max_total_tokens is {self.max_total_tokens}: page_size {self.page_size} does not"
+                f" divide it; {self.max_total_tokens // self.page_size * self.page_size} would fit"
+            )
+
+    def _validate_tp(self) -> None:
+        if self.tp == 1:
+            return
+        for what, asked in (
+            ("attention_backend native", self.attention_backend == "native"),
+            (f"quantization {self.quantization}", self.quantization != "none"),
+            ("kv_cache_dtype int8", self.kv_cache_dtype == "int8"),
+            ("enable_deterministic_inference", self.enable_deterministic_inference),
+        ):
+            if asked:
+                raise ConfigError(f"tp is {self.tp}: {what} works with one process only")

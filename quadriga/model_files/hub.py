@@ -1,0 +1,101 @@
+"""Models of the Hugging Face Hub: the local cache first, then the network, within bounded time."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from quadriga.errors import ModelError
+from quadriga.model_files.directory import find_problem
+from quadriga.model_files.gpt2_sizes import find_size
+
+ANSWER_SECONDS = 8.0
+"""So long may the Hub take to say whether it has a model; name resolution counts."""
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+_NOT_OURS = ["*/*", "consolidated*", "*.h5", "*.msgpack"]
+
+ResultT = TypeVar("ResultT")
+
+
+def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
+    """The directory of a Hub model's snapshot; a cached one is used at once and offline.
+
+    weights: *.safetensors are needed too. ModelError where the Hub does not answer within
+    seconds, does not have it, or has it in a form that cannot be served.
+    """
+    cached = cached_snapshot(model)
+    if cached is not None and find_problem(cached, weights) is None:
+        return cached
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError:
+        raise ModelError(
+            f"{model!r} is not a file, a directory or a built-in name, and the Hub needs a"
+            f" package: pip install huggingface_hub; {_remedy(model)}"
+        ) from None
+    if not show_progress:
+        disable_progress_bars()
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        _within(ANSWER_SECONDS, lambda: HfApi().model_info(model, timeout=ANSWER_SECONDS / 2))
+        return Path(
+            snapshot_download(
+                model,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_OURS,
+                etag_timeout=ANSWER_SECONDS,
+            )
+        )
+    except Exception as error:  # of several HTTP libraries, by version
+        raise ModelError(
+            f"cannot get {model!r}: it is no directory, .gguf file or built-in name, it is not in"
+            f" the Hub's local cache, and the Hub says: {_one_line(error)}; {_remedy(model)}"
+        ) from None
+
+
+def cached_snapshot(model: str) -> Path | None:
+    """The snapshot in the local cache, complete or not; None if there is none."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _within(seconds: float, ask: Callable[[], ResultT]) -> ResultT:
+    """The answer, or TimeoutError: no library option bounds the resolution of a name."""
+    results: list[ResultT] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(ask())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return results[0]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _remedy(model: str) -> str:
+    dummy = model.rsplit("/", 1)[-1] if find_size(model) else "gpt2"
+    return (
+        f"type --model {dummy} --load-format dummy for random weights, or leave --model out for"
+        " the built-in smollm2-135m"
+    )

@@ -1,0 +1,211 @@
+"""What --model names, resolved to files: a directory, a .gguf, a built-in name or a Hub id.
+
+The launcher resolves once, with progress, and starts its children with `ModelFiles.location`,
+which resolves to the same files at once and without a network.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files import gpt2_sizes
+from quadriga.model_files.builtin import builtin_weights, own_sampling
+from quadriga.model_files.directory import find_problem, read_json
+from quadriga.model_files.fingerprint import fingerprint
+from quadriga.model_files.gguf_header import header_files
+from quadriga.model_files.hub import cached_snapshot, snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where everything about a model is.
+
+    name: what the user asked for. location: a --model value for the same files, at once and
+    offline. config: the contents of config.json, for a GGUF made from its header.
+    generation_config: {} where there is none. tokenizer_dir: holds tokenizer.json and
+    tokenizer_config.json. weights: a directory of *.safetensors or a .gguf file, None for random
+    weights. tensor_index: for a .gguf, the JSON file that gguf_header.header_files describes.
+    context_limit: --context-length. notes: lines for the person who starts the server.
+    """
+
+    name: str
+    location: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_dir: Path
+    weights: Path | None
+    tensor_index: Path | None = None
+    context_limit: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; the tokenizer may know fewer ids."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a request may have, prompt and completion together."""
+        return self.context_limit or self.own_context_length
+
+    @property
+    def own_context_length(self) -> int:
+        """Tokens that the model was made for."""
+        keys = ("max_position_embeddings", "n_positions", "n_ctx")
+        return int(next(self.config[key] for key in keys if self.config.get(key)))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the files of weights."""
+        if self.weights is None:
+            return 0
+        files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
+        return sum(file.stat().st_size for file in files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model from others, wherever its files are. Raises ModelError."""
+        return fingerprint(self.config, self.tokenizer_dir, self.weights)
+
+    @property
+    def attention_window(self) -> int | None:
+        """The last tokens that are attended to; None: all of them."""
+        if not self.config.get("use_sliding_window", True):
+            return None
+        window = self.config.get("sliding_window")
+        return window if window is None else int(window)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, of config.json and generation_config.json together."""
+        ids: set[int] = set()
+        for source in (self.config, self.generation_config):
+            value = source.get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        return frozenset(ids)
+
+
+def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
+    """Find the model, fetching it where needed.
+
+    show_progress: draw progress bars on stderr for what is fetched. ModelError: it cannot be
+    found, fetched or used; ConfigError: --context-length is longer than the model's own.
+    """
+    files = replace(_find(args, show_progress), context_limit=args.context_length)
+    _check_config(files)
+    return files
+
+
+def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
+    dummy = args.load_format == "dummy"
+    size = gpt2_sizes.find_size(args.model)
+    if dummy and size is not None:
+        return _dummy_gpt2(args.model, size, show_progress)
+    if args.model == BUILTIN_MODEL:
+        return _from_gguf(args.model, builtin_weights(show_progress), dummy)
+    path = Path(args.model).expanduser()
+    if path.is_dir():
+        return _from_directory(args.model, path, dummy, show_progress)
+    if path.is_file():
+        return _from_gguf(args.model, path, dummy)
+    if _looks_like_a_path(args.model):
+        raise ModelError(f"--model {args.model}: there is no such file or directory")
+    hub_id = size.hub_id if size is not None else args.model
+    directory = snapshot(hub_id, weights=not dummy, show_progress=show_progress)
+    return _from_directory(args.model, directory, dummy, show_progress)
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1
+
+
+def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
+    path = path.absolute()
+    header = header_files(path)
+    return ModelFiles(
+        name=name,
+        location=str(path),
+        config=read_json(header / "config.json"),
+        generation_config=read_json(header / "generation_config.json")
+        | ({} if dummy else own_sampling(path)),
+        tokenizer_dir=header,
+        weights=None if dummy else path,
+        tensor_index=None if dummy else header / "tensors.json",
+    )
+
+
+def _from_directory(name: str, path: Path, dummy: bool, show_progress: bool) -> ModelFiles:
+    path = path.absolute()
+    problem = find_problem(path, weights=not dummy)
+    config_is_enough = dummy and (path / "config.json").is_file()
+    if problem and not config_is_enough:
+        raise ModelError(f"{path} {problem}")
+    files = ModelFiles(
+        name=name,
+        location=str(path),
+        config=read_json(path / "config.json"),
+        generation_config=read_json(path / "generation_config.json"),
+        tokenizer_dir=path,
+        weights=None if dummy else path,
+    )
+    return _with_stand_in_tokenizer(files, show_progress) if problem else files
+
+
+def _dummy_gpt2(name: str, size: gpt2_sizes.Gpt2Size, show_progress: bool) -> ModelFiles:
+    files = ModelFiles(
+        name=name,
+        location=name,
+        config=gpt2_sizes.hugging_face_config(size),
+        generation_config={},
+        tokenizer_dir=Path(),
+        weights=None,
+    )
+    for repository in (size.hub_id, name):
+        cached = cached_snapshot(repository)
+        if cached is not None and (cached / "tokenizer.json").is_file():
+            return replace(files, tokenizer_dir=cached)
+    return _with_stand_in_tokenizer(files, show_progress)
+
+
+def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFiles:
+    """Random weights do not care whose text they see, so that the built-in's tokenizer will do;
+    the ids that end a text must then be this tokenizer's."""
+    stand_in = _from_gguf(BUILTIN_MODEL, builtin_weights(show_progress), dummy=True)
+    own_size = files.config.get("vocab_size")
+    if isinstance(own_size, int) and own_size < stand_in.vocab_size:
+        raise ModelError(
+            f"{files.location} has no tokenizer.json, and the tokenizer of {BUILTIN_MODEL} cannot"
+            f" stand in: it has {stand_in.vocab_size} ids, the model only {own_size}"
+        )
+    special = {key: stand_in.config[key] for key in ("bos_token_id", "eos_token_id")}
+    note = f"{files.name} has no tokenizer here: the tokenizer of {BUILTIN_MODEL} stands in"
+    return replace(
+        files,
+        config={**files.config, **special},
+        generation_config=stand_in.generation_config,
+        tokenizer_dir=stand_in.tokenizer_dir,
+        notes=(note,),
+    )
+
+
+def _check_config(files: ModelFiles) -> None:
+    try:
+        own, _ = files.own_context_length, files.vocab_size
+    except (KeyError, StopIteration, TypeError, ValueError):
+        raise ModelError(
+            f"the config.json of {files.location} has no vocab_size or no max_position_embeddings:"
+            " it is not a text model's"
+        ) from None
+    if files.context_limit is not None and files.context_limit > own:
+        raise ConfigError(
+            f"--context-length is {files.context_limit}, but the context of {files.name} is {own}"
+            " tokens; leave the flag out or give at most that"
+        )
+    window = files.attention_window
+    if window is not None and window < files.context_length:
+        raise ModelError(
+            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
+            f" the context is {files.context_length}; take --context-length {window}"
+        )

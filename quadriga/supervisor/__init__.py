@@ -1,0 +1,1 @@
+"""Starts, watches and restarts the processes; used by launcher.py."""

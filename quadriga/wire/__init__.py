@@ -1,0 +1,1 @@
+"""Sockets, keys, addresses and the messages between the processes."""

@@ -1,0 +1,91 @@
+"""The bounds of a chat: work is done for each turn, so that their number counts, not only bytes.
+
+Called where a chat enters: by the web gateway and by the front door.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from quadriga.errors import InvalidRequest
+from quadriga.wire.messages.public import (
+    MAX_NAME_CHARS,
+    MAX_ROLE_CHARS,
+    MAX_TEMPLATE_ARGS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    MAX_TURNS,
+    ChatOptions,
+)
+
+
+class Turn(Protocol):
+    """What is checked of a turn: of the ring's ChatMessage, and of the web gateway's Message."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def tool_calls(self) -> Sequence[Any] | None: ...
+    @property
+    def tool_call_id(self) -> str | None: ...
+
+
+def check_chat(messages: Sequence[Turn]) -> None:
+    """Raise InvalidRequest for a chat without turns, or over one of the bounds."""
+    if not messages:
+        raise _refused("has no turns: a chat needs at least one")
+    check_num_turns(len(messages))
+    num_tool_calls = 0
+    for index, turn in enumerate(messages):
+        _check_chars(index, "role", turn.role, MAX_ROLE_CHARS)
+        _check_chars(index, "name", turn.name or "", MAX_NAME_CHARS)
+        _check_chars(index, "tool_call_id", turn.tool_call_id or "", MAX_NAME_CHARS)
+        num_tool_calls += len(turn.tool_calls or ())
+    _check_count(num_tool_calls, "tool calls", MAX_TOOL_CALLS, "prompt")
+
+
+def check_num_turns(num_turns: int) -> None:
+    """Raise InvalidRequest for too many, before they are looked at one by one."""
+    _check_count(num_turns, "turns", MAX_TURNS, "prompt")
+
+
+def check_num_tools(num_tools: int) -> None:
+    """Raise InvalidRequest for too many."""
+    _check_count(num_tools, "functions", MAX_TOOLS, "tools")
+
+
+def check_chat_options(options: ChatOptions) -> None:
+    """Raise InvalidRequest for more tools or variables than a chat template is given."""
+    check_num_tools(len(options.tools))
+    _check_count(len(options.template_args), "variables", MAX_TEMPLATE_ARGS, "template_args")
+    _check_keys(options.template_args)
+
+
+def _check_keys(names: Iterable[str]) -> None:
+    longest = max(map(len, names), default=0)
+    if longest > MAX_NAME_CHARS:
+        raise InvalidRequest(
+            f"template_args has a name of {longest} characters: at most {MAX_NAME_CHARS} are"
+            " allowed; shorten it",
+            "template_args",
+        )
+
+
+def _check_chars(index: int, what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise _refused(
+            f"has a {what} of {len(text)} characters in turn {index}: at most {most} are allowed;"
+            " shorten it"
+        )
+
+
+def _check_count(count: int, what: str, most: int, field: str) -> None:
+    if count > most:
+        raise InvalidRequest(
+            f"{field} has {count} {what}: at most {most} are allowed; leave some out", field
+        )
+
+
+def _refused(why: str) -> InvalidRequest:
+    return InvalidRequest(f"prompt {why}", "prompt")

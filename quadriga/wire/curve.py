@@ -1,0 +1,227 @@
+"""Keys for the public socket: CURVE, ZeroMQ's encryption and authentication by elliptic curves.
+
+A server's directory, made by `quadriga keygen DIR NAME…`:
+
+    server.key_secret, server.key    the server's own pair; the second is public
+    clients/NAME.key                 the public key of each client that may connect: remove the
+                                     file, and the key is revoked
+    hand-out/NAME/                   what that client needs, its own directory: client.key_secret
+                                     and server.key
+"""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+import zmq.auth
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from quadriga.errors import ConfigError
+from quadriga.wire.sockets import AsyncPort
+
+SERVER, CLIENT = "server", "client"
+PUBLIC, SECRET = ".key", ".key_secret"
+ALLOWED, HAND_OUT = "clients", "hand-out"
+RECHECK_S = 1.0
+"""A key that is not known has the files looked through again at most so often."""
+
+
+class KeyPair(NamedTuple):
+    """Both in Z85, 40 characters."""
+
+    public: bytes
+    secret: bytes
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def make_server_keys(directory: Path) -> bool:
+    """Make the server's directory with its pair. False where the pair is there already."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / ALLOWED).mkdir(mode=0o700, exist_ok=True)
+    if (directory / (SERVER + SECRET)).exists():
+        return False
+    _make_pair(directory, SERVER)
+    return True
+
+
+def make_client_keys(directory: Path, name: str) -> Path:
+    """Make a client's pair, allow it at the server, and return the directory to hand out. Raises
+    ConfigError for a name that cannot be one, or that has a key already."""
+    allowed = directory / ALLOWED / (name + PUBLIC)
+    if not name or name in (".", "..") or os.sep in name:
+        raise ConfigError(f"a client is called {name!r}: give it a name that can be a file's")
+    if allowed.exists():
+        raise ConfigError(f"{allowed} exists: choose another name, or remove it to revoke that key")
+    hand_out = directory / HAND_OUT / name
+    shutil.rmtree(hand_out, ignore_errors=True)
+    hand_out.mkdir(mode=0o700, parents=True)
+    _make_pair(hand_out, CLIENT)
+    shutil.copy(directory / (SERVER + PUBLIC), hand_out)
+    shutil.move(hand_out / (CLIENT + PUBLIC), allowed)
+    return hand_out
+
+
+def _make_pair(directory: Path, name: str) -> None:
+    _, secret = zmq.auth.create_certificates(directory, name)
+    os.chmod(secret, 0o600)
+
+
+def load_pair(directory: Path, name: str) -> KeyPair:
+    """Raises ConfigError where there is no such pair."""
+    path = directory / (name + SECRET)
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no key in {path} ({error}); make one with: quadriga keygen") from None
+    if secret is None:
+        raise ConfigError(f"{path} has no secret key")
+    return KeyPair(public, secret)
+
+
+class AllowList:
+    """The clients' public keys in a server's directory, as they are there now. A process of the
+    server itself, the web gateway, has the server's own key.
+
+    A question costs two calls of stat: of the directory, whose time changes with a file that is
+    added or removed, and of the file that the key was read from, which may have been overwritten.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / ALLOWED
+        self._own = load_pair(directory, SERVER).public
+        self._files: dict[str, KeyFile] = {}
+        self._by_key: dict[bytes, KeyFile] = {}
+        self._directory_stamp = -1
+        self._read_at = -math.inf
+
+    def __contains__(self, public_key: bytes) -> bool:
+        if public_key == self._own:
+            return True
+        try:
+            if self._directory.stat().st_mtime_ns != self._directory_stamp:
+                self._read()
+            file = self._by_key.get(public_key)
+            if file is None:
+                # Perhaps of a file that was overwritten; strangers must not have all read at will.
+                if time.monotonic() - self._read_at >= RECHECK_S:
+                    self._read()
+            elif _stamp(file.path) != file.stamp:
+                self._read()
+        except OSError:
+            self._files, self._by_key, self._directory_stamp = {}, {}, -1
+        return public_key in self._by_key
+
+    def _read(self) -> None:
+        """Read the files that are new or have changed. Raises OSError without the directory."""
+        self._read_at = time.monotonic()
+        self._directory_stamp = self._directory.stat().st_mtime_ns
+        known, self._files = self._files, {}
+        for path in map(str, self._directory.glob("*" + PUBLIC)):
+            file = known.get(path)
+            stamp = _stamp(path)
+            if file is None or file.stamp != stamp:
+                file = KeyFile(path, stamp, _public_key(path))
+            self._files[path] = file
+        self._by_key = {file.key: file for file in self._files.values() if file.key}
+
+
+class KeyFile(NamedTuple):
+    """A client's public key, b"" where the file has none, and what tells that it has changed."""
+
+    path: str
+    stamp: tuple[int, ...]
+    key: bytes
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Return what changes when a file is overwritten or replaced; () where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _public_key(path: str) -> bytes:
+    try:
+        return zmq.auth.load_certificate(path)[0]
+    except (OSError, ValueError):
+        return b""
+
+
+# --- sockets --------------------------------------------------------------------------------------
+
+
+def secure_client(socket: "zmq.Socket[bytes]", directory: Path) -> None:
+    """Before the socket connects. directory: what was handed out to a client, or the server's own.
+    Raises ConfigError."""
+    own = CLIENT if (directory / (CLIENT + SECRET)).exists() else SERVER
+    pair, server = load_pair(directory, own), directory / (SERVER + PUBLIC)
+    try:
+        socket.curve_serverkey = zmq.auth.load_certificate(server)[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no key in {server} ({error}): ask the server's owner") from None
+    socket.curve_publickey, socket.curve_secretkey = pair
+
+
+class Guard:
+    """The server's side: its keys, and who may connect. Needs a running event loop.
+
+    Make it before the socket is bound: without it nobody is let in. Raises ConfigError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._pair = load_pair(directory, SERVER)
+        self._allowed = AllowList(directory)
+        self._authenticator = AsyncioAuthenticator(zmq.Context.instance())
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a key may connect; the library asks."""
+        return key in self._allowed
+
+    def prepare(self, socket: "zmq.Socket[bytes]") -> None:
+        """Before the socket is bound."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._pair
+
+    def port(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_frames: Callable[[list[bytes]], None],
+        on_revoked: Callable[[bytes], None],
+    ) -> AsyncPort:
+        """A port that drops the messages of keys that were revoked after they had connected;
+        on_revoked is called with the address of each."""
+        return _CheckedPort(socket, on_frames, self._allowed, on_revoked)
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+class _CheckedPort(AsyncPort):
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_frames: Callable[[list[bytes]], None],
+        allowed: AllowList,
+        on_revoked: Callable[[bytes], None],
+    ) -> None:
+        self._allowed = allowed
+        self._on_revoked = on_revoked
+        super().__init__(socket, on_frames)
+
+    def _next(self) -> list[bytes]:
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if str(frames[-1].get("User-Id")).encode() in self._allowed:
+            return [frame.bytes for frame in frames]
+        self._on_revoked(frames[0].bytes)
+        return []

@@ -1,0 +1,107 @@
+"""tokenizer_proc, detok_proc -> scheduler_proc."""
+
+import msgspec
+
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.public import InfoValues
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """A validated, tokenised request. client: the ROUTER's address of the one who asked.
+
+    params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
+    queue_deadline, deadline: Unix seconds; None where there is none. grammar: that of the params,
+    which do not have it any more. resent: as in Generate. again: another scheduler was told of it,
+    and this one perhaps was not.
+    """
+
+    client: bytes
+    request_id: str
+    prompt_ids: bytes
+    params: SamplingParams
+    stream: bool
+    received: float
+    tokenized: float
+    priority: int = 0
+    queue_deadline: float | None = None
+    deadline: float | None = None
+    bad_words: list[bytes] = []
+    grammar: GrammarForm | None = None
+    resent: bool = False
+    again: bool = False
+
+
+CLIENT, CLIENT_LOST, SERVER_STOPPING = "client", "client_lost", "server_stopping"
+"""By whose doing a request is aborted."""
+
+
+class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """End one request of a client, or with an empty id all of them. by: CLIENT, which asked for
+    it, or CLIENT_LOST, where it is gone or was cut off."""
+
+    client: bytes
+    request_id: str
+    by: str = CLIENT
+
+
+class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
+    """The detokenizer met a stop string in these requests."""
+
+    seqs: list[int]
+
+
+class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
+    """A detokenizer that knows no text. session: drawn by it; what is for another one is stale."""
+
+    session: int
+
+
+class TextsEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """The front door has the ends of these requests."""
+
+    seqs: list[int]
+
+
+class NewFrontDoor(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
+    """The one before it died, perhaps with ends that nobody was told of."""
+
+
+class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
+    """A client's GetInfo, on its way round the ring: each process adds what it knows.
+
+    flush_cache: forget the cached prefixes that nobody uses before that.
+    """
+
+    client: bytes
+    request_id: str
+    values: InfoValues
+    flush_cache: bool = False
+
+
+class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
+    """Nothing new will come: finish what is there, then say AllTold."""
+
+
+class Leave(msgspec.Struct, tag="leave", array_like=True, frozen=True):
+    """The clients have everything, and the front door leaves: so does everybody."""
+
+
+class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
+    """End every request now, for this reason."""
+
+    reason: str
+
+
+SchedulerMessage = (
+    Submit
+    | AbortRequest
+    | StopFound
+    | DetokReady
+    | TextsEnded
+    | NewFrontDoor
+    | Inspect
+    | Drain
+    | Leave
+    | AbortAll
+)

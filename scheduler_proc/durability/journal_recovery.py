@@ -1,0 +1,172 @@
+"""What the rounds of a journal say of requests: each is taken in whole, or not at all."""
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.messages.to_scheduler import Submit
+from scheduler_proc.durability.journal_records import Accepted, Ended, Round, Told
+from scheduler_proc.state.request import Request, Status
+
+BYTES_OF_NUMBER = 4
+"""Of a token id or a log-probability."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A choice of a request, as far as the journal knows it. first_token: Unix seconds."""
+
+    seq: int
+    index: int
+    message: Submit
+    max_new_tokens: int
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    told: Told = field(default_factory=lambda: Told(-1, [], []))
+    first_token: float = 0.0
+    ended: Ended | None = None
+    settled: bool = False
+
+
+class Nonsense(ValueError):
+    """A frame is whole, but what it says cannot be."""
+
+
+class Rounds:
+    """What the rounds up to now say.
+
+    Attributes:
+        found: choices of requests, by number.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.found: dict[int, Found] = {}
+        self._vocab_size = vocab_size
+        self._open: set[int] = set()
+        self._growing: set[int] = set()
+
+    def take(self, one: Round) -> None:
+        """Take in a whole round, or raise ValueError or OverflowError and take in nothing of it."""
+        new = self._new_requests(one.accepted)
+        self._check(one, new)
+        found = self.found
+        found.update(new)
+        self._open.update(new)
+        self._growing.update(new)
+        for step in one.tokens:
+            for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
+                request = found[seq]
+                request.tokens.append(token)
+                request.first_token = request.first_token or step.time
+                if len(request.tokens) == request.max_new_tokens:
+                    self._growing.discard(seq)
+        for told in one.told:
+            found[told.seq].told.tokens += told.tokens
+            found[told.seq].told.prompt += told.prompt
+        for ended in one.ended:
+            found[ended.seq].ended = ended
+            self._open.discard(ended.seq)
+            self._growing.discard(ended.seq)
+        for seq in one.settled:
+            if seq in found:
+                found[seq].settled = True
+
+    def _new_requests(self, all_accepted: list[Accepted]) -> dict[int, Found]:
+        new: dict[int, Found] = {}
+        for accepted in all_accepted:
+            max_new_tokens = _check_message(accepted, self._vocab_size)
+            for index in accepted.indexes:
+                seq = accepted.seq + index
+                if seq in self.found or seq in new:
+                    raise Nonsense(f"request {seq} is accepted twice")
+                new[seq] = Found(seq, index, accepted.message, max_new_tokens)
+        return new
+
+    def _check(self, one: Round, new: dict[int, Found]) -> None:
+        """Raise ValueError for a round that cannot follow what was read before."""
+        for step in one.tokens:
+            ids = unpack_ids(step.token_ids)
+            if len(ids) != len(step.seqs):
+                raise Nonsense(f"{len(ids)} tokens are of {len(step.seqs)} requests")
+            _check_ids(ids, self._vocab_size)
+            if not self._growing.issuperset(step.seqs):
+                _expect(step.seqs, self._growing, new)
+        seqs = list(itertools.chain.from_iterable(step.seqs for step in one.tokens))
+        if len(set(seqs)) < len(seqs):  # seldom: a token each cannot be too many
+            self._check_room(Counter(seqs), new)
+        _expect((told.seq for told in one.told), self._open, new)
+        _expect((ended.seq for ended in one.ended), self._open, new)
+        for told in one.told:
+            for block in (*told.tokens, *told.prompt):
+                _check_block(block)
+
+    def _check_room(self, num_tokens: dict[int, int], new: dict[int, Found]) -> None:
+        for seq, count in num_tokens.items():
+            request = new.get(seq) or self.found[seq]
+            if len(request.tokens) + count > request.max_new_tokens:
+                raise Nonsense(f"request {seq} has more than {request.max_new_tokens} tokens")
+
+
+def _expect(seqs: Iterable[int], known: set[int], new: dict[int, Found]) -> None:
+    for seq in seqs:
+        if seq not in known and seq not in new:
+            raise Nonsense(f"request {seq} is not there, or has ended")
+
+
+def _check_message(accepted: Accepted, vocab_size: int) -> int:
+    """See to it that `restored` can make requests of this. Returns its max_new_tokens."""
+    message, params = accepted.message, accepted.message.params
+    if accepted.seq < 0 or not all(0 <= index < params.n for index in accepted.indexes):
+        raise Nonsense(f"request {accepted.seq} has choices {accepted.indexes} of {params.n}")
+    max_new_tokens = params.max_new_tokens
+    if max_new_tokens is None or max_new_tokens < 1 or (params.seed is None and params.n > 1):
+        raise Nonsense(f"request {accepted.seq} has no max_new_tokens or no seed")
+    _check_ids(unpack_ids(message.prompt_ids), vocab_size)
+    for word in message.bad_words:
+        unpack_ids(word)
+    Request.from_submit(accepted.seq, message, frozenset(), params.n - 1)
+    return max_new_tokens
+
+
+def _check_ids(ids: "array[int]", vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise Nonsense(f"a token id is not in the vocabulary of {vocab_size}")
+
+
+def _check_block(block: LogprobBlock) -> None:
+    num_top = len(block.values) * block.width
+    if len(block.values) % BYTES_OF_NUMBER or not (
+        num_top == len(block.top_ids) == len(block.top_values)
+    ):
+        raise Nonsense("log-probabilities are cut off")
+
+
+# --- what becomes of it -----------------------------------------------------------------------
+
+
+def number_anew(found: Iterable[Found]) -> None:
+    """Give the requests of another run the numbers from 0 on, those of one message together."""
+    next_seq = 0
+    for _, choices in itertools.groupby(found, lambda one: one.seq - one.index):
+        for choice in choices:
+            choice.seq = next_seq + choice.index
+            num_choices = choice.message.params.n
+        next_seq += num_choices
+
+
+def restored(found: Found, eos_ids: frozenset[int]) -> Request:
+    """The request as the scheduler had it, waiting or ended."""
+    request = Request.from_submit(found.seq, found.message, eos_ids, found.index)
+    request.tokens += found.tokens
+    request.known = len(request.tokens)
+    request.first_token = found.first_token
+    request.told, request.prompt_logprobs = found.told.tokens, found.told.prompt
+    ended = found.ended
+    if ended is not None:
+        request.status, request.finish_reason = Status.FINISHED, ended.finish_reason
+        request.matched_stop, request.error = ended.matched_stop, ended.error
+        request.cached_tokens, request.admitted = ended.cached_tokens, ended.admitted
+    return request

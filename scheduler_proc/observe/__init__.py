@@ -1,0 +1,1 @@
+"""Statistics, server info and the status line."""

@@ -1,0 +1,108 @@
+"""Counters of the scheduler, for Info and for the bench."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sortedcontainers import SortedList
+
+from quadriga.histogram import SECONDS, Histogram
+from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
+from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
+from scheduler_proc.state.request import Request
+
+RECENT_STEPS = 4096
+ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STAGES = ("tokenize", "queue", "prefill", "decode")
+
+
+class Recent:
+    """The last `size` values, kept in order, so that a percentile costs next to nothing however
+    often it is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._by_age: deque[float] = deque()
+        self._by_value: SortedList = SortedList()
+
+    def add(self, value: float) -> None:
+        if len(self._by_age) == self._size:
+            self._by_value.remove(self._by_age.popleft())
+        self._by_age.append(value)
+        self._by_value.add(value)
+
+    def percentile(self, share: float) -> float:
+        """The value below which this share of them lies, 0 to 1; 0.0 where there is none."""
+        count = len(self._by_value)
+        return self._by_value[min(count - 1, int(share * count))] if count else 0.0
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Totals since start.
+
+    Gaps: worker idle time between two steps, the second already planned. late_plans: steps whose
+    plan was not there when the one before ended, though somebody was running. aborts: by whose
+    doing; errors: by code. step_tokens: tokens of a step; stages: seconds that requests spent in
+    each, of those that passed it.
+    """
+
+    steps: int = 0
+    prefill_steps: int = 0
+    late_plans: int = 0
+    busy_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    ended: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    aborts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ABORTED_BY, 0))
+    errors: Counter[str] = field(default_factory=Counter)
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
+    stages: dict[str, Histogram] = field(
+        default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
+    )
+    _gaps: Recent = field(default_factory=lambda: Recent(RECENT_STEPS))
+    _last_ended: float = 0.0
+
+    def count_step(self, batch: ScheduleBatch, result: StepResult) -> None:
+        self.steps += 1
+        self.prefill_steps += batch.mode is not ForwardMode.DECODE
+        self.busy_seconds += result.ended - result.began
+        self.step_tokens.observe(sum(batch.num_tokens))
+        if batch.planned_at < self._last_ended:
+            self._gaps.add(result.began - self._last_ended)
+        elif batch.num_decodes:
+            self.late_plans += 1
+        self._last_ended = result.ended
+
+    def count_end(self, request: Request, reason: str, now: float) -> None:
+        """A request ends now, wherever it stood."""
+        self.ended[reason] += 1
+        passed = (request.received, request.tokenized, request.admitted, request.first_token)
+        times = [time for time in passed if time] + [now]
+        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
+            self.stages[stage].observe(ended - began)
+
+    def info(self) -> InfoValues:
+        """As docs/protocol.md lists them."""
+        return {
+            "steps": self.steps,
+            "prefill_steps": self.prefill_steps,
+            "late_plans": self.late_plans,
+            "busy_seconds": self.busy_seconds,
+            "step_gap_ms_p50": 1000 * self._gaps.percentile(0.5),
+            "step_gap_ms_p99": 1000 * self._gaps.percentile(0.99),
+            "prompt_tokens_total": self.prompt_tokens,
+            "generation_tokens_total": self.generation_tokens,
+            "cached_tokens_total": self.cached_tokens,
+            "ended": dict(self.ended),
+            "aborts": dict(self.aborts),
+            "errors": dict(self.errors),
+            "step_tokens": self.step_tokens.as_map(),
+            "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
+        }

@@ -1,0 +1,1 @@
+"""Decide what the next step runs: admission, batches, retraction."""

@@ -1,0 +1,1 @@
+"""Requests, batches and the pages of the KV pool."""

@@ -1,0 +1,50 @@
+"""The comparison of several servers: its command line and its table."""
+
+import pytest
+
+from bench.client.resources import Cost
+from bench.compare import table, variants_of
+from bench.metrics.metrics import Record, summarize
+from bench.report.report import Result
+from quadriga.errors import ConfigError
+
+
+def result(tokens_per_second: float) -> Result:
+    times = [100.0 + i / tokens_per_second for i in range(1, 11)]
+    record = Record(
+        0, submit_start=100.0, submit_end=100.0, received=100.0, tokenized=100.0,
+        admitted=100.0, first_token=times[0], finished=times[-1], token_times=times, arrivals=times,
+        prompt_tokens=5, completion_tokens=10, finish_reason="length",
+    )  # fmt: skip
+    cost = Cost(10, 0.9, None, None, {})
+    return Result(summarize([record], 0.0), cost, [record], {})
+
+
+def test_a_variant_takes_the_common_flags_and_its_own() -> None:
+    variants = variants_of(
+        ["a: --batch-mode mixed", "b:--decode-first", "--", "--num-requests", "3"]
+    )
+    assert list(variants) == ["a", "b"]
+    server = variants["b"].server
+    assert server is not None and server.scheduler.mode == "decode-first"
+    assert len(variants["a"].workload.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["a: ", "--"], "at least two"),
+        (["a", "b: "], 'write "NAME: FLAGS"'),
+        (["a: ", "b: --batch-mode nonsense"], "invalid choice"),
+        (["a: ", "b: ", "--", "--endpoint", "tcp://127.0.0.1:5555"], "leave it out"),
+    ],
+)
+def test_a_command_line_that_compares_nothing_is_refused(argv: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        variants_of(argv)
+
+
+def test_the_table_shows_medians_and_the_ratio_of_throughputs() -> None:
+    text = table({"slow": [result(9), result(10), result(50)], "fast": [result(20)]})
+    assert "| tok/s | 10 | 20 (2.00 x) |" in text
+    assert "| TTFT p50 | 100 | 50 |" in text

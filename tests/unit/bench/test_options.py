@@ -1,0 +1,186 @@
+"""Flags of the bench: what they mean, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.cli.options import parse
+from bench.client.server import free_port
+from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate, write_trace
+from bench.load.workload import Workload
+from bench.metrics.metrics import Slo
+from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main
+from quadriga.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_server_flags_make_a_server_of_its_own() -> None:
+    options = parse(["--model", "gpt2", "--max-batch-size", "8", "--stream-interval", "4"])
+    assert options.server is not None
+    assert options.server.scheduler.max_batch_size == 8
+    assert options.server.detok.stream_interval == 4
+    assert options.server.model.model == "gpt2"
+
+
+def test_an_endpoint_means_the_running_server() -> None:
+    options = parse(["--endpoint", "tcp://127.0.0.1:7777", "--model", "gpt2", "--paged-attn"])
+    assert options.server is None
+    assert options.endpoint == "tcp://127.0.0.1:7777"
+    assert options.asked == ("paged_attn",)
+
+
+def test_keys_are_for_the_running_server_or_for_its_own() -> None:
+    remote = ["--endpoint", "tcp://10.0.0.1:7777"]
+    assert parse([*remote, "--curve-dir", "ann"]).curve_dir == "ann"
+    assert parse(remote).curve_dir == ""
+    own = parse(["--curve-dir", "keys"])
+    assert own.server is not None
+    assert own.curve_dir == own.server.front_door.curve_dir == "keys"
+
+
+def test_the_load_is_what_the_flags_say() -> None:
+    flags = "--prompt Hi --prompt-repeats 3 --unique-prompts --num-requests 5 --max-new-tokens 9"
+    pace = "--submit-interval-ms 20 --submit-schedule absolute --no-stop-on-eos --truncate"
+    options = parse(f"{flags} {pace}".split())
+    assert options.workload.text == "Hi Hi Hi"
+    requests = options.workload.requests
+    assert (len(requests), options.workload.unique) == (5, True)
+    assert options.gap is None
+    assert [request.at for request in requests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
+    assert [request.max_new_tokens for request in requests] == [9] * 5
+    assert options.params.ignore_eos is True
+    assert options.truncate is True
+    assert parse([]).truncate is None
+
+
+def test_an_interval_is_relative_unless_asked_otherwise() -> None:
+    assert parse([]).gap == 0.0
+    assert parse(["--submit-interval-ms", "20"]).gap == 0.02
+    for flags in ("--request-rate 5", "--max-concurrency 2", "--submit-schedule absolute"):
+        assert parse(flags.split()).gap is None
+
+
+def test_traffic_is_generated_as_the_flags_say() -> None:
+    lengths = "--random-input-len 16:256 --max-new-tokens lognormal:20:0.5:4:64"
+    sharing = "--prefix-groups 3 --prefix-len 32 --prefix-order grouped --turns 2 --think-time 1.5"
+    pace = "--request-rate 5 --burstiness 0.5 --num-clients 2 --num-requests 8 --seed 3"
+    options = parse(f"{lengths} {sharing} {pace}".split())
+    assert options.spec == TraceSpec(
+        num_requests=8,
+        output_len=Lengths(4, 64, 20.0, 0.5),
+        input_len=Lengths(16, 256),
+        request_rate=5.0,
+        burstiness=0.5,
+        prefix_groups=3,
+        prefix_len=32,
+        shuffle_groups=False,
+        turns=2,
+        think_time=1.5,
+        num_clients=2,
+        seed=3,
+    )
+    assert options.workload.requests == list(generate(options.spec))
+    assert options.workload.text is None
+    assert parse(["--max-concurrency", "4"]).workload.requests[4].follows == 0
+
+
+def test_a_text_can_have_a_pace_and_lengths_too() -> None:
+    flags = "--prompt Hi --request-rate 5 --max-new-tokens 1:9 --num-requests 50"
+    options = parse(flags.split())
+    assert options.workload.text == "Hi"
+    assert len({request.max_new_tokens for request in options.workload.requests}) == 9
+
+
+def test_a_trace_is_read_and_says_all_but_the_sampling(tmp_path: Path) -> None:
+    trace = [TraceRequest(0.5, ((1, 4),), 2, client=3), TraceRequest(0.0, (), 2, follows=0)]
+    write_trace(tmp_path / "t", trace)
+    options = parse(f"--trace {tmp_path / 't'} --seed 4 --no-stop-on-eos".split())
+    assert options.workload == Workload(trace, text=None, seed=4)
+    assert (options.spec, options.gap) == (None, None)
+    assert options.params.ignore_eos is True
+    assert options.flags["trace"] == str(tmp_path / "t")
+
+
+def test_limits_make_a_goodput() -> None:
+    assert parse(["--goodput", "ttft:200", "e2el:5000"]).slo == Slo(ttft_ms=200.0, e2el_ms=5000.0)
+    assert not parse([]).slo
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-requests 0", "num_requests must be positive"),
+        ("--max-new-tokens -1", "max_new_tokens must be positive"),
+        ("--max-batch-size 0", "max_batch_size must be positive"),
+        ("--prefill-max-batch-size 0", "prefill_max_batch_size must be positive"),
+        ("--submit-interval-ms -1", "submit_interval_ms must be 0 or more"),
+        ("--submit-interval-ms nan", "submit_interval_ms must be 0 or more"),
+        ("--num-clients 0", "num_clients must be positive"),
+        ("--seed -1", "seed must be from 0"),
+        ("--random-input-len 4 --prompt x", "leave --prompt"),
+        ("--details", "--details has no effect without --json: add it"),
+        ("--trace t --num-requests 4 --turns 2",
+         "--num-requests, --turns would have no effect beside --trace: leave --num-requests and"),
+        ("--trace /no/such/t", "/no/such/t cannot be read: No such file"),
+        ("--save-trace t", "--save-trace has no effect without --trace or --random-input-len or"),
+        ("--pretok --save-trace /no/such/t", "there is no directory"),
+        ("--burstiness 2", "--burstiness has no effect without --request-rate"),
+        ("--request-rate 0", "request_rate must be positive"),
+        ("--request-rate fast", "invalid float value"),
+        ("--request-rate 5 --submit-interval-ms 20", "leave --submit-interval-ms out"),
+        ("--max-concurrency 5 --submit-interval-ms 20", "leave --submit-interval-ms out"),
+        ("--max-concurrency 0", "max_concurrency must be positive"),
+        ("--turns 2", "--turns has no effect without --random-input-len"),
+        ("--think-time 2", "--think-time has no effect without --turns or --max-concurrency"),
+        ("--prefix-groups 2 --prefix-len 4", "no effect without --random-input-len"),
+        ("--prefix-groups 2 --random-input-len 4", "prefix_groups and prefix_len go together"),
+        ("--prefix-len 2 --random-input-len 4", "no effect without --prefix-groups"),
+        ("--max-new-tokens some", "max_new_tokens is 'some': it must be N, LOW:HIGH"),
+        ("--random-input-len 0", "random_input_len must be positive"),
+        ("--goodput ttft:0", "goodput is .ttft:0.: a limit is ttft, tpot or e2el"),
+        ("--json /no/such/place/x.json", "there is no directory"),
+        ("--plot run.jpeg2", r"--plot run.jpeg2: it must end in \.png, "),
+        ("--endpoint tcp://127.0.0.1:7777 --page-size 4", "--page-size would have no effect"),
+        ("--endpoint nowhere", "must be tcp://"),
+        ("--num-req 3", "unrecognized arguments"),
+        ("--submit-schedule sometimes", "invalid choice"),
+    ],
+)  # fmt: skip
+def test_bad_flags_get_one_line(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(flags.split())
+    assert main(flags.split()) == EXIT_USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.serving.CONNECT_SECONDS", 0.1)
+    assert main(["--endpoint", f"tcp://127.0.0.1:{free_port()}"]) == EXIT_NO_SERVER
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no answer from" in error
+
+
+@pytest.mark.parametrize("command", [["-m", "bench.serving"], ["bench/serving.py"]])
+def test_both_ways_to_start_it_work(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for flag in ("--pretok", "--prompt-repeats", "--cuda-graph", "--tokenize-workers"):
+        assert flag in done.stdout
+
+
+def test_the_bench_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'psutil'}"
+    code = f"import sys, bench.serving; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,265 @@
+"""The comparison with other servers: what is run, in which order, and what is made of it."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from bench.cli.options import parse
+from bench.metrics.metrics import Record, Summary, summarize
+from bench.peers import comparison as bench_contest
+from bench.peers import models, recipes
+from bench.peers.checkpoint import Checkpoint, Field
+from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
+from bench.peers.environment import environment
+from bench.peers.models import Weights
+from bench.peers.peer import Peer, Start
+from bench.peers.recipes import PEERS
+from bench.peers.table import append, read, table
+from bench.peers.workloads import WORKLOADS, Workload
+from quadriga.errors import ConfigError
+
+SMALL = Workload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
+SMALLER = Workload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Server(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(json.dumps({"data": [{"id": "m", "meta": {"n_vocab": 500}}]}))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        wanted = body["max_tokens"] - (sys.argv[2] == "short")
+        chunks = [{"choices": [{"text": "a", "finish_reason": None}]}] * (wanted - 1)
+        chunks += [{"choices": [{"text": "a", "finish_reason": "length"}]}]
+        chunks += [{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": wanted}}]
+        self.reply("".join("data: " + json.dumps(chunk) + "\\n\\n" for chunk in chunks))
+
+    def reply(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+print("started", flush=True)
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Paths of models, none of which is there."""
+    for module in (recipes, bench_contest):
+        monkeypatch.setattr(module, "hugging_face_directory", lambda model: tmp_path / model)
+        monkeypatch.setattr(module, "gguf_file", lambda model, weights: tmp_path / model / weights)
+
+
+def fake(kind: str, name: str = "fake") -> Peer:
+    return Peer(
+        name=name,
+        version="1",
+        install=lambda: Path(sys.executable),
+        command=lambda start: [str(start.program), "-c", SERVER, str(start.port), kind],
+        weights=("bf16",),
+    )
+
+
+def compare(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: Workload
+) -> list[Outcome | NotMeasured]:
+    """Against a server of the same kind in place of ours."""
+
+    def own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], Any]:
+        return bench_contest._peer_launch(fake("whole"), weights)
+
+    async def collect() -> list[Outcome | NotMeasured]:
+        settings = Settings("zmq", (), warmup_runs=1, repeat_runs=2, logs=tmp_path)
+        return [found async for found in contest(peer, "bf16", workloads, settings)]
+
+    monkeypatch.setattr(bench_contest, "_own_launch", own_launch)
+    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: Vocabulary())
+    return asyncio.run(collect())
+
+
+class Vocabulary:
+    def get_vocab_size(self) -> int:
+        return 500
+
+
+@pytest.mark.timeout(60)
+def test_both_serve_in_turns_and_one_server_does_for_two_workloads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_models: None,
+) -> None:
+    found = compare(fake("whole"), tmp_path, monkeypatch, SMALL, SMALLER)
+    assert [(len(o.ours), len(o.theirs)) for o in found if isinstance(o, Outcome)] == [(2, 2)] * 2
+    turns = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert turns[:6] == [
+        *("T1 warm-up 1 ours", "T1 warm-up 1 fake", "T1 run 1 ours", "T1 run 1 fake"),
+        *("T1 run 2 ours", "T1 run 2 fake"),
+    ]
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["fake-T1.log", "ours-T1.log"]
+
+
+@pytest.mark.timeout(60)
+def test_a_run_with_a_failed_request_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_models: None
+) -> None:
+    (found,) = compare(fake("short"), tmp_path, monkeypatch, SMALL)
+    assert isinstance(found, NotMeasured)
+    assert "T1 warm-up 1 fake: 4 of 4 requests failed: RequestFailed: 2 tokens" in str(found)
+
+
+def test_weights_that_a_peer_cannot_serve_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings("zmq", (), 1, 1, tmp_path)
+    with pytest.raises(ConfigError, match="vllm does not serve q4_0 weights, only bf16"):
+        asyncio.run(anext(contest(PEERS["vllm"], "q4_0", [SMALL], settings)))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=str)
+def test_a_workload_is_a_load_of_the_bench_client(workload: Workload) -> None:
+    options = parse(workload.flags())
+    assert len(options.workload.requests) == workload.num_requests
+    assert {request.num_own_tokens for request in options.workload.requests} == {workload.input_len}
+    assert options.params.ignore_eos
+
+
+@pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
+def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
+    name: str, no_models: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    peer = PEERS[name]
+    start = Start(Path("/env/bin/python"), 4711, WORKLOADS["W2"], peer.weights[0])
+    assert "4711" in peer.command(start)
+    target = parse(peer.target(4711, Path("/models/m"))).openai
+    assert target is not None
+    assert (target.base_url, target.model) == ("http://127.0.0.1:4711", "/models/m")
+    assert set(peer.weights) <= set(get_args(Weights))
+
+
+def test_an_installation_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"/bin/false -m venv .* failed"):
+        environment("peer", ["nothing"])
+
+
+# --- what is made of it ---------------------------------------------------------------------------
+
+
+def summary(seconds: float) -> Summary:
+    """Of one request of 11 tokens."""
+    record = Record(0, 100.0, 100.0, finished=100.0 + seconds, completion_tokens=11)
+    record.arrivals = [100.0 + seconds * share for share in (0.5, 1.0)]
+    return summarize([record], 0.0)
+
+
+def test_the_table_has_medians_and_the_ratios_of_neighbours() -> None:
+    ours, theirs = [summary(1.0), summary(2.0), summary(4.0)], [summary(2.0)] * 3
+    line = table([Outcome("llama-cpp", "bf16", "W2", "zmq", ours, theirs)]).splitlines()[2]
+    assert line == (
+        "| W2 | llama-cpp | bf16 | 6 / 6 = 1.00 x (0.50 to 2.00)"
+        " | 1000 / 1000 = 1.00 x (0.50 to 2.00) | 1000 / 1000 = 1.00 x (0.50 to 2.00)"
+        " | 100.0 / 100.0 = 1.00 x (0.50 to 2.00) |"
+    )
+
+
+def test_results_of_several_days_are_kept_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    outcome = Outcome("vllm", "bf16", "W1", "zmq", [summary(1.0)], [summary(2.0)])
+    append(path, [outcome])
+    append(path, [outcome])
+    assert table(read(path)) == table([outcome, outcome])
+    path.write_text("no JSON")
+    with pytest.raises(ConfigError, match="holds no results"):
+        read(path)
+
+
+# --- the models' files ----------------------------------------------------------------------------
+
+
+def tiny_checkpoint(tokenizer_dir: Path) -> Checkpoint:
+    """Two layers of something like Llama, with 32 values in a row."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    random = np.random.default_rng(0)
+    shapes = {"token_embd": (6, 32), "output_norm": (32,)}
+    for layer in range(2):
+        shapes |= {f"blk.{layer}.attn_q": (32, 32), f"blk.{layer}.attn_k": (16, 32)}
+    tensors = {
+        f"{name}.weight": random.standard_normal(shape, dtype=np.float32)
+        for name, shape in shapes.items()
+    }
+    return Checkpoint("llama", {}, tensors, config | {"vocab_size": 6}, tokenizer_dir)
+
+
+def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    vocabulary = {"a": 0, "b": 1}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    made = tmp_path / "made"
+    made.mkdir()
+    checkpoint = tiny_checkpoint(tmp_path)
+    models._write_directory(checkpoint, made)
+    header, tensors = read_safetensors(made / "model.safetensors")
+    assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
+    assert len(tensors) == 6
+    query = checkpoint.tensors["blk.1.attn_q.weight"]
+    stored = tensors["model.layers.1.self_attn.q_proj.weight"]
+    # In the second head, the second value of the first pair is the first of the second half.
+    np.testing.assert_allclose(stored[8 + 4], query[8 + 1], rtol=0.01)
+    np.testing.assert_allclose(stored[8 + 1], query[8 + 2], rtol=0.01)
+    tokens = json.loads((made / "tokenizer.json").read_text())["model"]["vocab"]
+    assert sorted(tokens.values()) == list(range(6))
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header, and tensors in float32, of a file in bfloat16."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            bits = np.frombuffer(data[end + first : end + last], np.uint16).astype(np.uint32) << 16
+            tensors[name] = bits.view(np.float32).reshape(entry["shape"])
+    return header, tensors
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("bf16", "BF16"), ("q4_0", "Q4_0")])
+def test_a_gguf_has_matrices_as_asked_and_vectors_in_full(
+    tmp_path: Path, weights: Weights, kind: str
+) -> None:
+    from gguf import GGUFReader, GGUFValueType
+
+    checkpoint = tiny_checkpoint(tmp_path)
+    field = Field("fine", GGUFValueType.STRING)
+    checkpoint = Checkpoint(
+        "llama", {"general.name": field}, checkpoint.tensors, checkpoint.config, tmp_path
+    )
+    path = tmp_path / "model.gguf"
+    models._write_gguf(checkpoint, weights, path)
+    reader = GGUFReader(path)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.attn_q.weight"] == kind
+    assert kinds["output_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == ("Q8_0" if weights == "q4_0" else kind)
+    assert reader.fields["general.name"].contents() == "fine"

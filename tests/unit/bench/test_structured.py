@@ -1,0 +1,86 @@
+"""Schemas of the bench, and what it says of the answers."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from bench import structured
+from bench.load.schemas import complaint, schemas
+from bench.structured import Measured, Turn
+from quadriga.client import Completion, SamplingParams, Timings
+from quadriga.wire.messages.public import Usage
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def answer(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
+    timings = Timings(0.0, received=1.0, first_token=1.5)
+    return Completion("r", text, [], reason, Usage(5, tokens), timings)
+
+
+class FakeClient:
+    """Obeys schemas, all but every fourth."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.running = self.most = 0
+
+    async def info(self) -> dict[str, Any]:
+        return {"steps": len(self.prompts)}
+
+    async def generate(self, prompt: Any, params: SamplingParams) -> Completion:
+        self.prompts.append(json.dumps(prompt))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        if params.json_schema is None:
+            assert params.ignore_eos and params.max_new_tokens == 7
+            return answer("whatever", 7, "length")
+        wrong = params.seed is not None and params.seed % 4 == 3
+        return answer('{"a": "no"}' if wrong else "{}", 7)
+
+
+def test_schemas_differ_and_are_drawn_by_the_seed() -> None:
+    made = schemas(50, 0)
+    assert len({json.dumps(schema) for schema in made}) == 50
+    assert made == schemas(50, 0) and made != schemas(50, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "wrong"),
+    [
+        ('{"a": 1}', "stop", ""),
+        ('{"a": "x"}', "stop", "is not of type 'integer'"),
+        ("{", "stop", "Expecting property name"),
+        ('{"a": 1', "length", "10 tokens, ended by length"),
+    ],
+)
+def test_an_answer_is_judged_by_its_schema(text: str, reason: str, wrong: str) -> None:
+    found = complaint(SCHEMA, answer(text, reason=reason))
+    assert wrong in found and bool(found) == bool(wrong)
+
+
+def test_every_request_is_sent_with_and_without_its_schema_and_no_prompt_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(structured, "schemas", lambda count, seed: [SCHEMA] * count)
+    arguments = structured._parse(["--num-requests", "8", "--num-schemas", "2", "--turns", "2"])
+    arguments.concurrency = 3
+    client: Any = FakeClient()
+    measured = asyncio.run(structured.measure(client, arguments))
+    assert len(client.prompts) == len(set(client.prompts)) == 2 * (8 + structured.WARM_UP)
+    assert client.most == 3 and len(measured.turns) == 2
+    info = dict.fromkeys(("model", "dtype", "device", "attention_backend"), "x")
+    lines = structured.block(arguments, info, measured).splitlines()
+    assert "Valid answers: 0 of 8 (0.0%)" in lines
+    assert capsys.readouterr().err.count("with schemas") == 2
+
+
+def test_the_ratio_is_over_all_turns() -> None:
+    slow, fast = (structured.Pass([answer("", 10)], seconds, 5) for seconds in (2.0, 1.0))
+    measured = Measured([], [Turn(slow, fast), Turn(fast, fast)])
+    assert measured.ratio == pytest.approx((20 / 3) / 10)
+    assert measured.steps("obeying") == 10

@@ -1,0 +1,187 @@
+"""The commands at a terminal, with a client that answers by itself."""
+
+import builtins
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.client.server import free_port
+from quadriga.cli import chat
+from quadriga.cli.main import main
+from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
+from quadriga.sampling.params import SamplingParams
+from tests.unit.fake_server import FakeServer
+
+
+class FakeClient:
+    """Answers a question with its number; "stop", "long", "fail" and "die" in their own ways."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def stream(self, prompt: Any, params: Any, **options: Any) -> Iterator[Any]:
+        self.sent.append(prompt)
+        question = prompt[-1]["content"]
+        if question == "long":
+            raise PromptTooLong("prompt has 9 tokens")
+        if question == "stop at once":
+            raise KeyboardInterrupt
+        yield SimpleNamespace(text="answer ")
+        if question == "stop":
+            raise KeyboardInterrupt
+        if question == "fail":
+            raise RequestFailed("broke")
+        if question == "die":
+            raise ServerFailed("gone")
+        yield SimpleNamespace(text=str(len(self.sent)))
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, *lines: Any, system: str | None = None) -> list[Any]:
+    """What was sent for these lines; an exception stands for what a key raises."""
+    waiting = [*lines, EOFError()]
+
+    def read(prompt: str) -> str:
+        line = waiting.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr(builtins, "input", read)
+    client: Any = FakeClient()
+    chat.Chat(client, SamplingParams(), system).talk()
+    return [[turn["content"] for turn in prompt] for prompt in client.sent]
+
+
+def test_each_question_takes_the_chat_along(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, "one", "", "two", system="be brief") == [
+        ["be brief", "one"],
+        ["be brief", "one", "answer 1", "two"],
+    ]
+    assert capsys.readouterr().out == "answer 1\nanswer 2\n"
+
+
+def test_clear_begins_anew_and_exit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = talk(monkeypatch, "one", "/clear", "two", "/exit", "three", system="be brief")
+    assert sent == [["be brief", "one"], ["be brief", "two"]]
+
+
+def test_an_unknown_command_is_no_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, "/quit") == []
+    assert "no such command: /quit. /clear begins anew" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = talk(monkeypatch, KeyboardInterrupt(), "stop at once", "stop", "two")
+    assert sent == [["stop at once"], ["stop"], ["stop", "answer ", "two"]]
+
+
+@pytest.mark.parametrize("question", ["long", "fail"])
+def test_a_question_that_fails_leaves_the_chat_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    assert talk(monkeypatch, "one", question, "two")[-1] == ["one", "answer 1", "two"]
+
+
+def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServerFailed):
+        talk(monkeypatch, "die", "two")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], ["chat", "ask", "serve", "bench"]),
+        (["chat", "--help"], ["the server:", "the answer:", "--system"]),
+        (["ask", "--help"], ["--plain", "--temperature"]),
+        (["bench", "--help"], ["what is sent:", "when it is sent:", "what comes out:"]),
+        (
+            ["serve", "--help"],
+            ["quadriga serve [FLAGS]", "--config", "What runs when (scheduler_proc):"],
+        ),
+    ],
+)
+def test_help_is_in_groups(
+    arguments: list[str], shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(word in text for word in shown), text
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    server = FakeServer(f"tcp://127.0.0.1:{free_port()}")
+    server.start()
+    yield server
+    server.stopping = True
+    server.join()
+
+
+@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("nobody reads", 141)])
+def test_an_answer_that_is_left_is_aborted_without_a_word(
+    server: FakeServer, end: str, code: int
+) -> None:
+    command = [sys.executable, "-m", "quadriga", "ask", "--endpoint", server.endpoint, "endless"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.read(20) == b"ab" * 10
+            if end == "ctrl-c":
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+            else:
+                process.stdout.close()
+            assert process.wait(timeout=20) == code
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 10
+    while not server.aborts:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_in_one_line(server: FakeServer) -> None:
+    command = [sys.executable, "-m", "quadriga", "ask", "--endpoint", server.endpoint, "endless"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=30)
+    assert ended.returncode == 1
+    assert ended.stderr == b"OSError: [Errno 28] No space left on device\n"
+
+
+def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> None:
+    command = [sys.executable, "-m", "quadriga", "chat", "--endpoint", server.endpoint]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--max-new-tokens", "9"], text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            process.stdin.write("silent\n")
+            process.stdin.flush()
+            deadline = time.monotonic() + 20
+            while not server.requests:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate("/clear\nHello\n", timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert err.splitlines()[1] == "stopped" and out == "\nab\n"
+    assert server.aborts == 1
+
+
+def test_nobody_at_the_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["ask", "Hi"], ["chat"]):
+        assert main([*command, "--endpoint", "nowhere"]) == 1
+        assert capsys.readouterr().err.count("\n") == 1

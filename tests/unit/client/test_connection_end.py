@@ -1,0 +1,59 @@
+"""The last words of a server reach a client that has not read for a while."""
+
+import asyncio
+import threading
+import time
+import uuid
+
+import zmq
+
+from quadriga.client.connection import Connection, Events
+from quadriga.wire.messages.public import PROTOCOL_VERSION, Ping, Pong, Refused, ServerMessage
+from quadriga.wire.messages.public import ErrorInfo as Error
+from quadriga.wire.sockets import encode
+
+LAST_WORDS = 500
+
+
+def serve(router: "zmq.Socket[bytes]") -> None:
+    """Answer a ping, and at the next one say much and leave."""
+    client, _ = router.recv_multipart()
+    router.send_multipart([client, encode(Pong(PROTOCOL_VERSION, "it", 1 << 24))])
+    router.recv_multipart()
+    for number in range(LAST_WORDS):
+        router.send_multipart([client, encode(Refused(str(number), Error("failed", "")))])
+    router.close(linger=2000)
+
+
+async def listen(endpoint: str, gone: threading.Thread) -> list[str]:
+    heard: list[str] = []
+
+    def take(message: ServerMessage) -> None:
+        assert isinstance(message, Refused)
+        heard.append(message.request_id)
+
+    interrupted = asyncio.Event()
+
+    def interrupt() -> None:
+        heard.append("interrupted")
+        interrupted.set()
+
+    events = Events(take, interrupt, lambda: None, lambda why: None)
+    connection = Connection(endpoint, uuid.uuid4(), events, reconnect_timeout=5)
+    await connection.open(10)
+    connection.send(Ping(PROTOCOL_VERSION))
+    gone.join(10)
+    time.sleep(0.2)  # the client is busy with something else while the connection ends
+    await asyncio.wait_for(interrupted.wait(), 10)
+    await connection.close(linger=0)
+    return heard
+
+
+def test_what_came_before_the_connection_broke_is_taken_in_before_it_counts_as_broken() -> None:
+    with zmq.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        server = threading.Thread(target=serve, args=[router])
+        server.start()
+        heard = asyncio.run(listen(f"tcp://127.0.0.1:{port}", server))
+    assert heard == [*map(str, range(LAST_WORDS)), "interrupted"]

@@ -1,0 +1,133 @@
+"""The command line is made of the config's fields, and each value is checked at start."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from quadriga.config import server_config as configuration
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError
+
+
+def parse(*argv: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    configuration.add_flags(parser)
+    return configuration.from_namespace(parser.parse_args(argv))
+
+
+def test_no_flags_give_the_defaults() -> None:
+    assert parse() == ServerConfig()
+
+
+def test_flags_reach_their_group_and_come_back_as_the_same_command_line() -> None:
+    argv = ["--model", "gpt2", "--allow-auto-truncate", "--max-batch-size", "3",
+            "--mem-fraction-static", "0.5", "--stream-interval", "8"]  # fmt: skip
+    config = parse(*argv)
+    assert config.model.model == "gpt2"
+    assert config.front_door.allow_auto_truncate
+    assert config.scheduler.max_batch_size == 3
+    assert config.worker.mem_fraction_static == 0.5
+    assert config.to_argv() == argv[:3] + argv[3:]
+    assert parse(*config.to_argv()) == config
+
+
+def test_every_field_is_a_flag_with_a_help_text() -> None:
+    for group in ServerConfig().groups():
+        for field in dataclasses.fields(group):
+            assert field.metadata["help"], field.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max-batch-size", "prefill-max-batch-size", "prefill-max-tokens", "max-running-requests",
+     "max-queued-requests", "tokenize-workers", "stream-interval", "page-size",
+     "max-total-tokens", "context-length", "worker-threads", "pack-lookahead", "pack-fifo-every",
+     "priority-preemption-threshold", "queue-timeout", "request-timeout"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_knob_that_is_not_positive_is_an_error_with_its_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--{name}", value)
+    assert f"{name.replace('-', '_')} must be positive" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "1.5", "-0.1"])
+def test_a_memory_fraction_out_of_range_is_an_error(value: str) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        parse("--mem-fraction-static", value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:5555", "ipc:///tmp/socket", "", "tcp://127.0.0.1:99999"]
+)
+def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5555"):
+        parse("--endpoint", endpoint)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--chunked-prefill-size 0", "must be positive, or -1"),
+        ("--chunked-prefill-size -2", r"must be positive, or -1 for whole prompts \(it is -2\)"),
+        ("--max-total-tokens 100 --page-size 16", "page_size 16 does not divide it; 96 would fit"),
+        ("--decode-first --batch-mode alternate", "--decode-first contradicts"),
+        ("--batching static --batch-mode alternate", "contradicts --batch-mode alternate"),
+        ("--batching static --decode-first", "contradicts --batch-mode decode-first"),
+        ("--schedule-policy lpm --disable-radix-cache", "needs the prefix cache"),
+        ("--schedule-policy dfs-weight --no-prefix-cache", "needs the prefix cache"),
+        ("--pack-lookahead 3", "no effect with --schedule-policy fcfs"),
+        ("--pack-fifo-every 3 --schedule-policy lpm", "no effect with --schedule-policy lpm"),
+        ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
+        ("--schedule-conservativeness 0", "above 0 and at most 10"),
+        ("--schedule-conservativeness nan", "above 0 and at most 10"),
+        ("--fault retract:worker", "by the scheduler only"),
+        ("--fault delay:detok:every=0", "at least 1"),
+    ],
+)
+def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
+    flags: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse(*flags.split())
+
+
+def test_decode_first_and_static_batching_are_modes() -> None:
+    assert parse().scheduler.mode == "mixed"
+    assert parse("--decode-first").scheduler.mode == "decode-first"
+    assert parse("--batching", "static").scheduler.mode == "prefill-first"
+
+
+def test_the_step_budget_is_the_smaller_of_chunk_and_prefill_tokens() -> None:
+    assert parse().scheduler.prefill_budget(128) == 128
+    assert parse("--chunked-prefill-size", "64").scheduler.prefill_budget(128) == 64
+    assert parse("--prefill-max-tokens", "100").scheduler.prefill_budget(128) == 100
+    whole = parse("--chunked-prefill-size", "-1").scheduler
+    assert whole.prefill_budget(128) == 16384 and whole.chunk_size(128) is None
+
+
+def test_only_a_measured_step_may_be_half_again_as_large() -> None:
+    assert parse().scheduler.prefill_slack(128) == 64
+    assert parse("--prefill-max-tokens", "150").scheduler.prefill_slack(128) == 22
+    assert parse("--chunked-prefill-size", "128").scheduler.prefill_slack(128) == 0
+    assert parse("--chunked-prefill-size", "-1").scheduler.prefill_slack(128) == 0
+
+
+def test_of_a_single_prompt_a_step_computes_256_tokens_where_they_are_measured() -> None:
+    assert parse().scheduler.longest_chunk(128) == 256
+    assert parse().scheduler.longest_chunk(512) == 512
+    assert parse().scheduler.longest_chunk(8192) == 8192
+    assert parse("--prefill-max-tokens", "150").scheduler.longest_chunk(128) == 150
+    assert parse("--chunked-prefill-size", "128").scheduler.longest_chunk(64) == 128
+
+
+def test_the_prefill_width_is_the_decode_width_where_unset() -> None:
+    assert parse("--max-batch-size", "5").scheduler.prefill_width == 5
+    config = parse("--max-batch-size", "5", "--prefill-max-batch-size", "7")
+    assert config.scheduler.prefill_width == 7
+
+
+def test_an_unknown_flag_in_replace_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no such flag: bogus"):
+        ServerConfig().replace(bogus=1)

@@ -1,0 +1,91 @@
+"""--config: the flags of a server in a file."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from quadriga.config import server_config as config
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "server.yaml"
+
+
+def read(file: Path, text: str, *flags: str) -> ServerConfig:
+    file.write_text(text)
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    return config.from_namespace(parser.parse_args(["--config", str(file), *flags]))
+
+
+def test_keys_are_flags_without_their_dashes(file: Path) -> None:
+    text = """
+    model: gpt2
+    max-batch-size: 8          # a comment
+    max_running_requests: 9
+    no-http: true
+    fair-clients: false
+    request-timeout: 30
+    worker-threads:
+    allowed-origins: [http://a.example, http://b.example]
+    api-key: 12345
+    """
+    found = read(file, text)
+    assert (found.model.model, found.front_door.request_timeout) == ("gpt2", 30.0)
+    assert (found.scheduler.max_batch_size, found.scheduler.max_running_requests) == (8, 9)
+    assert (found.http.no_http, found.scheduler.fair_clients) == (True, False)
+    assert found.http.origins == ["http://a.example", "http://b.example"]
+    assert found.http.api_keys == ["12345"]
+    assert found.worker.worker_threads is None
+
+
+def test_the_command_line_wins(file: Path) -> None:
+    found = read(file, "port: 9000\nmax-batch-size: 8", "--port", "9001")
+    assert (found.http.port, found.scheduler.max_batch_size) == (9001, 8)
+
+
+def test_an_empty_file_says_nothing(file: Path) -> None:
+    assert read(file, "") == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-batchsize: 3", "there is no flag 'max-batchsize'; near it: max-batch-size"),
+        ("1: 3", "there is no flag 1$"),
+        ("max-batch-size: many", "max-batch-size is 'many': it must be a whole number"),
+        ("max-batch-size: true", "max-batch-size is True: it must be a whole number"),
+        ("max-batch-size: 0", "max_batch_size must be positive"),
+        ("start-timeout: soon", "start-timeout is 'soon': it must be a number"),
+        ("no-http: 1", "no-http is 1: it must be true or false"),
+        ("model: {a: b}", "model is {'a': 'b'}: it must be a text"),
+        ("dtype: float8", "dtype is 'float8': it must be one of auto, float32"),
+        ("- port", "must be a map of flags"),
+        ("a: [", "server.yaml is no YAML: while parsing"),
+    ],
+)
+def test_what_cannot_be_is_named_with_file_key_and_remedy(
+    file: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(file, text)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    with pytest.raises(ConfigError, match=r"none.yaml cannot be read: No such file"):
+        config.from_namespace(parser.parse_args(["--config", str(tmp_path / "none.yaml")]))
+
+
+def test_without_the_library_it_says_what_to_install(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match="pip install PyYAML"):
+        read(file, "port: 9000")

@@ -1,0 +1,106 @@
+"""The detokenizer as a process of its own, with real sockets and nothing else running."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from quadriga.wire.endpoints import Endpoints
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import Info, ServerMessage
+from quadriga.wire.messages.to_detok import (
+    AllTold,
+    CloseText,
+    Delivered,
+    InfoReply,
+    OpenText,
+    StepOutput,
+    StopDetok,
+)
+from quadriga.wire.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound
+from quadriga.wire.sockets import encode
+from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
+
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture
+def ring(tmp_path):
+    """Sockets in the place of the detokenizer's neighbours, and the process itself."""
+    with tempfile.TemporaryDirectory(prefix="q-") as run_dir, zmq.Context() as context:
+        endpoints = Endpoints(Path(run_dir))
+        neighbours = {
+            "delivery": context.socket(zmq.PULL),
+            "scheduler": context.socket(zmq.PULL),
+            "detok": context.socket(zmq.PUSH),
+        }
+        neighbours["delivery"].bind(endpoints.delivery)
+        neighbours["scheduler"].bind(endpoints.scheduler)
+        neighbours["detok"].connect(endpoints.detok)
+        for socket in neighbours.values():
+            socket.linger, socket.rcvtimeo = 0, PATIENCE_MS
+        model = write_tiny_gguf(tmp_path / "tiny.gguf")
+        command = [sys.executable, "-m", "detok_proc", "--run-dir", run_dir, "--model", str(model)]
+        environment = {"PATH": "/usr/bin:/bin", "QUADRIGA_CACHE": str(tmp_path / "cache")}
+        process = subprocess.Popen(command, env=environment)
+        yield neighbours, process
+        process.kill()
+        process.wait()
+        for socket in neighbours.values():
+            socket.close()
+
+
+def receive(socket):
+    """(the client's address, the public message)."""
+    return receive_with_ends(socket)[:2]
+
+
+def receive_with_ends(socket):
+    """The same, and the numbers of those whose ends have come by now."""
+    client, frame, told = socket.recv_multipart()
+    message = msgspec.msgpack.decode(frame, type=ServerMessage)
+    return client, message, msgspec.msgpack.decode(told, type=Delivered).settled
+
+
+def ids(*tokens):
+    return pack_ids(TOKENS.index(token) for token in tokens)
+
+
+def test_a_request_a_stop_string_an_info_and_the_end(ring):
+    neighbours, process = ring
+    hello = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
+    assert isinstance(hello, DetokReady)
+    session = hello.session
+    opened = [OpenText(1, b"me", "a", True, True, ["b"]), OpenText(2, b"you", "b", True, True, [])]
+    close = CloseText(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
+    info = Info("i", {"running": 1})
+    for message in (
+        StepOutput(0.5, [], [], b"", [close], session=session - 1),  # for one that died
+        StepOutput(1.0, opened, [1, 2], ids("a", "Ġab"), [], session=session),
+        StepOutput(2.0, [], [1], ids("ab"), [], session=session),
+        StepOutput(3.0, [], [], b"", [close], session=session),
+        InfoReply(b"me", info),
+        AllTold(),
+        StopDetok(),
+    ):
+        neighbours["detok"].send(encode(message))
+
+    delivery = neighbours["delivery"]
+    first = dict(receive(delivery) for _ in range(2))
+    assert first[b"me"].chunks[0].text == "a"
+    assert first[b"you"].chunks[0].text == " ab"
+    client, second = receive(delivery)
+    assert (client, second.chunks[0].text) == (b"me", "a")
+    stop = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
+    assert stop == StopFound([1])
+    _, third, settled = receive_with_ends(delivery)
+    assert settled == [1]
+    end = third.chunks[0].end
+    assert (end.finish_reason, end.matched_stop) == ("stop", "b")
+    assert receive(delivery) == (b"me", info)
+    assert delivery.recv_multipart() == [b"", b"", b""]
+    assert process.wait(timeout=30) == 0

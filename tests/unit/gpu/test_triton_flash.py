@@ -1,0 +1,73 @@
+"""Attention by FlashAttention-3, with plain torch in its place: what it is asked for is right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError
+from tests.tiny_models import tiny_llama
+
+from tests.unit.gpu.test_triton_graphs import capture, runner_with, tokens_of  # isort: skip
+from worker_proc.engine_factory import make_engine
+from worker_proc.gpu import flash
+from worker_proc.gpu.engine import TritonEngine
+
+
+def attend_in_torch(
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, _: None,
+    most_queries: int, most_keys: int, *, window_size: tuple[int, int], enable_gqa: bool,
+    seqused_k: Tensor, block_table: Tensor,
+) -> None:  # fmt: skip
+    """What torch documents of varlen_attn_out with pages, row by row."""
+    assert window_size == (-1, 0) and enable_gqa
+    assert {starts.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
+    for row, length in enumerate(seqused_k.tolist()):
+        begin, end = starts[row : row + 2].tolist()
+        assert end - begin <= most_queries and length <= most_keys
+        there = keys[block_table[row]].flatten(0, 1)[:length]
+        values_there = values[block_table[row]].flatten(0, 1)[:length]
+        queries = torch.arange(end - begin, device=q.device) + length - (end - begin)
+        mask = torch.arange(length, device=q.device) <= queries[:, None]
+        by_head = [x.transpose(0, 1)[None] for x in (q[begin:end], there, values_there)]
+        attended = F.scaled_dot_product_attention(*by_head, mask, enable_gqa=True)
+        out[begin:end] = attended[0].transpose(0, 1)
+
+
+@pytest.fixture
+def flash_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "varlen_attn_out", attend_in_torch)
+
+
+@pytest.mark.usefixtures("flash_in_torch")
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_it_gives_the_tokens_of_the_kernel(tmp_path: Path, with_graphs: bool) -> None:
+    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    capturing = capture() if with_graphs else None
+    runner = runner_with(directory, capturing, flash=True)
+    assert runner.engine.name == "flash"
+    assert tokens_of(runner) == tokens_of(runner_with(directory, None))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "complaint"),
+    [
+        ({}, torch.float32, "flash does not work with float32"),
+        ({"kv_cache_dtype": "fp8"}, torch.bfloat16, "flash does not work with kv_cache_dtype fp8"),
+        ({}, torch.bfloat16, "needs FlashAttention-3 beside torch"),
+    ],
+)
+def test_what_it_cannot_do_is_said(
+    flags: dict[str, Any], dtype: torch.dtype, complaint: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    engine = runner_with(tiny_llama(tmp_path, num_hidden_layers=1), None).engine
+    assert isinstance(engine, TritonEngine)
+    args = WorkerArgs(attention_backend="flash", **flags)
+    with pytest.raises(ConfigError, match=complaint):
+        make_engine(args, engine.model, 8, dtype, torch.device("cpu"))

@@ -1,0 +1,92 @@
+"""Calls of strict tools in free text: what each format's grammar lets a model write, its parser
+reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from http_proc.protocol.call_grammars import free_calls
+from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
+from http_proc.protocol.tool_calls import make_parser
+from quadriga.sampling.grammar import compile_grammar, grammar_of, load_vocabulary, to_library_form
+from quadriga.sampling.params import SamplingParams
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"type": "string"}},
+}
+TOOLS = [
+    Tool(FunctionSchema("weather", parameters=PARAMETERS, strict=True)),
+    Tool(FunctionSchema("lax", parameters={"type": "array"})),
+]
+ROME: Any = ("weather", {"city": "Rome"})
+ANY: Any = ("lax", {"x": [1]})
+WRONG: Any = ("weather", {"town": "Rome"})
+UNKNOWN: Any = ("time", {"city": "Rome"})
+
+
+def hermes(*calls: Any) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>'
+        for name, given in calls
+    )
+
+
+def mistral_list(*calls: Any) -> str:
+    listed = [{"name": name, "arguments": given} for name, given in calls]
+    return f"[TOOL_CALLS] {json.dumps(listed)}"
+
+
+def mistral_named(*calls: Any) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+
+
+def mistral_bare(*calls: Any) -> str:
+    return "".join(f"[TOOL_CALLS]{name}{json.dumps(given)}" for name, given in calls)
+
+
+def llama3(*calls: Any) -> str:
+    return "; ".join(
+        f'{{"name": "{name}", "parameters": {json.dumps(given)}}}' for name, given in calls
+    )
+
+
+@pytest.fixture(scope="module", params=[(), ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")])
+def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
+    """Without special tokens for calls, and with some."""
+    tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
+    for number, text in enumerate(request.param, start=512):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": number, "content": text, **flags})
+    return load_vocabulary(json.dumps(tokenizer), 520, frozenset({0}))
+
+
+@pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])
+def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, write: Any) -> None:
+    tool_format = write.__name__.partition("_")[0]
+    fields = free_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
+    grammar = grammar_of(SamplingParams(**fields))
+    assert grammar is not None
+    beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
+
+    def obeys(text: str) -> bool:
+        matcher = beginning.deep_copy()
+        ids = vocabulary.tokenize_str(text, parse_special=True)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    for calls in ([ROME], [ANY], [ROME, ANY]):
+        assert obeys(write(*calls))
+        parser = make_parser(tool_format)
+        found = [*parser.push(write(*calls)).calls, *parser.finish().calls]
+        read = [(one.function.name, json.loads(one.function.arguments)) for one in found]
+        assert read == calls
+    for wrong in (WRONG, UNKNOWN):
+        assert not obeys(write(wrong)) and not obeys(write(ROME, wrong))
+    for text in ("", "It is warm, they say: [] 25 °C\n", ' "x" {"name": "time"}'):
+        assert obeys(text)

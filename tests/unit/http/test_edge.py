@@ -1,0 +1,308 @@
+"""Clients that are slow, many or silent, and what is written down about all of them."""
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from http_proc import listener as listen
+from http_proc.endpoints import request_body as bodies
+from http_proc.middleware import access
+from http_proc.middleware import slow_client as watch
+from http_proc.observe.request_metrics import RequestMetrics
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+
+Test = Callable[[Any], Coroutine[Any, Any, None]]
+ASK = {"prompt": "a secret", "max_tokens": 4}
+
+
+def run(ring: ScriptedRing, test: Test, run_loop: Any = asyncio.run, **flags: Any) -> None:
+    async def whole() -> None:
+        async with gateway_before(ring, **flags) as (_, gateway):
+            await test(gateway)
+
+    run_loop(asyncio.wait_for(whole(), 20))
+
+
+def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
+    """A POST of the body; without its last bytes where `cut` says so."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data[: len(data) - cut]
+
+
+async def connect(gateway: Any, data: bytes = b"", buffer: int | None = None) -> socket.socket:
+    """A connection on which so much was sent. buffer: bytes that its kernel takes unread."""
+    client = socket.socket()
+    if buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", gateway.args.port))
+    await loop.sock_sendall(client, data)
+    return client
+
+
+async def answer(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    loop, found = asyncio.get_running_loop(), b""
+    while data := await loop.sock_recv(client, 1 << 16):
+        found += data
+    client.close()
+    return found
+
+
+def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
+    return gateway.metrics.slow_readers == 1 and gateway.live == 0 and ring.handles[0].done
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+    ring = ScriptedRing(["a"])
+    ring.leaves_open = True
+
+    async def test(gateway: Any) -> None:
+        client = await connect(gateway, request(ASK | {"stream": True}), 4096)
+        while not ring.sinks:
+            await asyncio.sleep(0)
+        while not gateway.metrics.slow_readers:
+            ring.sinks[0](chunk("a" * 100_000))
+            await asyncio.sleep(0.01)
+            if reads:
+                await asyncio.get_running_loop().sock_recv(client, 1)
+        while not has_gone(ring, gateway):
+            await asyncio.sleep(0.01)
+        assert ring.handles[0].aborted
+        client.close()
+
+    run(ring, test)
+
+
+def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+    ring = ScriptedRing(["a" * 8_000_000])
+
+    async def test(gateway: Any) -> None:
+        client = await connect(gateway, request(ASK), 4096)
+        while not ring.handles or not has_gone(ring, gateway):
+            await asyncio.sleep(0.01)
+        client.close()
+
+    run(ring, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
+    async def test(gateway: Any) -> None:
+        for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
+            client = await connect(gateway, request({field: [], "stream": stream}, path=path))
+            said = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+            assert said.startswith(b"HTTP/1.1 400 ")
+            assert f"{field} is an empty list".encode() in said
+            client.close()
+        assert gateway.live == 0
+
+    run(ScriptedRing(["a"]), test)
+
+
+def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at by hand, each time when it has just taken enough: no clock decides."""
+    watches: list[watch.Watch] = []
+
+    class Known(watch.Watch):
+        def __enter__(self) -> None:
+            super().__enter__()
+            watches.append(self)
+            assert self._transport is not None
+            own = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+
+    monkeypatch.setattr(access, "Watch", Known)
+    ring = ScriptedRing(["a" * 8_000_000])
+
+    async def test(gateway: Any) -> None:
+        client, taken, sent, looks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
+        while taken < 8_000_000:
+            piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+            assert piece, "it was cut off"
+            taken += len(piece)
+            await asyncio.sleep(0)
+            waits, now = watches[0].progress()
+            if waits and now - sent >= watch.LEAST_BYTES:
+                watches[0]._look()
+                sent, looks = now, looks + 1
+        assert gateway.metrics.slow_readers == 0
+        assert looks > 10
+        client.close()
+
+    run(ring, test)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_over_tls_a_long_stream_comes_to_its_end(tmp_path: Path, run_loop: Any) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-subj", "/CN=localhost", "-nodes", "-newkey", "rsa:2048"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    ring = ScriptedRing(["a" * 10_000] * 50)
+
+    async def whole() -> None:
+        flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+        async with gateway_before(ring, **flags) as (url, _):
+            port = int(url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=trusting, limit=1 << 20
+            )
+            for _ in range(3):
+                writer.write(request(ASK | {"stream": True}))
+                text = await reader.readuntil(b"[DONE]")
+                await reader.readuntil(b"\r\n0\r\n\r\n")
+                assert text.count(b"a" * 10_000) == 50
+            writer.close()
+
+    run_loop(asyncio.wait_for(whole(), 20))
+
+
+def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listen, "IDLE_SECONDS", 0.2)
+
+    async def test(gateway: Any) -> None:
+        slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        silent = await connect(gateway)
+        assert await answer(slow) == await answer(silent) == b""
+
+    run(ScriptedRing([]), test)
+
+
+def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.1)
+
+    async def test(gateway: Any) -> None:
+        client = await connect(gateway, request(ASK, cut=1))
+        found = await asyncio.get_running_loop().sock_recv(client, 4096)
+        assert found.startswith(b"HTTP/1.1 408 ")
+        assert gateway.body_bytes == 0
+        client.close()
+
+    run(ScriptedRing([]), test)
+
+
+def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MOST_BYTES", 1500)
+
+    async def test(gateway: Any) -> None:
+        large = ASK | {"prompt": "a" * 900}
+        first = await connect(gateway, request(large, cut=1))
+        while not gateway.body_bytes:
+            await asyncio.sleep(0)
+        second = await connect(gateway, request(large, cut=1))
+        found = await asyncio.get_running_loop().sock_recv(second, 4096)
+        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
+        assert b"too_many_bodies" in found
+        first.close()
+        second.close()
+
+    run(ScriptedRing([]), test, max_body_bytes=1000)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_connections_over_the_limit_are_told_so_and_counted(run_loop: Any) -> None:
+    async def test(gateway: Any) -> None:
+        first = await connect(gateway)
+        while not gateway.metrics.refused_connections:
+            found = await answer(await connect(gateway, request(ASK)))
+        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
+        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+            "too_many_connections"
+        )
+        first.close()
+
+    ring = ScriptedRing(["a"])
+    run(ring, test, run_loop, max_http_connections=1)
+    assert not ring.handles
+
+
+def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    ring = ScriptedRing(["a", "b"])
+
+    async def test(gateway: Any) -> None:
+        key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: mine"
+        for body in (ASK, ASK | {"stream": True}, ASK | {"max_tokens": "x"}):
+            data = request(body).replace(b"HTTP/1.1", key, 1)
+            await answer(await connect(gateway, data))
+        ring.leaves_open = True
+        gone = await connect(gateway, request(ASK).replace(b"HTTP/1.1", key, 1))
+        while not ring.handles[2:]:
+            await asyncio.sleep(0)
+        gone.close()
+        while gateway.live:
+            await asyncio.sleep(0)
+
+    run(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
+    lines = [record.getMessage() for record in caplog.records if record.name == "root"]
+    whole, streamed, wrong, left = lines
+    for line in (whole, streamed):
+        assert line.startswith("cmpl-mine · POST /v1/completions 200 · ")
+        assert " · stop · prompt 3 tokens, 0 cached · generated 2 · " in line
+    assert wrong.startswith("POST /v1/completions 400 · ")
+    assert "the client left" in left
+    assert not any("secret" in line or "hidden" in line for line in lines)
+
+
+class Stalled:
+    """A connection whose client takes nothing: the request, its writer and its transport."""
+
+    output_size = 10_000
+    aborted = False
+
+    def __init__(self) -> None:
+        self.writer = self.transport = self
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 5_000
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look() -> None:
+        loop, connection = asyncio.get_running_loop(), Stalled()
+        suspended = 0.0
+        monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
+        observer = watch.Watch(connection, RequestMetrics())  # type: ignore[arg-type]
+        with observer:
+            for seconds in (watch.STALL_SECONDS, 1000.0):
+                suspended += seconds
+                observer._look()
+                assert not connection.aborted
+            suspended += watch.STALL_SECONDS
+            observer._look()
+            assert connection.aborted
+
+    asyncio.run(look())

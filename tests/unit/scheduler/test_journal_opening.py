@@ -1,0 +1,247 @@
+"""Which journals a server starts on, which it refuses, and how it says so."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.errors import ConfigError
+from scheduler_proc.durability import journal_opening
+from scheduler_proc.durability.journal import Journal, NoJournal
+from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
+from scheduler_proc.durability.journal_recovery import Found
+from tests.unit.journal_runs import Run, faulty_os, full_disk, header, let_go, outline
+
+
+def left_by(directory: Path, name: str = "first") -> Run:
+    """A run that accepted a request and died."""
+    run = Run(directory, name)
+    (a,) = run.accept("a")
+    run.give(a, 5)
+    run.journal.commit()
+    let_go(run.journal)
+    return run
+
+
+def opened(
+    directory: Path, run: str, again: bool = False, resume: bool = False, **fields: Any
+) -> list[Found]:
+    """What a scheduler takes up that dies at once."""
+    args = SchedulerArgs(journal=str(directory), resume=resume)
+    journal, found = open_journal(args, Path(run), header(run, **fields), again)
+    let_go(journal)
+    return found
+
+
+def test_what_an_earlier_run_left_is_taken_up_only_on_demand_and_never_lost_in_silence(
+    tmp_path: Path,
+) -> None:
+    run = left_by(tmp_path)
+    going_on = [("a", 0, [5], False, False)]
+    assert outline(opened(tmp_path, "first", again=True)) == going_on, "the same run goes on"
+    assert outline(opened(tmp_path, "second", resume=True)) == going_on
+    with pytest.raises(ConfigError, match="has 1 unfinished requests of an earlier run: add"):
+        opened(tmp_path, "second")
+    assert outline(opened(tmp_path, "second", again=True, resume=True)) == going_on, (
+        "its first scheduler died before it had written anything"
+    )
+    run = Run(tmp_path, "first")
+    (request,) = run.accept("b")
+    run.end(request)
+    run.journal.commit()
+    let_go(run.journal)
+    assert opened(tmp_path, "second") == []
+    run.path.unlink()
+    assert opened(tmp_path, "second") == []
+    off = open_journal(SchedulerArgs(no_journal=True), tmp_path, header())
+    assert isinstance(off.journal, NoJournal)
+    assert off.journal.state == "off"
+
+
+def test_requests_of_an_earlier_run_are_numbered_from_0_on_with_their_choices_together(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "first")
+    run.requests.number_from(1 << 50)
+    for name in "abc":
+        run.accept(name, n=3)
+    del run.journal._kept[(1 << 50) + 4]
+    run.journal.compact()
+    let_go(run.journal)
+    found = opened(tmp_path, "second", resume=True)
+    assert [(one.message.request_id, one.index, one.seq) for one in found] == [
+        ("a", 0, 0), ("a", 1, 1), ("a", 2, 2), ("b", 0, 3), ("b", 2, 5),
+        ("c", 0, 6), ("c", 1, 7), ("c", 2, 8),
+    ]  # fmt: skip
+    assert opened(tmp_path, "first", again=True)[0].seq == 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"fingerprint": "f2", "model": "big"}, r"tiny \(fingerprint f1\).*server's is big \(f2\)"),
+        ({"vocab_size": 99}, "tiny with a vocabulary of 100, and this server's tiny has 99"),
+        ({"context_length": 63}, "a context of 64 tokens, and this server's is 63"),
+    ],
+)
+def test_a_journal_of_another_model_is_refused_with_both_values_and_the_remedy(
+    tmp_path: Path, other: dict[str, Any], named: str
+) -> None:
+    run = left_by(tmp_path)
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match=f"{named}.*with that model and --resume.*or remove"):
+            opened(tmp_path, "second", resume=resume, **other)
+    assert len(opened(tmp_path, "first", again=True, **other)) == 1, (
+        "within a run the files may change: SIGHUP takes new weights"
+    )
+    assert len(opened(tmp_path, "second", resume=True, context_length=65)) == 1
+    run = Run(tmp_path, "first")
+    (request,) = run.accept("b")
+    run.end(request)
+    run.journal.commit()
+    let_go(run.journal)
+    assert opened(tmp_path, "second", resume=True, **other) == [], "nothing has to go on"
+
+
+def old_format() -> bytes:
+    """As servers wrote it before frames had checksums: a string, then rounds."""
+    return msgspec.msgpack.encode("first") + msgspec.msgpack.encode([[], [], [], [], []])
+
+
+@pytest.mark.parametrize("content", [b"\x01\x02", b"\0" * 4096, old_format(), b"QDRJRNL2" * 9])
+def test_a_file_that_is_no_journal_is_named_and_does_not_end_a_server_that_runs(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match=f"{FILE_NAME} is no journal that this version"):
+            opened(tmp_path, "run", resume=resume)
+    assert opened(tmp_path, "run", again=True) == []
+    assert "is no journal that this version can read" in caplog.text
+
+
+def test_an_empty_file_has_no_requests(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch()
+    assert opened(tmp_path, "run") == []
+
+
+def test_a_damaged_journal_is_replaced_only_on_demand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, "first")
+    (a,) = run.accept("a")
+    run.end(a)
+    run.journal.commit()
+    whole = run.path.stat().st_size
+    run.accept("b")
+    run.journal.commit()
+    let_go(run.journal)
+    size = run.path.stat().st_size
+    os.truncate(run.path, size - 1)
+    with pytest.raises(ConfigError, match=f"{size - 1 - whole} bytes cannot be read.*--resume"):
+        opened(tmp_path, "second")
+    assert outline(opened(tmp_path, "second", resume=True)) == [("a", 0, [], True, True)]
+    assert f"is damaged at byte {whole}" in caplog.text
+    assert f"{size - 1 - whole} bytes are not read, 1 requests were" in caplog.text
+
+
+def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_opening, "LOCK_TIMEOUT_S", 0.0)
+    args = SchedulerArgs(journal=str(tmp_path))
+    first, _ = open_journal(args, Path("first"), header("first"))
+    with pytest.raises(ConfigError, match=f"{tmp_path} is the journal of another server"):
+        open_journal(args, Path("second"), header("second"))
+    assert isinstance(first, Journal)
+    assert not os.get_inheritable(first._file._directory_fd), "children must not keep it"
+    let_go(first)
+    second, _ = open_journal(args, Path("second"), header("second"))
+    let_go(second)
+    assert os.listdir(tmp_path) == [], "the lock is no file"
+
+
+def test_a_scheduler_waits_for_the_one_before_it_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = left_by(tmp_path)
+    dying = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(dying, fcntl.LOCK_EX)
+    monkeypatch.setattr(journal_opening.time, "sleep", lambda _: os.close(dying))
+    assert outline(opened(tmp_path, "first", again=True)) == outline(run.found())
+
+
+def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_opening, "LOCK_TIMEOUT_S", 0.0)
+    other = Run(tmp_path, "other")
+    content = other.path.read_bytes()
+    args = SchedulerArgs(journal=str(tmp_path))
+    journal, found = open_journal(args, Path("first"), header("first"), again=True)
+    journal.compact()
+    assert (found, journal.state, other.path.read_bytes()) == ([], "failed", content)
+    let_go(other.journal)
+
+
+def test_a_directory_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for directory in (file / "journal", file, tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=f"--journal {directory} cannot be used .*choose"):
+            opened(directory, "run")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # for root everything is allowed
+    with pytest.raises(ConfigError, match="it cannot be read and written"):
+        opened(tmp_path / "journal", "run")
+    (tmp_path / "other" / FILE_NAME).mkdir(parents=True)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be read"):
+        opened(tmp_path / "other", "run")
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_server_starts_on_a_full_disk_and_resumes_what_was_read(
+    tmp_path: Path, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = left_by(tmp_path)
+    before = left.path.read_bytes()
+    args = SchedulerArgs(journal=str(tmp_path), resume=True)
+    with faulty_os() as faulty:
+        faulty.fails = lambda name, number: full_disk(name, number) and error
+        journal, found = open_journal(args, Path("second"), header("second"))
+        assert outline(found) == [("a", 0, [5], False, False)]
+        journal.compact()
+    assert journal.state == "failed"
+    assert os.strerror(error) in caplog.text
+    assert "Make room there" in caplog.text
+    assert outline(left.found()) == outline(found), "another run may still resume"
+    assert len(left.path.read_bytes()) == len(before)
+    let_go(journal)
+    assert opened(tmp_path, "second", again=True, resume=True) == [], "they may have ended"
+    assert len(opened(tmp_path, "third", resume=True)) == 1
+    with pytest.raises(ConfigError, match="unfinished requests"):
+        opened(tmp_path, "third")
+
+
+def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "new"
+    with faulty_os() as faulty:
+        faulty.fails = full_disk
+        args = SchedulerArgs(journal=str(directory))
+        journal, found = open_journal(args, Path("run"), header())
+        journal.compact()
+        assert (found, journal.state, directory.exists()) == ([], "failed", False)
+    assert isinstance(journal, Journal)
+    journal._clock = lambda: 1e12
+    journal.settled([1])
+    journal.commit()
+    assert journal.state == "on"
+    assert (directory / FILE_NAME).exists()
+    let_go(journal)

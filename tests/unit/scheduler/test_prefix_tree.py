@@ -1,0 +1,182 @@
+"""The prefix tree and the KV pages, against a model that searches."""
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from quadriga.sampling.params import SamplingParams
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.prefix_tree import PrefixTree
+from scheduler_proc.state.request import Request
+
+PAGE = 2
+
+
+def request(tokens: list[int], seq: int = 0) -> Request:
+    return Request(
+        seq, b"c", str(seq), array("i", tokens), len(tokens), SamplingParams(), 1, frozenset(),
+        True, 0.0, 0.0, known=len(tokens), most_known=len(tokens) + 1,
+    )  # fmt: skip
+
+
+def run(kv: KVCache, tokens: list[int], seq: int = 0) -> Request:
+    """Seat a request and compute its prompt."""
+    one = request(tokens, seq)
+    kv.seat(one)
+    one.computed = one.known
+    kv.share_computed(one)
+    return one
+
+
+def test_a_prompt_finds_the_whole_pages_of_an_equal_beginning_and_computes_at_least_one_token():
+    kv = KVCache(16, PAGE)
+    first = run(kv, [1, 2, 3, 4, 5])
+    for tokens, found in (
+        ([1, 2, 3, 4, 5], 4),
+        ([1, 2, 3, 4], 2),
+        ([1, 2, 3, 9, 9], 2),
+        ([2, 1], 0),
+        ([1], 0),
+    ):
+        other = run(kv, tokens)
+        assert other.pages[: found // PAGE] == first.pages[: found // PAGE]
+        assert len(set(other.pages) & set(first.pages)) == found // PAGE
+        kv.release(other)
+        kv.check([first])
+    kv.release(first)
+    kv.check([])
+
+
+def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it():
+    kv = KVCache(8, PAGE)
+    first, second = run(kv, [1, 2, 3, 4, 5], 0), run(kv, [1, 2, 3, 4, 6], 1)
+    assert kv.num_held == 4
+    kv.release(first)
+    kv.check([second])
+    assert second.pages[:2] == first.pages[:2] or first.pages == []
+    assert kv.num_held == 3
+    kv.release(second)
+    assert kv.num_cached + kv.num_free == 8
+
+
+def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
+    kv = KVCache(8, PAGE)
+    one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
+    kv.seat(one)
+    kv.seat(two)
+    for each in (one, two):
+        each.computed = 4
+        kv.share_computed(each)
+    assert not set(one.pages) & set(two.pages)
+    kv.check([one, two])
+    kv.release(one)
+    kv.check([two])
+    kv.release(two)
+    kv.check([])
+    assert kv.num_cached == 2 and kv.num_free == 6
+
+
+def test_sharing_what_is_cached_already_makes_no_page_less_available():
+    kv = KVCache(6, PAGE)
+    one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
+    kv.seat(one)
+    kv.seat(two)
+    one.computed = two.computed = 4
+    kv.release(one)
+    available = kv.num_available
+    kv.share_computed(two)
+    assert kv.num_available == available
+    assert [node.page for node in two.path] == two.pages
+    kv.check([two])
+
+
+def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on():
+    kv = KVCache(6, PAGE)
+    kv.release(run(kv, [1, 2, 3, 4, 5]))
+    kv.release(run(kv, [7, 8, 9, 10, 11]))
+    kv.release(run(kv, [1, 2, 3, 4, 5]))  # used again
+    taken = run(kv, [20, 21, 22, 23, 24, 25, 26])  # 4 pages, 2 are free
+    again = request([1, 2, 3, 4, 5])
+    assert kv.locate(again).depth == 2
+    assert kv.locate(request([7, 8, 9])).depth == 0
+    kv.release(taken)
+    kv.check([])
+
+
+def test_a_waiting_request_whose_prefix_was_evicted_starts_again_from_the_root():
+    kv = KVCache(2, PAGE)
+    kv.release(run(kv, [1, 2, 3]))
+    waiting = request([1, 2, 3])
+    assert kv.locate(waiting).depth == 1
+    other = run(kv, [5, 6, 7, 8])
+    assert kv.locate(waiting).depth == 0
+    kv.release(other)
+
+
+def test_without_the_cache_nothing_is_found_and_nothing_stays():
+    kv = KVCache(4, PAGE, prefix_cache=False)
+    kv.release(run(kv, [1, 2, 3, 4]))
+    assert kv.num_free == 4
+    assert kv.locate(request([1, 2, 3, 4])).depth == 0
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Paths over two letters; which nodes there are is also kept as a plain dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = PrefixTree()
+        self.held: list[list] = []
+        self.last_use: dict[str, int] = {}
+        self.clock = 0
+
+    @rule(letters=st.text("ab", min_size=1, max_size=6))
+    def use(self, letters: str) -> None:
+        path, node = [], self.tree.root
+        for letter in letters:
+            child = node.children.get(letter.encode())
+            if child is None:
+                child = self.tree.add(node, letter.encode(), 0)
+            else:
+                self.tree.hold(child)
+            node = child
+            path.append(node)
+        assert node.path() == path
+        self.held.append(path)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data) -> None:
+        path = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.tree.let_go(path)
+        self.clock += 1
+        for node in path:
+            self.last_use[word(node)] = self.clock
+
+    @precondition(lambda self: self.tree.num_unused)
+    @rule()
+    def evict(self) -> None:
+        unused = [node for node in self.tree.nodes() if node.users == 0]
+        leaves = [node for node in unused if not node.children]
+        oldest = min(self.last_use[word(leaf)] for leaf in leaves)
+        allowed = {word(leaf) for leaf in leaves if self.last_use[word(leaf)] == oldest}
+        before = {word(node) for node in self.tree.nodes()}
+        self.tree.evict(1)
+        gone = before - {word(node) for node in self.tree.nodes()}
+        assert len(gone) == 1 and gone <= allowed
+
+    @invariant()
+    def it_holds_together(self) -> None:
+        self.tree.check()
+        for path in self.held:
+            assert all(node.parent is not None and node.users for node in path)
+
+
+def word(node) -> str:
+    return b"".join(n.key for n in node.path()).decode()
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

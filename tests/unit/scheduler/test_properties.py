@@ -1,0 +1,113 @@
+"""Random arrivals, lengths, aborts and tiny pools under every policy and batch mode: each request
+ends exactly once with the tokens of the reference, and after every step free + cached + held pages
+are all pages. `python -m tests.unit.chaos --steps 1000000` does the same for much longer.
+"""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
+from tests.unit.chaos import PREFIXES, Chaos, random_life
+
+pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Hypothesis decides what happens next, and shrinks what went wrong."""
+
+    chaos: Chaos
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        mode=st.sampled_from((*BATCH_MODES, "static")),
+        width=st.integers(1, 5),
+        prefill_width=st.one_of(st.none(), st.integers(1, 5)),
+        running=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        chunk=st.sampled_from([None, -1, 1, 3, 8]),
+        num_pages=st.integers(2, 12),
+        page_size=st.integers(1, 8),
+        at_once=st.booleans(),
+        fair=st.booleans(),
+    )
+    def start(
+        self, policy, mode, width, prefill_width, running, budget, chunk, num_pages, page_size,
+        at_once, fair,
+    ) -> None:  # fmt: skip
+        args = SchedulerArgs(
+            max_batch_size=width,
+            prefill_max_batch_size=prefill_width,
+            max_running_requests=running,
+            prefill_max_tokens=budget,
+            chunked_prefill_size=chunk,
+            **({"batching": mode} if mode == "static" else {"batch_mode": mode}),
+            schedule_policy=policy,
+            plan_at_once=at_once,
+            fair_clients=fair,
+        )
+        args.validate()
+        self.chaos = Chaos(args, num_pages, page_size)
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(3, 99), min_size=1, max_size=6),
+        max_new_tokens=st.integers(1, 12),
+        ignore_eos=st.booleans(),
+        client=st.sampled_from([b"c", b"d"]),
+        priority=st.integers(-20, 20),
+        patience=st.one_of(st.none(), st.just(0.05)),
+    )
+    def submit(self, prefix, tail, **how) -> None:
+        self.chaos.submit(prefix + tail, **how)
+
+    @rule()
+    def step(self) -> None:
+        self.chaos.world.step()
+
+    @rule(seconds=st.sampled_from([0.001, 0.1]))
+    def wait(self, seconds) -> None:
+        world = self.chaos.world
+        if world.worker.done_at is None:
+            world.wake(world.worker.now + seconds)
+
+    @rule(number=st.integers(0, 5))
+    def retract(self, number) -> None:
+        self.chaos.world.scheduler.retract_one(number)
+
+    @precondition(lambda self: self.chaos.asked)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.chaos.abort(data.draw(st.integers(0, len(self.chaos.asked) - 1)))
+
+    @precondition(lambda self: self.chaos.world.detok.open)
+    @rule(data=st.data())
+    def stop(self, data) -> None:
+        self.chaos.stop(data.draw(st.sampled_from(sorted(self.chaos.world.detok.open))))
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        if hasattr(self, "chaos"):
+            self.chaos.world.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "chaos"):
+            self.chaos.finish()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lives_of_random_servers(seed: int) -> None:
+    for number in range(40):
+        random_life(random.Random(f"{seed}/{number}"), 100)

@@ -1,0 +1,353 @@
+"""A process that dies takes nothing with it; a request that kills the worker every time is found
+out."""
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import POLICIES, SchedulerArgs
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.messages.to_scheduler import Drain, Leave, NewFrontDoor, Submit
+from quadriga.wire.messages.worker import CompileGrammar, GrammarReady, WorkerReady
+from scheduler_proc.durability import detok_outbox as texts
+from scheduler_proc.durability.detok_outbox import Texts
+from scheduler_proc.request_table import LiveRequests
+from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
+from tests.unit.simulation import Detok, World, abort, reference, submit
+
+POISON = 99
+
+
+def tokens_of(world: World, name: str) -> list[int]:
+    return world.detok.tokens[name]
+
+
+def resent(message: Submit) -> Submit:
+    """As its client sends it again."""
+    return msgspec.structs.replace(message, resent=True)
+
+
+def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None:
+    world = World(SchedulerArgs(max_batch_size=3))
+    prompts = {f"r{n}": [n + 3] * (3 * n + 1) for n in range(6)}
+    world.tell(*(submit(name, prompt, 12, ignore_eos=True) for name, prompt in prompts.items()))
+    for _ in range(8):
+        for _ in range(12):
+            world.step()
+        world.kill_worker()
+    world.run()
+    for name, prompt in prompts.items():
+        assert tokens_of(world, name) == reference(prompt, 12, True)
+        assert world.detok.closed[name].finish_reason == "length"
+    assert world.scheduler.info()["pages_held"] == 0
+
+
+def test_nothing_that_the_dead_worker_had_computed_is_taken_for_cached() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5] * 20, 2, ignore_eos=True))
+    world.run()
+    world.kill_worker()
+    assert world.scheduler.info()["pages_cached"] == 0
+    world.tell(submit("b", [5] * 20, 2, ignore_eos=True))
+    world.run()
+    assert world.detok.closed["b"].cached_tokens == 0
+
+
+def test_an_abort_while_no_worker_is_there_ends_the_request_once() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 20, ignore_eos=True), submit("b", [6], 20, ignore_eos=True))
+    world.step()
+    world.tell(abort("a"))
+    world.kill_worker()
+    world.run()
+    assert world.detok.closed["a"].finish_reason == "abort"
+    assert tokens_of(world, "b") == reference([6], 20, True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("decoded", [False, True])
+def test_the_request_that_kills_the_worker_every_time_fails_within_three_deaths_and_no_other(
+    policy: str, decoded: bool
+) -> None:
+    world = World(SchedulerArgs(max_batch_size=4, schedule_policy=policy))
+    poisoned = [7, 8, 9, 10]
+    world.worker.poison = frozenset({reference(poisoned, 6, True)[5] if decoded else POISON})
+    harmless = {f"r{n}": [11 + n] * (n + 1) for n in range(40)}
+    answers = {name: reference(prompt, 5, True) for name, prompt in harmless.items()}
+    answers = {n: a for n, a in answers.items() if not world.worker.poison & {*a, *harmless[n]}}
+    assert len(answers) > 20
+    for name in answers:
+        world.tell(submit(name, harmless[name], 5, ignore_eos=True))
+    prompt = poisoned if decoded else [*poisoned, POISON]
+    world.tell(submit("poison", prompt, 20, ignore_eos=True))
+    world.run()
+    closed = world.detok.closed.pop("poison")
+    assert closed.error is not None and "the worker died 3 times in a row" in closed.error.message
+    assert world.deaths == 3
+    for name, answer in answers.items():
+        assert tokens_of(world, name) == answer
+    assert {c.finish_reason for c in world.detok.closed.values()} == {"length"}
+    assert world.scheduler.info()["pages_held"] == 0
+
+
+def test_deaths_that_are_nobodys_fault_fail_nobody() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 60, ignore_eos=True))
+    while "a" not in world.detok.closed:
+        for _ in range(4):  # far enough each time
+            world.step()
+        world.kill_worker()
+    assert tokens_of(world, "a") == reference([5], 60, True)
+    assert world.deaths > 10
+
+
+def test_suspects_run_alone_until_they_have_come_further() -> None:
+    world = World(SchedulerArgs(max_batch_size=8))
+    world.tell(*(submit(f"r{n}", [n + 3] * 3, 30, ignore_eos=True) for n in range(5)))
+    world.step()
+    world.kill_worker()
+    world.step()
+    world.kill_worker()
+    world.worker.rows_of_steps.clear()
+    world.run()
+    widths = [len(rows) for rows in world.worker.rows_of_steps]
+    alone = widths.index(5) if 5 in widths else len(widths)
+    assert alone >= 5
+    assert set(widths[:alone]) <= {1, 2, 3, 4}
+    assert widths[:10] == [1] * 10
+    assert max(widths) == 5
+    for n in range(5):
+        assert tokens_of(world, f"r{n}") == reference([n + 3] * 3, 30, True)
+
+
+def test_another_worker_compiles_the_grammars_again_before_anybody_with_one_goes_on() -> None:
+    bench = GrammarBench()
+    bench.ask("a")
+    bench.worker.sent.clear()
+    bench.ready()
+    bench.worker.sent.clear()
+    bench.scheduler.iterate([], [WorkerReady(64, 4, 16, "float32", "cpu", session=2)])
+    assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
+    bench.scheduler.iterate([], [GrammarReady(GRAMMAR.key)])  # of the dead one
+    assert not bench.worker.sent
+    bench.scheduler.iterate([], [GrammarReady(GRAMMAR.key, session=2)])
+    assert len(bench.plan().new) == 1
+
+
+def test_another_detokenizer_is_told_all_that_runs_and_every_end_that_was_not_handed_on() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("short", [5], 3, ignore_eos=True), submit("long", [6], 30, ignore_eos=True))
+    world.step()
+    world.lose_detok()
+    for _ in range(6):
+        world.step()
+    assert not world.detok.closed
+    world.replace_detok()
+    assert tokens_of(world, "short") == reference([5], 3, True)
+    assert world.detok.closed["short"].finish_reason == "length"
+    world.run()
+    assert tokens_of(world, "long") == reference([6], 30, True)
+
+
+def test_the_server_does_not_leave_before_every_end_was_handed_on() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 3, ignore_eos=True))
+    world.lose_detok()
+    world.tell(Drain())
+    world.run()
+    assert not world.detok.all_told
+    world.replace_detok()
+    assert world.detok.closed["a"].finish_reason == "length"
+    assert world.detok.all_told == 1
+
+
+def test_a_server_whose_front_door_died_does_not_leave_before_its_clients_could_return() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 3, ignore_eos=True))
+    world.tell(Drain())  # the last words of the one that died
+    world.run()
+    assert world.detok.all_told == 1 and not world.scheduler.stopped
+    world.tell(resent(submit("a", [5], 3, ignore_eos=True)))
+    assert world.detok.replayed[-1].closing is not None
+    world.tell(Drain())
+    assert world.detok.all_told == 2
+    world.tell(Leave())
+    assert world.scheduler.stopped
+
+
+def test_log_probabilities_of_requests_that_ended_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "MOST_REMEMBERED_BYTES", 20_000)
+    known, told = LiveRequests(frozenset()), Texts(Detok(), lambda: 0.0)
+    for number in range(100):
+        (request,) = known.add(submit(f"r{number}", [5] * 10))
+        if number % 2:
+            request.told = [LogprobBlock(b"1234", 20, b"1234" * 20, b"1234" * 20)] * 10
+        told.recall(request, settled=True)
+    remembered = [n for n in range(100) if told.ended(b"c", f"r{n}")]
+    assert remembered == list(range(remembered[0], 100))
+    assert 10 <= len(remembered) < 30
+
+
+def test_a_request_that_is_sent_again_is_told_again_and_runs_once() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 10, ignore_eos=True))
+    world.step()
+    world.step()
+    again = resent(submit("a", [5], 10, ignore_eos=True))
+    world.tell(again)
+    told = world.detok.replayed.pop()
+    assert told.closing is None
+    assert unpack_ids(told.token_ids).tolist() == tokens_of(world, "a")
+    world.run()
+    world.tell(again)
+    told = world.detok.replayed.pop()
+    assert unpack_ids(told.token_ids).tolist() == reference([5], 10, True)
+    assert told.closing is not None and told.closing.finish_reason == "length"
+    assert world.scheduler.info()["generation_tokens_total"] == 10
+
+
+def test_who_asks_while_no_detokenizer_is_there_is_answered_when_one_is() -> None:
+    world = World(SchedulerArgs())
+    ended, runs = submit("ended", [5], 3, ignore_eos=True), submit("runs", [6], 9, ignore_eos=True)
+    world.tell(ended)
+    world.run()
+    world.tell(runs)
+    world.lose_detok()
+    world.tell(resent(ended), resent(runs), Drain())
+    world.detok.replayed.clear()
+    world.replace_detok()
+    assert sorted(told.opening.request_id for told in world.detok.replayed) == ["ended", "runs"]
+    world.lose_detok()  # with all that it had been told, which was handed on as far as it ended
+    world.detok.replayed.clear()
+    world.replace_detok()
+    assert [told.opening.request_id for told in world.detok.replayed] == ["runs"]
+    world.run()
+    assert tokens_of(world, "runs") == reference([6], 9, True)
+    assert world.detok.all_told == 1
+
+
+def test_a_server_does_not_leave_before_who_asked_again_was_answered() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 3, ignore_eos=True))
+    world.run()
+    world.lose_detok()
+    world.tell(resent(submit("a", [5], 3, ignore_eos=True)), Drain())
+    world.detok.session = 1  # it is there, and has not yet said so
+    world.scheduler.iterate([], [])
+    assert not world.detok.all_told
+    world.replace_detok()
+    world.scheduler.iterate([], [])
+    assert world.detok.all_told == 1
+
+
+def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> None:
+    world = World(SchedulerArgs())
+    world.tell(submit("told", [5], 3, ignore_eos=True))
+    world.run()
+    world.checked = False
+    world.scheduler.iterate([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
+    world.begin()
+    while (result := world.worker.run_one()) is not None:
+        world.scheduler.iterate([], [result])
+    world.detok.ended.clear()  # the front door dies with it
+    del world.detok.closed["lost"]
+    assert not world.detok.all_told
+    world.tell(NewFrontDoor())
+    assert world.detok.closed["lost"].finish_reason == "length"
+    assert [told.opening.request_id for told in world.detok.replayed] == ["lost"]
+    world.scheduler.iterate([], [])
+    assert world.detok.all_told == 1
+
+
+def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
+    world = World(SchedulerArgs(max_batch_size=1, max_running_requests=1, max_queued_requests=2))
+    requests = [submit(name, [5 + n], 6, ignore_eos=True) for n, name in enumerate("abcdef")]
+    world.tell(*requests[:2])
+    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    told = [(replay.opening.request_id, replay.token_ids) for replay in world.detok.replayed]
+    assert told == [(name, b"") for name in "cdef"], "their clients may have a part of them"
+    world.detok.replayed.clear()
+    world.run()
+    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    world.run()
+    for n, name in enumerate("abcdef"):
+        assert tokens_of(world, name) == reference([5 + n], 6, True)
+        assert world.detok.closed[name].finish_reason == "length", "the queue was not full"
+    assert world.scheduler.info()["generation_tokens_total"] == 36
+    assert not world.detok.replayed
+
+
+def test_a_name_that_is_used_anew_is_not_answered_with_what_ended_under_it_before() -> None:
+    world = World(SchedulerArgs())
+    first = submit("a", [5], 3, ignore_eos=True)
+    second = msgspec.structs.replace(submit("a", [6], 4, ignore_eos=True), received=1001.0)
+    for message in (second, msgspec.structs.replace(second, again=True)):
+        world.tell(msgspec.structs.replace(first, received=message.received - 1))
+        world.run()
+        world.detok.closed.clear()
+        world.detok.tokens.clear()
+        world.tell(message)
+        world.run()
+        assert tokens_of(world, "a") == reference([6], 4, True)
+        world.tell(resent(second))
+        told = world.detok.replayed[-1]
+        assert unpack_ids(told.token_ids).tolist() == reference([6], 4, True)
+        world.detok.replayed.clear()
+        world.detok.closed.clear()
+
+
+def test_a_request_sent_again_of_which_nobody_knows_begins_anew_after_an_empty_replay() -> None:
+    world = World(SchedulerArgs())
+    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
+    assert [unpack_ids(told.token_ids).tolist() for told in world.detok.replayed] == [[]]
+    world.run()
+    assert tokens_of(world, "a") == reference([5], 4, True)
+
+
+def test_a_request_that_was_aborted_as_its_client_was_lost_begins_anew_when_it_is_sent_again() -> (
+    None
+):
+    world = World(SchedulerArgs())
+    world.tell(submit("a", [5], 4, ignore_eos=True))
+    world.tell(abort("a"))
+    world.detok.closed.clear()
+    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
+    world.run()
+    assert tokens_of(world, "a") == reference([5], 4, True)
+    assert world.detok.closed["a"].finish_reason == "length"
+
+
+def test_a_request_that_only_claims_to_be_sent_again_meets_every_limit() -> None:
+    world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    for name in "bc":
+        world.tell(resent(submit(name, [6], 3, ignore_eos=True)))
+    error = world.detok.closed["c"].error
+    assert error is not None
+    assert error.code == "queue_full"
+    world = World(SchedulerArgs(max_requests_per_client=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    world.tell(resent(submit("b", [6], 3)), resent(submit("c", [6], 3, client=b"d")))
+    error = world.detok.closed["b"].error
+    assert error is not None
+    assert "--max-requests-per-client is 1" in error.message
+    assert "c" not in world.detok.closed
+    world.tell(Drain(), resent(submit("e", [6], 3, client=b"e")))
+    error = world.detok.closed["e"].error
+    assert error is not None
+    assert error.code == "server_stopping"
+
+
+def test_a_request_that_was_refused_is_tried_again_when_it_is_sent_again() -> None:
+    world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
+    world.tell(submit("a", [5], 9, ignore_eos=True))
+    late = resent(submit("late", [7], 3, ignore_eos=True))
+    world.tell(submit("b", [6], 3, ignore_eos=True), late)
+    assert world.detok.closed.pop("late").finish_reason == "error"
+    world.run()
+    world.tell(late)
+    world.run()
+    assert world.detok.closed["late"].finish_reason == "length"
+    assert tokens_of(world, "late") == reference([7], 3, True)

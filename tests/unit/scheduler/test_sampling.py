@@ -1,0 +1,124 @@
+"""Choices and log-probabilities on their way through the scheduler."""
+
+from array import array
+from collections import deque
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
+from quadriga.wire.messages.to_detok import OpenText, StepOutput
+from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from scheduler_proc.scheduler import Scheduler
+from tests.unit.simulation import abort
+
+PROMPT = list(range(10, 30))
+
+
+class Outlet:
+    def __init__(self) -> None:
+        self.sent: deque[Any] = deque()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sent.append(message)
+
+
+class Bench:
+    """A scheduler whose worker answers step by step; pages have 4 tokens."""
+
+    def __init__(self, **args: Any) -> None:
+        self.worker, self.detok = Outlet(), Outlet()
+        flags = {"plan_at_once": True, **args}
+        self.scheduler = Scheduler(
+            SchedulerArgs(**flags), frozenset({2}), self.worker, self.detok, lambda: 1000.0
+        )
+        self.scheduler.iterate([], [WorkerReady(64, 4, 16, "float32", "cpu")])
+
+    def submit(self, **fields: Any) -> None:
+        params = SamplingParams(**{"max_new_tokens": 2, "seed": 7, **fields})
+        message = Submit(b"c", "r", pack_ids(PROMPT), params, True, 1.0, 1.0)
+        self.scheduler.iterate([message], [])
+
+    def plan(self) -> StepPlan:
+        plan = self.worker.sent.popleft()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def answer(self, plan: StepPlan, tokens: list[int], **fields: Any) -> list[StepOutput]:
+        result = StepResult(plan.step, pack_ids(tokens), 1.0, 2.0, **fields)
+        self.scheduler.iterate([], [result])
+        outputs, self.detok.sent = list(self.detok.sent), deque()
+        return outputs
+
+
+def block(*values: float) -> LogprobBlock:
+    return LogprobBlock(pack_floats(values), 0, b"", b"")
+
+
+def test_choices_share_a_prompt_and_have_seeds_of_their_own() -> None:
+    bench = Bench()
+    bench.submit(n=3, logprobs=1, prompt_logprobs=0)
+    plan = bench.plan()
+    assert [new.seed for new in plan.new] == [7, 8, 9]
+    assert [new.computed for new in plan.new] == [0, 16, 16]
+    assert unpack_ids(plan.num_tokens).tolist() == [20, 4, 4]
+    told = [new.rules and (new.rules.prompt_logprobs, new.rules.logprobs) for new in plan.new]
+    assert told == [(0, 1), (None, 1), (None, 1)]
+    assert {new.rules and new.rules.num_prompt for new in plan.new} == {20}
+
+
+def test_each_choice_ends_once_and_an_abort_ends_all() -> None:
+    bench = Bench()
+    bench.submit(n=3)
+    bench.scheduler.iterate([abort("r")], [])
+    closed = [close for output in bench.detok.sent for close in output.closed]
+    assert [(close.request_id, close.index) for close in closed] == [("r", 0), ("r", 1), ("r", 2)]
+
+
+@pytest.mark.parametrize(("n", "refused"), [(4, False), (5, True)])
+def test_choices_are_queued_all_or_none(n: int, refused: bool) -> None:
+    bench = Bench(max_queued_requests=4)
+    bench.submit(n=n)
+    errors = [close.error.code for output in bench.detok.sent for close in output.closed]
+    assert errors == (["queue_full"] * n if refused else [])
+
+
+def test_a_request_that_asks_for_nothing_carries_no_rules() -> None:
+    bench = Bench()
+    bench.submit(temperature=0.0, top_k=5, top_p=0.5)
+    assert bench.plan().new[0].rules is None
+
+
+def test_logprobs_reach_the_detokenizer_with_the_places_of_their_tokens() -> None:
+    bench = Bench(chunked_prefill_size=12)
+    bench.submit(logprobs=0, prompt_logprobs=0)
+    first = bench.plan()
+    pieces = [PromptPiece(0, block(*range(12)))]
+    assert bench.answer(first, [-1], prompt_logprobs=pieces) == []
+    second = bench.plan()
+    told = SampledLogprobs(pack_ids([0]), block(-0.5))
+    pieces = [PromptPiece(0, block(*range(12, 19)))]
+    (output,) = bench.answer(second, [50], logprobs=told, prompt_logprobs=pieces)
+    (opened,) = output.opened
+    assert isinstance(opened, OpenText) and opened.prompt is not None
+    assert unpack_ids(opened.prompt.token_ids) == array("i", PROMPT)
+    assert [len(one.values) // 4 for one in opened.prompt.blocks] == [12, 7]
+    assert output.logprobs == told
+
+
+def test_a_token_that_nobody_waits_for_has_no_place() -> None:
+    bench = Bench()
+    bench.submit(n=2, logprobs=0)
+    plan = bench.plan()
+    requests = bench.scheduler._requests.of(b"c", "r")
+    bench.scheduler.finish(requests[0], "stop")
+    told = SampledLogprobs(pack_ids([0, 1]), block(-0.5, -0.25))
+    outputs = bench.answer(plan, [50, 51], logprobs=told)
+    with_tokens = next(output for output in outputs if output.seqs)
+    assert with_tokens.logprobs is not None
+    assert unpack_ids(with_tokens.logprobs.rows).tolist() == [-1, 0]

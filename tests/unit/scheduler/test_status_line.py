@@ -1,0 +1,118 @@
+"""The live status line: when it is shown, what it says, and whom it never holds up."""
+
+import os
+import pty
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quadriga.runtime.terminal import ChangingLine
+from scheduler_proc.observe.status_line import NoStatusLine, StatusLine, status_line
+
+IDLE = {
+    "running": 0,
+    "waiting": 0,
+    "pages_held": 0,
+    "pages_total": 200,
+    "generation_tokens_total": 0,
+    "prompt_tokens_total": 0,
+    "cached_tokens_total": 0,
+}
+
+
+class Shown:
+    """A line, what it is told, and what it showed."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.info: dict[str, Any] = dict(IDLE)
+        self.line = StatusLine(self.texts.append, lambda: self.info)
+
+    def at(self, now: float, **changes: Any) -> float | None:
+        """A round of the scheduler; when the next is wanted."""
+        self.info |= changes
+        self.line.update(now)
+        return self.line.wake_at
+
+
+def test_it_says_what_the_server_does() -> None:
+    shown = Shown()
+    shown.at(100.0, running=1)
+    shown.at(102.0, running=3, waiting=12, pages_held=74, generation_tokens_total=824,
+             prompt_tokens_total=100, cached_tokens_total=43)  # fmt: skip
+    assert shown.texts[-1] == "3 running · 12 waiting · 412 tok/s · KV 37 % · hits 43 %"
+
+
+def test_many_rounds_a_second_are_one_line_and_what_came_too_soon_is_shown_later() -> None:
+    shown = Shown()
+    shown.at(100.0, running=1)
+    wanted = [shown.at(100.0 + n / 1000, generation_tokens_total=n) for n in range(1, 999)]
+    assert len(shown.texts) == 1 and set(wanted) == {101.0}
+    shown.at(101.0)
+    assert len(shown.texts) == 2
+
+
+def test_a_server_at_rest_is_shown_so_once_and_then_left_alone() -> None:
+    shown = Shown()
+    shown.at(100.0, running=1)
+    shown.at(100.4, running=0, generation_tokens_total=50)
+    wake, rounds = shown.line.wake_at, 0
+    while wake is not None:
+        wake, rounds = shown.at(wake), rounds + 1
+    assert rounds <= 3
+    assert shown.texts[-1].startswith("0 running · 0 waiting · 0 tok/s")
+    count = len(shown.texts)
+    assert shown.at(500.0) is None, "a question that changes nothing"
+    assert len(shown.texts) == count
+    shown.at(501.0, running=1)
+    assert len(shown.texts) == count + 1
+
+
+def test_a_server_that_never_did_anything_shows_nothing() -> None:
+    shown = Shown()
+    assert shown.at(100.0) is None and shown.texts == []
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, str]]:
+    """Our end of a terminal, and its name."""
+    ours, theirs = pty.openpty()
+    yield ours, os.ttyname(theirs)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_cursor_stays_at_the_lines_beginning_and_nothing_is_left_in_the_end(
+    terminal: tuple[int, str],
+) -> None:
+    line = ChangingLine(terminal[1])
+    line.show("1 running")
+    line.close()
+    assert os.read(terminal[0], 100) == b"\r1 running\x1b[K\r\r\x1b[K\r"
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nobody(terminal: tuple[int, str]) -> None:
+    line = ChangingLine(terminal[1])
+    for number in range(10_000):
+        line.show(f"{number} running")
+    line.close()
+
+
+def test_at_a_terminal_of_another_user_or_without_a_name_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_fd: int) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("scheduler_proc.observe.status_line.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("scheduler_proc.observe.status_line.sys.stderr.fileno", lambda: 2)
+    monkeypatch.setattr("scheduler_proc.observe.status_line.os.ttyname", refused)
+    assert isinstance(status_line(True, lambda: dict(IDLE)), NoStatusLine)
+
+
+def test_without_a_terminal_there_is_none() -> None:
+    line = status_line(True, lambda: dict(IDLE))
+    line.update(100.0)
+    assert isinstance(line, NoStatusLine) and line.wake_at is None
+    line.close()

@@ -1,0 +1,122 @@
+"""What becomes of the messages to a client that does not read, or that is gone."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from quadriga.wire.messages.public import ServerGone
+from quadriga.wire.sockets import Unreachable
+from tokenizer_proc import backlog
+from tokenizer_proc.clients import Clients
+
+TIMEOUT_S = 10.0
+
+
+class SlowPort:
+    """Takes `room` messages, and more when the test makes room."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.sent: list[bytes] = []
+        self.is_gone = False
+
+    def send(self, _client: bytes, payload: bytes) -> bool:
+        if self.is_gone:
+            raise Unreachable
+        if not self.room:
+            return False
+        self.room -= 1
+        self.sent.append(payload)
+        return True
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), TIMEOUT_S)
+
+
+def make(room: int) -> tuple[Clients, SlowPort, list[bytes]]:
+    lost: list[bytes] = []
+    clients, port = Clients(lost.append), SlowPort(room)
+    clients.open(port)  # type: ignore[arg-type]
+    clients.saw(b"c")
+    return clients, port, lost
+
+
+def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
+    async def run() -> None:
+        clients, port, lost = make(room=2)
+        messages = [b"%d" % number for number in range(50)]
+        for message in messages[:30]:
+            clients.deliver(b"c", message)
+        assert port.sent == messages[:2]
+        port.room = 5
+        await until(lambda: len(port.sent) == 7)
+        for message in messages[30:]:
+            clients.deliver(b"c", message)
+        port.room = 100
+        await until(lambda: len(port.sent) == 50)
+        assert port.sent == messages
+        clients.deliver(b"c", b"at once")
+        assert port.sent[-1] == b"at once"
+        assert lost == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "size"), [("MAX_UNREAD_BYTES", 1000, 101), ("MAX_UNREAD_MESSAGES", 9, 1)]
+)
+def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_it_reads(
+    bound: str, value: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, bound, value)
+    monkeypatch.setattr("tokenizer_proc.clients.CUT_OFF_RETRY_S", 0.01)
+
+    async def run() -> None:
+        clients, port, lost = make(room=0)
+        for _ in range(9):
+            clients.deliver(b"c", bytes(size))
+        assert lost == []
+        clients.deliver(b"c", bytes(size))
+        assert lost == [b"c"]
+        clients.deliver(b"c", b"is dropped")
+        port.room = 1
+        await until(lambda: bool(port.sent))
+        (told,) = port.sent
+        gone = msgspec.msgpack.decode(told, type=ServerGone)
+        assert gone.error.code == "slow_reader"
+
+    asyncio.run(run())
+
+
+def test_a_message_over_the_bound_may_wait_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "MAX_UNREAD_BYTES", 1000)
+
+    async def run() -> None:
+        clients, port, lost = make(room=0)
+        clients.deliver(b"c", bytes(5000))
+        port.room = 1
+        await until(lambda: port.sent == [bytes(5000)])
+        assert lost == []
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
+    async def run() -> None:
+        clients, port, lost = make(room=0)
+        clients.deliver(b"c", b"1")
+        port.is_gone = True
+        await until(lambda: lost == [b"c"])
+        port.is_gone, port.room = False, 10
+        clients.saw(b"c")
+        clients.deliver(b"c", b"2")
+        assert port.sent == [b"2"]
+
+    asyncio.run(run())

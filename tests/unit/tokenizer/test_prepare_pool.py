@@ -1,0 +1,175 @@
+"""Long messages: which are prepared next, what is refused, and what happens when a worker dies."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.errors import QueueFull
+from quadriga.wire.messages.public import Refused, Tokenize
+from quadriga.wire.sockets import encode
+from tokenizer_proc.preparation import pool as prepare_pool
+from tokenizer_proc.preparation.pool import MAX_ATTEMPTS, PreparePool
+from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES
+
+TIMEOUT_S = 10.0
+
+
+class ScriptedWorkers:
+    """A fork server whose workers are the test: `took` has the frames that they were sent."""
+
+    def __init__(self) -> None:
+        self.socket, self._end = socket.socketpair()
+        self._sockets: list[socket.socket] = []
+        self.took: asyncio.Queue[tuple[bytes, asyncio.StreamWriter]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def fork_worker(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self._tasks.append(asyncio.get_running_loop().create_task(self._serve(theirs)))
+        return ours
+
+    async def _serve(self, end: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=end)
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self.took.put_nowait((await reader.readexactly(length), writer))
+        except (EOFError, OSError):
+            writer.close()
+
+    @property
+    def num_forked(self) -> int:
+        return len(self._tasks)
+
+    async def next_frame(self) -> tuple[bytes, asyncio.StreamWriter]:
+        return await asyncio.wait_for(self.took.get(), TIMEOUT_S)
+
+    async def answer_next(self) -> bytes:
+        """Answer the next frame by itself, and return it."""
+        frame, writer = await self.next_frame()
+        writer.write(LENGTH.pack(len(frame)) + frame)
+        return frame
+
+    async def kill_next(self) -> None:
+        """End the worker that the next frame comes to."""
+        _, writer = await self.next_frame()
+        writer.transport.abort()
+
+    def close(self) -> None:
+        self.socket.close()
+        self._end.close()
+        for task in self._tasks:
+            task.cancel()
+
+
+Play = Callable[[PreparePool, ScriptedWorkers], Coroutine[Any, Any, None]]
+
+
+def play(test: Play, num_workers: int = 1) -> None:
+    async def run() -> None:
+        workers = ScriptedWorkers()
+        pool = PreparePool(workers, num_workers)  # type: ignore[arg-type]
+        pool.open()
+        await asyncio.wait_for(test(pool, workers), TIMEOUT_S)
+        pool.close()
+        workers.close()
+
+    asyncio.run(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
+
+
+def test_clients_take_turns_and_a_worker_prepares_one_message_after_the_other() -> None:
+    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+        outcomes: list[bytes] = []
+        for client, frame in ((b"a", b"a1"), (b"a", b"a2"), (b"a", b"a3"), (b"b", b"b1")):
+            pool.submit(client, frame, outcomes.append)
+        order = [await workers.answer_next() for _ in range(4)]
+        await until(lambda: len(outcomes) == 4)
+        assert order == outcomes == [b"a1", b"a2", b"b1", b"a3"]
+        assert workers.num_forked == 1
+
+    play(test)
+
+
+def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
+    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+        outcomes: list[bytes] = []
+        for frame in (bytes(LONG_FRAME_BYTES), b"short"):
+            pool.submit(b"a", frame, outcomes.append)
+            await workers.answer_next()
+        await until(lambda: len(outcomes) == 2)
+        assert workers.num_forked == 2
+
+    play(test)
+
+
+def test_long_messages_are_not_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_pool, "MAX_RUNNING_BYTES", 100)
+
+    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+        outcomes: list[bytes] = []
+        for client, size in ((b"a", 1000), (b"b", 60), (b"c", 40)):
+            pool.submit(client, bytes(size), outcomes.append)
+        _, writer = await workers.next_frame()
+        await asyncio.sleep(0.05)
+        assert workers.took.empty(), "beside a message over the bound there is none"
+        writer.write(LENGTH.pack(0))
+        assert sorted([len(await workers.answer_next()) for _ in range(2)]) == [40, 60]
+        await until(lambda: len(outcomes) == 3)
+
+    play(test, num_workers=3)
+
+
+def test_messages_that_wait_are_bounded_in_bytes_for_all_and_for_each_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare_pool, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(prepare_pool, "MAX_CLIENT_BYTES", 60)
+
+    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+        outcomes: list[bytes] = []
+        pool.submit(b"a", bytes(60), outcomes.append)
+        with pytest.raises(QueueFull, match="of this client of 60 bytes are being encoded") as one:
+            pool.submit(b"a", bytes(1), outcomes.append)
+        assert one.value.retry_after == 1
+        pool.submit(b"b", bytes(40), outcomes.append)
+        with pytest.raises(QueueFull, match="messages of 100 bytes are being encoded"):
+            pool.submit(b"c", bytes(1), outcomes.append)
+        pool.drop(b"b")
+        pool.submit(b"c", bytes(40), outcomes.append)
+        await workers.answer_next()
+        await workers.answer_next()
+        await until(lambda: len(outcomes) == 2)
+        pool.submit(b"a", bytes(60), outcomes.append)
+
+    play(test)
+
+
+def test_a_message_whose_worker_dies_is_prepared_once_more_and_then_refused_by_name() -> None:
+    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+        outcomes: list[bytes] = []
+        frame = encode(Tokenize(1, "name", "text"))
+        pool.submit(b"a", frame, outcomes.append)
+        await workers.kill_next()
+        assert await workers.answer_next() == frame
+        await until(lambda: outcomes == [frame])
+        pool.submit(b"a", frame, outcomes.append)
+        for _ in range(MAX_ATTEMPTS):
+            await workers.kill_next()
+        await until(lambda: len(outcomes) == 2)
+        refused = msgspec.msgpack.decode(outcomes[1], type=Refused)
+        assert (refused.request_id, refused.error.code) == ("name", "failed")
+        assert f"message of {len(frame)} bytes" in refused.error.message
+        pool.submit(b"a", b"next", outcomes.append)
+        assert await workers.answer_next() == b"next"
+        await until(lambda: len(outcomes) == 3)
+
+    play(test)

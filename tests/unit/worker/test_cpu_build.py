@@ -1,0 +1,126 @@
+"""Compiling the kernels: once, for the CPU that is named, and a clear word where it cannot be."""
+
+import logging
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError
+from tests.tiny_models import tiny_llama
+from tests.unit.worker.test_cpu_kernels import (
+    QUANTISED_WITHIN,
+    WITHIN,
+    Compared,
+    drive,
+    load,
+    native,
+    reference,
+    round_weights,
+)
+from worker_proc.cpu import build
+from worker_proc.cpu import engine as kernels_engine
+from worker_proc.cpu.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
+from worker_proc.cpu.program import Numbers, fastest_numbers
+from worker_proc.engine_factory import make_engine
+from worker_proc.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+
+
+def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    said: list[str] = []
+    load_kernels(said.append)
+    load_kernels(said.append)
+    assert len(said) == 1
+    assert "compiling the kernels" in said[0]
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_a_cache_that_takes_nothing_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(NoCompiler, match=r"cannot take the kernels .*make room there, or set QUA"):
+        load_kernels(print)
+    monkeypatch.setattr(build, "_library", lambda _say: tmp_path / "file")
+    with pytest.raises(NoCompiler, match=r"file cannot be loaded .*remove it"):
+        load_kernels(print)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Of 256 bits, and of 128."""
+    monkeypatch.setenv(ARCH_VARIABLE, level)
+    directory = tiny_llama(tmp_path / "model")
+    for dtype, within in WITHIN.items():
+        engine = Compared(native(directory, dtype, 16), reference(directory, dtype, 16), within)
+        drive(engine, dtype, 16, seed=3)
+        for bits in (8, 4):
+            theirs = reference(directory, dtype, 16)
+            round_weights(theirs, bits)
+            ours = native(directory, dtype, 16, bits=bits, int8=True)
+            drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=3)
+
+
+@pytest.mark.parametrize("numbers", [Numbers.BFLOAT16, Numbers.BFLOAT16_PAIRS])
+def test_bfloat16_is_multiplied_either_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: Numbers
+) -> None:
+    """Which one a server takes depends on the CPU."""
+    if numbers is Numbers.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
+        assert fastest_numbers(load_kernels(print), torch.bfloat16) is Numbers.BFLOAT16
+        pytest.skip("this CPU has no instruction for pairs of bfloat16")
+    monkeypatch.setattr(kernels_engine, "fastest_numbers", lambda *_: numbers)
+    directory, dtype = tiny_llama(tmp_path), torch.bfloat16
+    for int8, page_size in ((False, 16), (True, 16), (False, 8)):
+        ours = native(directory, dtype, page_size, int8=int8)
+        within = QUANTISED_WITHIN if int8 else WITHIN[dtype]
+        drive(
+            Compared(ours, reference(directory, dtype, page_size), within), dtype, page_size, seed=4
+        )
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILER_VARIABLE, "no-such-compiler")
+    with pytest.raises(NoCompiler, match="CXX is 'no-such-compiler', which is not a command here"):
+        load_kernels(print)
+
+
+def test_an_architecture_that_the_compiler_does_not_know_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    monkeypatch.setenv(ARCH_VARIABLE, "abacus")
+    with pytest.raises(NoCompiler, match=r"cannot compile the kernels: .*abacus"):
+        load_kernels(print)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_without_a_compiler_plain_torch_computes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(COMPILER_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    model = load(tiny_llama(tmp_path / "model"), torch.float32)
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(WorkerArgs(), model, 64, torch.float32, CPU)
+    assert isinstance(engine, TorchEngine)
+    assert "no C++ compiler is here" in caplog.text
+    with pytest.raises(NoCompiler):
+        make_engine(WorkerArgs(attention_backend="native"), model, 64, torch.float32, CPU)
+
+
+def test_quantised_weights_need_the_kernels(tmp_path: Path) -> None:
+    model = load(tiny_llama(tmp_path), torch.float32)
+    args = WorkerArgs(attention_backend="torch", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization int8 needs the native kernels"):
+        make_engine(args, model, 64, torch.float32, CPU)

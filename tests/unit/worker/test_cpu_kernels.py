@@ -1,0 +1,369 @@
+"""The native kernels against plain torch: the same numbers, over random models, pages and rows."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quadriga.config.server_config import ModelArgs
+from quadriga.errors import ModelError
+from quadriga.model_files.resolve import resolve_model
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.worker import DECODE, StepPlan
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.unit.worker_driver import Driver, prompts_of
+from worker_proc.attention.torch_reference import TorchAttention
+from worker_proc.cpu.engine import NativeEngine
+from worker_proc.cpu.groups import GROUP
+from worker_proc.cpu.groups import rounded as rounded_groups
+from worker_proc.cpu.panels import interleaved, to_panels, to_quantised_panels
+from worker_proc.loading.loader import load_model
+from worker_proc.models.base import Model
+from worker_proc.runner import Runner
+from worker_proc.sampling.sampler import SamplingRows, sample
+from worker_proc.step.engine_base import Engine
+from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import SlotTable
+from worker_proc.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+CONTEXT = 128
+NUM_SLOTS = 24
+WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Of the norm. float32 differs in the order of additions, bfloat16 rounds between layers."""
+QUANTISED_WITHIN = 7e-2
+"""Inputs are rounded to 8 bits too."""
+
+
+class Compared(Engine):
+    """Computes everything twice, and fails where the two differ."""
+
+    def __init__(self, native: Engine, reference: Engine, within: float) -> None:
+        self.name = "compared"
+        self.native, self.reference, self.within = native, reference, within
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        hidden = self.native.forward(inputs)
+        self._check(hidden, self.reference.forward(inputs))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.native.logits(hidden)
+        reference = self.reference.logits(hidden)
+        self._check(logits, reference)
+        return logits
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(-1)
+
+    def forward_sampled(self, inputs: StepInputs) -> Tensor:
+        """The rows that sample, and then all of them."""
+        sampled = self.native.forward_sampled(inputs).clone()
+        expected = inputs.of_samples(self.forward(inputs))
+        if len(sampled):
+            self._check(sampled, expected)
+        return sampled
+
+    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
+        """In one go, and again in two."""
+        likeliest = self.native.forward_and_choose(inputs)
+        expected = super().forward_and_choose(inputs)
+        assert likeliest.tolist() == expected.tolist()
+        return likeliest
+
+    def _check(self, ours: Tensor, reference: Tensor) -> None:
+        difference = (ours - reference).norm().item() / reference.norm().item()
+        assert difference <= self.within
+
+
+def load(directory: Path, dtype: torch.dtype) -> Model:
+    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, CPU)
+
+
+def native(
+    directory: Path,
+    dtype: torch.dtype,
+    page_size: int,
+    threads: int = 2,
+    bits: int | None = None,
+    int8: bool = False,
+) -> NativeEngine:
+    pages, model = NUM_SLOTS * CONTEXT // page_size, load(directory, dtype)
+    return NativeEngine(model, pages, page_size, dtype, threads, bits, int8, print)
+
+
+@torch.inference_mode()
+def reference(directory: Path, dtype: torch.dtype, page_size: int) -> TorchEngine:
+    """In float32, with weights rounded to dtype."""
+    model = load(directory, dtype).float()
+    pages = NUM_SLOTS * CONTEXT // page_size
+    attention = TorchAttention(model.attention_shape, pages, page_size, torch.float32, CPU)
+    return TorchEngine(model, attention)
+
+
+def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list[list[int]]:
+    """Random prompts in random chunks beside decoding rows. Returns what was generated."""
+    pages = NUM_SLOTS * CONTEXT // page_size
+    table = SlotTable(NUM_SLOTS, CONTEXT, pages, page_size, CPU)
+    driver = Driver(Runner(engine, table, dtype), seed)
+    source = random.Random(seed)
+    lengths = [source.randint(1, CONTEXT - 12) for _ in range(source.choice([1, 5, NUM_SLOTS]))]
+    requests = [driver.add(prompt) for prompt in prompts_of(lengths, seed)]
+    driver.generate(requests, 6, chunk=source.choice([1, 9, 64, CONTEXT]))
+    return [request.output for request in requests]
+
+
+MODELS = {
+    "gpt2 (4 heads of 12)": tiny_gpt2,
+    "llama (6 heads of 16 over 2)": tiny_llama,
+    "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
+        path,
+        tie=False,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=24,
+        attention_bias=True,
+        mlp_bias=True,
+        intermediate_size=150,
+    ),
+    "qwen2 (6 heads of 16 over 2, biased)": tiny_qwen2,
+    "qwen3 (6 heads of 24 over 2, normalised)": tiny_qwen3,
+    "llama (96 heads of 4 over 1)": lambda path: tiny_llama(
+        path, num_attention_heads=96, num_key_value_heads=1, head_dim=4
+    ),
+    "llama (3 heads of 64)": lambda path: tiny_llama(
+        path, num_attention_heads=3, num_key_value_heads=3, head_dim=64, vocab_size=517
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (4, 2), (16, 3), (32, 4)])
+def test_every_step_has_the_numbers_of_plain_torch(
+    directory: Path, dtype: torch.dtype, page_size: int, seed: int
+) -> None:
+    ours, theirs = native(directory, dtype, page_size), reference(directory, dtype, page_size)
+    for round in range(3):
+        drive(Compared(ours, theirs, WITHIN[dtype]), dtype, page_size, 10 * seed + round)
+
+
+def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) -> None:
+    """With 8 threads a single row's context is cut into several parts."""
+    ours = native(directory, torch.float32, 16, threads=8)
+    theirs = reference(directory, torch.float32, 16)
+    table = SlotTable(1, CONTEXT, CONTEXT // 16, 16, CPU)
+    engine = Compared(ours, theirs, WITHIN[torch.float32])
+    driver = Driver(Runner(engine, table, torch.float32))
+    request = driver.add(prompts_of([100])[0])
+    driver.generate([request], 20)
+
+
+def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_llama(tmp_path)
+    tables: list[SlotTable] = []
+    outputs: list[list[list[int]]] = []
+    for in_one_go in (True, False):
+        engine = native(directory, torch.float32, 4)
+        taken: list[bool] = []
+
+        def decode(plan: StepPlan, table: SlotTable, engine=engine, taken=taken, may=in_one_go):
+            tokens = NativeEngine.decode(engine, plan, table) if may else None
+            taken.append(tokens is not None)
+            return tokens
+
+        monkeypatch.setattr(engine, "decode", decode)
+        tables.append(SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU))
+        driver = Driver(Runner(engine, tables[-1], torch.float32), seed=5)
+        requests = [driver.add(p) for p in prompts_of([5, 90, 17, 5, 40, 1, 64])]
+        driver.generate(requests, 30, chunk=50)
+        driver.release(requests.pop(2))
+        requests.append(driver.add([7, 8, 9]))
+        driver.generate(requests, 35)
+        outputs.append([request.output for request in requests])
+        assert (sum(taken) > 20) == in_one_go
+    assert outputs[0] == outputs[1]
+    for name in ("tokens", "known", "computed", "num_pages_of"):
+        ours, theirs = (getattr(table, name) for table in tables)
+        assert (ours == theirs).all()
+
+
+def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> None:
+    engine = native(tiny_llama(tmp_path), torch.float32, 4)
+    table = SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU)
+    driver = Driver(Runner(engine, table, torch.float32))
+    greedy, full = driver.add([1, 2]), driver.add([1, 2, 3, 4])
+    drawn, begun, gone = driver.add([1, 2], temperature=1.0), driver.add([1] * 9), driver.add([1])
+    driver.step((greedy, 2), (full, 4), (drawn, 2), (begun, 5), (gone, 1))
+    driver.release(gone)
+    driver.step((greedy, 1))
+    kept = (table.tokens, table.known, table.computed)
+    before = [values.clone() if isinstance(values, Tensor) else values.copy() for values in kept]
+
+    def decode(slots: list[int], counts: list[int]) -> bytes | None:
+        plan = StepPlan(9, DECODE, pack_ids(slots), pack_ids(counts), [], b"")
+        return engine.decode(plan, table)
+
+    alone = greedy.slot
+    for others in (
+        [full.slot],
+        [drawn.slot],
+        [begun.slot],
+        [gone.slot],
+        [alone],
+        [-1],
+        [NUM_SLOTS],
+    ):
+        assert decode([alone, *others], [1, 1]) is None
+    assert decode([alone], [2]) is None
+    assert decode([alone], []) is None
+    assert all((now == then).all() for now, then in zip(kept, before, strict=True))
+    assert decode([alone], [1]) is not None
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "said"),
+    [(192, 4, "192 query heads for each key head.* at most 128"), (2, 258, "heads of 258.* 256")],
+)
+def test_heads_that_the_kernels_have_no_room_for_are_refused(
+    tmp_path: Path, heads: int, head_dim: int, said: str
+) -> None:
+    directory = tiny_llama(
+        tmp_path,
+        hidden_size=2 * heads,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+    )
+    with pytest.raises(ModelError, match=said):
+        native(directory, torch.float32, 16)
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
+    directory: Path, dtype: torch.dtype, page_size: int
+) -> None:
+    ours = native(directory, dtype, page_size, int8=True)
+    engine = Compared(ours, reference(directory, dtype, page_size), 4e-2)
+    drive(engine, dtype, page_size, seed=8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+def test_quantised_models_compute_nearly_what_their_rounded_weights_say(
+    directory: Path, dtype: torch.dtype, bits: int
+) -> None:
+    theirs = reference(directory, dtype, 16)
+    round_weights(theirs, bits)
+    ours = native(directory, dtype, 16, bits=bits)
+    drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=7)
+
+
+@torch.inference_mode()
+def round_weights(engine: TorchEngine, bits: int) -> None:
+    """Replace every matrix of a reference by what the panels of its rounded weights stand for."""
+    for name, weight in engine.model.named_parameters():
+        if weight.dim() == 2 and "position" not in name:
+            weight.data.copy_(rounded(weight.float(), bits))
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    inputs = weight.shape[1]
+    groups = torch.nn.functional.pad(weight, (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    if bits == 8:
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float().clamp(min=1e-8)
+        groups = (groups / scale).round().clamp(-127, 127) * scale
+    else:
+        least = groups.amin(-1, keepdim=True).half().float()
+        scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float().clamp(min=1e-8)
+        groups = ((groups - least) / scale).round().clamp(0, 15) * scale + least
+    return groups.flatten(1)[:, :inputs]
+
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (20, 1.0, 0.0),
+    (0, 0.9, 0.0),
+    (300, 0.8, 0.0),
+    (0, 1.0, 0.05),
+    (1, 1.0, 0),
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_kernels_draw_the_tokens_that_torch_draws(
+    tmp_path: Path, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    """But for a draw that falls within rounding of the border of two tokens."""
+    engine, count = native(tiny_llama(tmp_path), torch.float32, 16), 200
+    logits = spread * torch.randn(count, 5001, generator=torch.Generator().manual_seed(1))
+    temperature = torch.tensor([0.5, 1.0, 1.7, 0.0] * (count // 4))
+    rows = SamplingRows(
+        greedy=temperature == 0,
+        temperature=temperature,
+        top_k=torch.full((count,), top_k),
+        top_p=torch.full((count,), top_p),
+        seed=torch.arange(count),
+        position=torch.arange(count) * 7,
+        min_p=torch.full((count,), min_p) if min_p else None,
+    )
+    same = engine.sample(logits, rows) == sample(logits, rows)
+    assert same.sum() >= count - 2
+    assert same[temperature == 0].all()
+
+
+def test_the_kernels_choose_no_token_that_is_barred(tmp_path: Path) -> None:
+    engine, count = native(tiny_llama(tmp_path), torch.float32, 16), 100
+    logits = torch.full((count, 1000), float("-inf"))
+    logits[:, 700:703] = 0.5
+    rows = SamplingRows(
+        greedy=torch.zeros(count, dtype=torch.bool),
+        temperature=torch.ones(count),
+        top_k=torch.zeros(count, dtype=torch.int64),
+        top_p=torch.ones(count),
+        seed=torch.arange(count),
+        position=torch.zeros(count, dtype=torch.int64),
+    )
+    assert set(engine.sample(logits, rows).tolist()) == {700, 701, 702}
+    broken = engine.sample(torch.full((count, 1000), float("nan")), rows)
+    assert 0 <= broken.min() <= broken.max() < 1000
+
+
+def test_panels_hold_sixteen_outputs_side_by_side() -> None:
+    weight = torch.arange(20 * 6, dtype=torch.float32).view(20, 6)
+    panels = to_panels(weight).view(torch.float32)
+    assert panels.shape == (2, 6, 16)
+    assert torch.equal(panels[0, 3], weight[:16, 3])
+    assert torch.equal(panels[1, 5, :4], weight[16:, 5])
+    assert not panels[1, :, 4:].any()
+
+
+def test_panels_of_bfloat16_hold_pairs_of_inputs() -> None:
+    weight = torch.randn(16, 8).bfloat16()
+    pairs = to_panels(weight).view(torch.bfloat16).view(1, 4, 16, 2)
+    assert torch.equal(pairs[0, 2, 5], weight[5, 4:6])
+
+
+def test_gate_and_up_take_turns_by_sixteen() -> None:
+    gate, up = torch.arange(20.0), 100 + torch.arange(20.0)
+    mixed = interleaved(torch.cat((gate, up)))
+    assert mixed.shape == (64,)
+    assert torch.equal(mixed[:16], gate[:16])
+    assert torch.equal(mixed[16:32], up[:16])
+    assert torch.equal(mixed[48:52], up[16:])
+
+
+@pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
+def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
+    panels = to_quantised_panels(rounded_groups(torch.randn(48, 96), bits))
+    assert panels.shape == (3, 3 * 16 * bytes_a_group // 4)

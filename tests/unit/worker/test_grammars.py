@@ -1,0 +1,100 @@
+"""Where a text stands in its grammar, and what that bars."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLTokenizer
+
+from quadriga.sampling.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from worker_proc.sampling.grammar_mask import (
+    BARRED,
+    Constrained,
+    SlotGrammar,
+    advance,
+    bar_by_grammar,
+)
+
+VOCAB_SIZE = 515
+"""Some ids more than the tokenizer has, and no multiple of a byte."""
+
+
+@pytest.fixture(scope="module")
+def vocabulary(llama_dir: Path) -> LLTokenizer:
+    text = (llama_dir / "tokenizer.json").read_text()
+    return load_vocabulary(text, VOCAB_SIZE, frozenset({0}))
+
+
+def slot(
+    vocabulary: LLTokenizer, regex: str, *generated: int, stop: int = 0, jumps: bool = False
+) -> SlotGrammar:
+    matcher = compile_grammar(vocabulary, to_library_form(Grammar("regex", regex), vocabulary))
+    return SlotGrammar(matcher, np.array([stop]), np.array(generated, dtype=np.int64), jumps)
+
+
+def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
+    return {vocabulary.tokenize_str(text)[0] for text in texts}
+
+
+def allowed(*grammars: SlotGrammar) -> list[set[int]]:
+    """Of rows 0, 2, 4, ... of scores; those between have no grammar."""
+    scores = torch.zeros(2 * len(grammars), VOCAB_SIZE)
+    bar_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])
+    assert (scores[1::2] == 0).all()
+    return [set((row != BARRED).nonzero().flatten().tolist()) for row in scores[::2]]
+
+
+def test_the_stop_token_may_come_only_where_the_text_may_end(vocabulary: LLTokenizer) -> None:
+    (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
+    begun, may_end, over = (slot(vocabulary, "XY?", *known) for known in ([], [x], [x, y]))
+    assert allowed(begun, may_end, over) == [{x}, {0, y}, {0}]
+
+
+def test_a_stop_token_of_the_text_itself_ends_it_only_there_too(vocabulary: LLTokenizer) -> None:
+    (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
+    assert allowed(slot(vocabulary, "[XY]X", stop=y)) == [{x}]
+    assert allowed(slot(vocabulary, "[XY]X", x, x, stop=y)) == [{0, y}]
+
+
+def test_what_was_known_before_and_what_came_since_lead_to_the_same_place(
+    vocabulary: LLTokenizer,
+) -> None:
+    (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
+    stayed, came_back = slot(vocabulary, "(XY){1,2}"), slot(vocabulary, "(XY){1,2}", x, y)
+    assert [stayed.advance(token) for token in (x, y)] == ["", ""]
+    assert allowed(stayed) == allowed(came_back) == [{0, x}]
+
+
+def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> None:
+    (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
+    rows = [Constrained(row, slot(vocabulary, "XX?")) for row in range(3)]
+    failed = advance(rows, np.array([x, y, 0]), np.array([7, 8, 9]))
+    assert [one.row for one in failed] == [8, 9]
+    assert "no token is left" in failed[0].error
+    assert allowed(rows[0].grammar, rows[1].grammar) == [{0, x}, set()]
+
+
+def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTokenizer) -> None:
+    (a,), (b,) = ids(vocabulary, "A"), ids(vocabulary, "B")
+    jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jumps=True)
+    assert jumping.forced(32) == [], "there is a choice"
+    assert jumping.advance(a) == ""
+    first, rest = jumping.forced(2), jumping.forced(32)
+    assert len(first) == 2
+    text = vocabulary.decode_str([*first, *rest])
+    assert vocabulary.tokenize_str(text) == [*first, *rest]
+    assert text and " quick brown fox".startswith(text)
+    stayed = slot(vocabulary, "(A|B) quick brown fox[XY]", b, *first, *rest)
+    assert allowed(jumping) == allowed(stayed)
+    assert stayed.forced(32) == [], "it was not asked to"
+
+
+def test_nothing_is_forced_at_the_end_nor_where_it_would_end_the_text(
+    vocabulary: LLTokenizer,
+) -> None:
+    (a,), (x,) = ids(vocabulary, "A"), ids(vocabulary, "X")
+    assert slot(vocabulary, "AX", a, x, jumps=True).forced(32) == []
+    assert slot(vocabulary, "(A|B)XXXX", a, stop=x, jumps=True).forced(32) == []
+    failed = slot(vocabulary, "AX", jumps=True)
+    assert failed.advance(x) != "" and failed.forced(32) == []

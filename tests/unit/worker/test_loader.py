@@ -1,0 +1,270 @@
+"""Loading: what fits is found in place, and what does not is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.server_config import ModelArgs
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.worker import NewSlot
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.unit.gguf_checkpoint import gguf_of
+from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.attention.base import AttentionShape
+from worker_proc.loading.loader import load_model
+from worker_proc.models.base import Model
+from worker_proc.runner import Runner
+from worker_proc.step.slot_table import SlotTable, pages_of_pool
+from worker_proc.system.devices import choose_device, choose_dtype, take_cores
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, CPU)
+
+
+def generated(runner: Runner) -> list[list[int]]:
+    driver = Driver(runner)
+    requests = [driver.add(prompt) for prompt in prompts_of([3, 11, 30])]
+    driver.generate(requests, 10)
+    return [request.output for request in requests]
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_tensors(directory: Path, **changes: Any) -> None:
+    """None removes a tensor."""
+    path = directory / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    change_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
+    with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.self_attn\.k_proj"):
+        load(tmp_path)
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    change_tensors(tmp_path, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    with pytest.raises(ModelError, match=r"unexpected 1 tensors: model\.layers\.0\.self_attn\.q_n"):
+        load(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    tiny_gpt2(tmp_path)
+    change_tensors(tmp_path, **{"transformer.ln_f.bias": torch.ones(47)})
+    with pytest.raises(ModelError, match=r"ln_f\.bias is \[47\].*\[48\]"):
+        load(tmp_path)
+
+
+def test_constants_and_tied_copies_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    expected = generated(runner_of(tiny_gpt2(tmp_path)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, tmp_path / "model.safetensors")
+    assert generated(runner_of(tmp_path)) == expected
+
+
+def test_sharded_weights_load_like_one_file(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path, tie=False)
+    expected = generated(runner_of(directory))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="200KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    assert generated(runner_of(directory)) == expected
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path, tie=False)
+    files = resolve_model(ModelArgs(model=str(directory)))
+    weight_map = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    with pytest.raises(ModelError, match=r"lacks model-00001-of-00001\.safetensors"):
+        load_model(files, torch.float32, CPU)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    change_config(tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: gpt2, llama"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; supported"),
+        ({"num_attention_heads": None}, "no 'num_attention_heads'"),
+    ],
+)
+def test_a_config_beyond_what_the_model_does_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tiny_llama(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+def dummy_files(directory: Path) -> ModelFiles:
+    return resolve_model(ModelArgs(model=str(directory), load_format="dummy"))
+
+
+def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path: Path) -> None:
+    files = dummy_files(tiny_llama(tmp_path))
+    one, two = (load_model(files, torch.float32, CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, second = (one[f"blocks.{layer}.down_proj.weight"] for layer in (0, 1))
+    assert not torch.equal(first, second)
+    assert abs(float(first.std()) - 0.02) < 0.002
+    assert bool((one["final_norm.weight"] == 1).all())
+
+
+@pytest.mark.parametrize(
+    "build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False), tiny_qwen2, tiny_qwen3]
+)
+def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    directory = build(tmp_path / "hf")
+    loaded = load_model(gguf_of(directory), torch.float32, CPU).state_dict()
+    for name, expected in load(directory).state_dict().items():
+        assert (loaded[name] - expected).abs().max() < 0.004, name
+
+
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    (tmp_path / "tiny.json").write_text("{}")
+    directory = tiny_gpt2(tmp_path / "hf")
+    config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
+    files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gpt2, llama, qwen2, qwen3"):
+        load_model(files, torch.float32, CPU)
+
+
+def test_a_window_shorter_than_the_context_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    tiny_mistral(tmp_path, sliding_window=64)
+    with pytest.raises(ModelError, match=r"last 64 tokens only.*take --context-length 64"):
+        load(tmp_path)
+    files = resolve_model(ModelArgs(model=str(tmp_path), context_length=64))
+    assert load_model(files, torch.float32, CPU).vocab_size == 512
+
+
+def test_float16_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"float16.*use --dtype bfloat16 or float32"):
+        choose_dtype("float16", CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"cuda.*start with --device cpu"):
+        choose_device("cuda")
+
+
+def test_a_device_that_nobody_knows_is_refused() -> None:
+    for name in ("gpu", "meta"):
+        with pytest.raises(ConfigError, match="must be auto, cpu, cuda"):
+            choose_device(name)
+
+
+def test_bfloat16_is_the_default_where_the_kernels_compute() -> None:
+    assert choose_dtype("auto", CPU, native=True) == torch.bfloat16
+    assert choose_dtype("float32", CPU, native=True) == torch.float32
+
+
+def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
+    before = torch.get_num_threads()
+    try:
+        args = WorkerArgs(worker_threads=1, no_affinity=True)
+        assert take_cores(args).threads == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_pool_holds_whole_pages_of_the_tokens_asked_for() -> None:
+    args = WorkerArgs(page_size=16, max_total_tokens=100)
+    assert pages_of_pool(args, SHAPE, torch.float32, CPU, most_tokens=10**6) == 6
+
+
+def test_the_pool_is_never_larger_than_all_slots_can_fill() -> None:
+    assert pages_of_pool(WorkerArgs(page_size=16), SHAPE, torch.float32, CPU, 1000) == 63
+
+
+def test_a_pool_without_room_for_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.step.slot_table.free_memory", lambda device: 10_000)
+    with pytest.raises(ConfigError, match="does not hold one page"):
+        pages_of_pool(WorkerArgs(), SHAPE, torch.float32, CPU, most_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("known", "computed", "pages"),
+    [(3, 3, [0]), (0, 0, [0]), (33, 0, [0, 1, 2]), (5, 0, [0]), (4, 0, [8]), (4, 0, [-1])],
+)
+def test_a_slot_that_does_not_add_up_is_refused(
+    known: int, computed: int, pages: list[int]
+) -> None:
+    table = SlotTable(num_slots=2, context_length=32, num_pages=8, page_size=4, device=CPU)
+    new = NewSlot(0, pack_ids(range(known)), computed, pack_ids(pages), 0.0, -1, 1.0, 0)
+    with pytest.raises(ValueError, match="slot 0"):
+        table.admit([new])
+
+
+def table_of_two() -> SlotTable:
+    """Slot 1 holds pages 5 and 6, slot 0 holds page 2; there is room for 8 pages a slot."""
+    table = SlotTable(num_slots=3, context_length=32, num_pages=8, page_size=4, device=CPU)
+    for slot, known, pages in ((1, 7, [5, 6]), (0, 1, [2])):
+        new = NewSlot(slot, pack_ids(range(known)), 0, pack_ids(pages), 0.0, -1, 1.0, 0)
+        table.admit([new])
+    return table
+
+
+def test_pages_are_appended_in_order_to_the_slots_that_grow() -> None:
+    table = table_of_two()
+    table.grow(np.array([1, 0, 1, 1]), np.array([7, 5, 0, 3]))
+    table.grow(np.array([0]), np.array([1]))
+    assert table.pages[0].tolist() == [2, 5, 1] + [8] * 5
+    assert table.pages[1].tolist() == [5, 6, 7, 0, 3] + [8] * 3
+    assert table.num_pages_of.tolist() == [3, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages", "message"),
+    [
+        ([2], [0], "grows slots .* not all of them held"),
+        ([0, 3], [0, 0], "grows slots .* not all of them held"),
+        ([-1], [0], "grows slots .* not all of them held"),
+        ([0, 1], [0, 8], "pages .* must be 0 to 7"),
+        ([0], [-1], "pages .* must be 0 to 7"),
+        ([1] * 7, [0] * 7, r"slots \[1\] beyond 8 pages"),
+    ],
+)
+def test_growth_that_does_not_add_up_is_refused(
+    slots: list[int], pages: list[int], message: str
+) -> None:
+    table = table_of_two()
+    with pytest.raises(ValueError, match=message):
+        table.grow(np.array(slots), np.array(pages))
+    assert table.num_pages_of.tolist() == [1, 2, 0]

@@ -1,0 +1,47 @@
+"""What a step needs is set aside, and what cannot fit is said with its sum."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError
+from tests.unit.worker_driver import runner_of
+from worker_proc.attention.base import AttentionShape
+from worker_proc.models.registry import build_model
+from worker_proc.startup.memory_profile import check_weights, largest_step, pages_of
+from worker_proc.step.slot_table import pages_of_pool
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
+
+
+def test_the_largest_step_is_one_that_runs(llama_dir: Path) -> None:
+    args = SchedulerArgs(max_batch_size=4, max_running_requests=8, chunked_prefill_size=100)
+    plan = largest_step(args, 8192, context=64, page_size=4)
+    assert len(plan.new) == 4 and pages_of(plan) == 4 * 7
+    result = runner_of(llama_dir, max_total_tokens=4 * 28).run(plan)
+    assert len(result.token_ids) == 4 * 4
+
+
+def test_a_long_step_is_cut_at_the_context() -> None:
+    plan = largest_step(SchedulerArgs(max_batch_size=1), 8192, context=64, page_size=16)
+    assert len(plan.new[0].token_ids) == 4 * 63
+
+
+def test_what_steps_need_is_no_room_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.step.slot_table.free_memory", lambda device: 100 * 2**20)
+    args = WorkerArgs(page_size=4096, mem_fraction_static=0.5)
+    assert pages_of_pool(args, SHAPE, torch.float32, CPU, 10**6, set_aside=80 * 2**20) == 10
+    with pytest.raises(ConfigError, match="of 100 MiB free memory less 99 MiB for a step"):
+        pages_of_pool(args, SHAPE, torch.float32, CPU, 10**6, set_aside=99 * 2**20)
+
+
+def test_weights_that_do_not_fit_are_refused_with_their_size() -> None:
+    model = build_model({"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
+                         "n_embd": 768, "n_layer": 12, "n_head": 12})  # fmt: skip
+    check_weights(model, torch.bfloat16, 2**29, CPU)
+    with pytest.raises(ConfigError, match="take 237 MiB in bfloat16, but cpu has 100 MiB free"):
+        check_weights(model, torch.bfloat16, 100 * 2**20, CPU)

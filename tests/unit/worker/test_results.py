@@ -1,0 +1,69 @@
+"""Results of steps that are launched ahead are sent in order, while the next ones are launched."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.wire.messages.worker import ResultMessage, StepResult
+from tests.unit.worker_driver import Driver, runner_of
+from worker_proc.result_sender import Later, ResultsBehind
+from worker_proc.startup.nvtx import mark_steps
+
+SECONDS = 10.0
+
+
+def fail(error: Exception) -> None:
+    raise AssertionError("nothing goes wrong here") from error
+
+
+def step(number: int, done: threading.Event) -> Later:
+    def finish() -> StepResult:
+        assert done.wait(SECONDS)
+        return StepResult(number, b"", 0.0, 0.0)
+
+    return finish
+
+
+def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
+    sent: list[ResultMessage] = []
+    results, done = ResultsBehind(sent.append, fail), [threading.Event() for _ in range(3)]
+    for number, event in enumerate(done):
+        results.send(step(number, event))
+    assert not sent
+    for event in reversed(done):
+        event.set()
+    results.close()
+    assert [one.step for one in sent if isinstance(one, StepResult)] == [0, 1, 2]
+
+
+def test_what_goes_wrong_in_a_step_is_told() -> None:
+    told: list[Exception] = []
+
+    def broken() -> StepResult:
+        raise RuntimeError("the card is gone")
+
+    results = ResultsBehind(lambda result: pytest.fail(str(result)), told.append)
+    results.send(broken)
+    results.close()
+    assert [str(error) for error in told] == ["the card is gone"]
+
+
+def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
+    marks: list[str] = []
+
+    @contextmanager
+    def begin(name: str) -> Iterator[None]:
+        marks.append(name)
+        yield
+
+    runner = runner_of(gpt2_dir)
+    mark_steps(runner, begin)
+    driver = Driver(runner)
+    driver.generate([driver.add([1, 2, 3])], 1)
+    assert marks == ["launch", "forward_and_choose", "note"]
+    with pytest.raises(ConfigError, match="enable_nvtx is for CUDA, the device is cpu"):
+        runner_of(gpt2_dir, enable_nvtx=True)

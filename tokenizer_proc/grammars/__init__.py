@@ -1,0 +1,1 @@
+"""Validate grammars in a process of their own before a request is submitted."""

@@ -1,0 +1,1 @@
+"""Check a request, render its chat template and encode its prompt."""

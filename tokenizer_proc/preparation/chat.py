@@ -1,0 +1,191 @@
+"""Chats become prompts by the model's own template, rendered in Jinja's sandbox."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.wire.messages.public import ChatMessage, ChatOptions
+
+TOOL_FORMATS = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>"),
+    ("llama3", '"parameters"'),
+)
+"""How a model writes a tool call, and what betrays it in its template; the first that is found."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer directory (tokenizer_config.json, chat_template.jinja).
+    Raises ConfigError for one that is no Jinja template."""
+
+    def __init__(self, tokenizer_dir: Path) -> None:
+        config = _read_config(tokenizer_dir / "tokenizer_config.json")
+        self._tokens = {
+            name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
+        }
+        source = _template_source(tokenizer_dir, config)
+        self._template = None if source is None else _compile(source, tokenizer_dir)
+        self.tool_format = _tool_format(source or "")
+
+    @property
+    def exists(self) -> bool:
+        return self._template is not None
+
+    def render(self, messages: list[ChatMessage], options: ChatOptions) -> str:
+        """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest(
+                "prompt is a chat, but this model has no chat template; send a plain string",
+                "prompt",
+            )
+        if options.tools and not self.tool_format:
+            raise InvalidRequest(
+                "tools are given, but this model's chat template takes none; leave them out",
+                "tools",
+            )
+        variables = {
+            "add_generation_prompt": True,
+            "documents": None,
+            **self._tokens,
+            **options.template_args,
+            "messages": [_turn(message) for message in messages],
+            "tools": options.tools or None,
+        }
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # a template is a program: it may fail in any way
+            why = str(error) or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refused: {why}", "prompt") from None
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """As templates know a turn: role and content always, the rest where it says something."""
+    turn = {"role": message.role, "content": message.content}
+    return turn | {k: v for k, v in msgspec.structs.asdict(message).items() if v}
+
+
+def _tool_format(source: str) -> str:
+    """How the model writes tool calls; "" where its template takes no tools. A template that
+    shows no format that we know is taken for the commonest."""
+    if "tools" not in source:
+        return ""
+    return next((name for name, sign in TOOL_FORMATS if sign in source), "hermes")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _content(token: "str | dict[str, Any]") -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
+    file = tokenizer_dir / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _compile(source: str, tokenizer_dir: Path) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"the model's chat template cannot be read: {why}; correct it in {tokenizer_dir}, or"
+            " remove it to serve plain prompts only"
+        ) from None
+
+
+def _environment() -> jinja2.Environment:
+    """Make the environment that Hugging Face chat templates are written for, as
+    transformers.utils.chat_template_utils has it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = _Dictionaries()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+class _Dictionaries:
+    """What a template may do with `dict`, without the type and its attributes."""
+
+    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
+        return dict(*args, **fields)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, without the attributes that lead to Python's own."""
+
+    def __init__(*args: Any, **fields: Any) -> None:
+        self, *others = args  # so that a template may call an attribute "self"
+        given = dict(*others, **fields)
+        for name in given:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace has no attribute {name!r}: choose a name without an underscore before it"
+        )
+
+
+class GenerationBlock(Extension):
+    """{% generation %}...{% endgeneration %}, which marks for training what the assistant wrote:
+    the text inside is rendered as if the tags were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Return the statements inside. They are a scope of their own, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body, lineno=line)]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON without HTML's escapes, in place of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,184 @@
+"""A client's bytes to a checked request: each rule names the field, the value and the limit."""
+
+import secrets
+from array import array
+from typing import NamedTuple
+
+import msgpack
+import msgspec
+
+from quadriga.errors import InvalidRequest, PromptTooLong
+from quadriga.model_files.resolve import ModelFiles
+from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from quadriga.sampling.validation import MAX_SEED
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
+
+MAX_REQUEST_ID = 128
+MAX_PRIORITY = 1000
+"""-MAX_PRIORITY is the smallest."""
+MAX_TIMEOUT = 7 * 24 * 3600
+"""Seconds."""
+
+PEEKED_BYTES = 1024
+"""Hold the first fields of every message whose request_id is not too long."""
+
+_decode = msgspec.msgpack.Decoder(ClientMessage).decode
+
+
+class Header(NamedTuple):
+    """The first fields of a message, "" where they are missing or of another type."""
+
+    tag: str
+    request_id: str
+
+
+def peek(frame: bytes) -> Header:
+    """Return the header of a message, in time that does not grow with the message."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(frame[:PEEKED_BYTES])
+    try:
+        num_fields = unpacker.read_array_header()
+        tag, _, request_id = [unpacker.unpack() if i < num_fields else "" for i in range(3)]
+    except (msgpack.UnpackException, ValueError):
+        return Header("", "")
+    return Header(
+        tag if isinstance(tag, str) else "",
+        request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else "",
+    )
+
+
+def only_frame(frames: list[bytes]) -> bytes:
+    """Return the one frame of a message. Raises InvalidRequest for several, or one too long."""
+    if len(frames) != 1:
+        raise InvalidRequest(f"a message is 1 frame, this one has {len(frames)}")
+    if len(frames[0]) > MAX_FRAME_BYTES:
+        raise InvalidRequest(
+            f"the message is {len(frames[0])} bytes: at most {MAX_FRAME_BYTES} are taken;"
+            " shorten the prompt",
+            "prompt",
+        )
+    return frames[0]
+
+
+def parse(frames: list[bytes]) -> ClientMessage:
+    """One message from its frames. Raises InvalidRequest for whatever is not one."""
+    frame = only_frame(frames)
+    try:
+        message: ClientMessage = _decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"unreadable message: {error}; see docs/protocol.md") from None
+    if message.version != PROTOCOL_VERSION:
+        raise InvalidRequest(
+            f"version is {message.version}: this server speaks {PROTOCOL_VERSION};"
+            " use a client of the same release",
+            "version",
+        )
+    return message
+
+
+def check_request_id(request_id: str) -> None:
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID:
+        raise InvalidRequest(
+            f"request_id has {len(request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed",
+            "request_id",
+        )
+
+
+def check_urgency(message: Generate) -> None:
+    """How soon a request wants to be served. Raises InvalidRequest for a value out of range."""
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {message.priority}: it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+            "priority",
+        )
+    _check_timeout("queue_timeout", message.queue_timeout)
+    _check_timeout("timeout", message.timeout)
+
+
+def _check_timeout(field: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"{field} is {seconds}: it must be more than 0 and at most {MAX_TIMEOUT} seconds"
+            " (one week); leave it out for the server's own",
+            field,
+        )
+
+
+def deadline(received: float, asked: float | None, default: float | None) -> float | None:
+    """The Unix time at which a timeout is over: the request's own, else the server's, if any."""
+    seconds = default if asked is None else asked
+    return None if seconds is None else received + seconds
+
+
+def check_can_end(params: SamplingParams, model: ModelFiles) -> None:
+    """Raises InvalidRequest where nothing could say that a text with a grammar is whole."""
+    if not model.eos_token_ids and not params.stop_token_ids:
+        raise InvalidRequest(
+            "stop_token_ids is empty, and the model names no token that ends a text: a grammar"
+            " needs one; give one here",
+            "stop_token_ids",
+        )
+
+
+def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
+    """The token ids that a request carries in place of a text. Raises InvalidRequest."""
+    if message.prompt:
+        raise InvalidRequest(
+            "prompt and prompt_token_ids are both given: leave one of them empty", "prompt"
+        )
+    return check_ids(message.prompt_token_ids or b"", "prompt_token_ids", vocab_size)
+
+
+def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
+    """The token ids in a field's int32 bytes. Raises InvalidRequest."""
+    if len(packed) % 4:
+        raise InvalidRequest(
+            f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
+        )
+    ids = unpack_ids(packed)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(
+            f"{field} holds {wrong}: ids of this model are 0 to {vocab_size - 1}", field
+        )
+    return ids
+
+
+def fit(
+    ids: "array[int]",
+    params: SamplingParams,
+    model: ModelFiles,
+    truncate: bool,
+    clamp_max_new_tokens: bool = False,
+) -> "tuple[array[int], SamplingParams]":
+    """Prompt and params as they will run: never empty, within the context, nothing left open.
+
+    With `truncate` the last context - 1 tokens of a long prompt are kept. With that or
+    clamp_max_new_tokens, no more tokens are generated than the context leaves, if it leaves any.
+    Raises PromptTooLong.
+    """
+    limit = model.context_length
+    if not ids:
+        ids = array("i", [min(model.eos_token_ids, default=0)])
+    if truncate:
+        ids = ids[-(limit - 1) :]
+    room = limit - len(ids)
+    wanted = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
+    if truncate or clamp_max_new_tokens:
+        wanted = min(wanted, max(room, 1))
+    if wanted > room:
+        raise PromptTooLong(
+            f"prompt has {len(ids)} tokens, max_new_tokens is {wanted}, the model's context is"
+            f" {limit}; shorten the prompt, ask for fewer tokens, or start the server with"
+            " --allow-auto-truncate",
+            "prompt" if len(ids) >= limit else "max_new_tokens",
+        )
+    if params.min_new_tokens > wanted:
+        raise InvalidRequest(
+            f"min_new_tokens is {params.min_new_tokens}: it must not be above max_new_tokens, which"
+            f" is {wanted} here; ask for a larger max_new_tokens",
+            "min_new_tokens",
+        )
+    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+    return ids, msgspec.structs.replace(params, max_new_tokens=wanted, seed=seed)

@@ -1,0 +1,1 @@
+"""Tensor parallel ranks: the process group, the leader and the followers."""

@@ -1,0 +1,67 @@
+"""A further rank of a worker that is several processes: does what rank 0 does, answers nobody.
+
+    python -m worker_proc.distributed.tp_rank RANK STORE --run-dir …
+
+Started by rank 0, see tp_leader.py.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from quadriga.model_files.resolve import resolve_model
+from quadriga.runtime.child import EXIT_LAUNCHER_DIED, Child, run_child
+from quadriga.wire.messages.worker import (
+    CompileGrammar,
+    ForgetGrammar,
+    NewScheduler,
+    StepPlan,
+    StopWorker,
+    WorkerMessage,
+)
+from quadriga.wire.sockets import Inbox
+from worker_proc.sampling.grammar_compiler import GrammarCompiler
+
+
+def main() -> None:
+    rank, store = int(sys.argv[1]), Path(sys.argv[2])
+    del sys.argv[1:3]
+    threading.Thread(target=_leave_with_rank_0, daemon=True).start()
+    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, store))
+
+
+def body(child: Child, rank: int, store: Path) -> None:
+    inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
+    from torch import inference_mode
+
+    from worker_proc.loading.sharding import Part
+    from worker_proc.runner import make_runner
+    from worker_proc.system.devices import take_cores
+
+    take_cores(child.config.worker)
+    files = resolve_model(child.config.model)
+    runner = make_runner(child.config, files, Part(rank, child.config.worker.tp), store)
+    runner.warm_up()
+    grammars = GrammarCompiler(files, child.endpoints.results)
+    runner.table.sampling.compiled = grammars.compiled
+    with inference_mode():
+        while not isinstance(message := inbox.receive(), StopWorker):
+            match message:
+                case StepPlan():
+                    runner.launch(message)
+                case CompileGrammar():
+                    grammars.compile_here(message.grammar)
+                case ForgetGrammar():
+                    grammars.forget(message.key)
+                case NewScheduler():
+                    runner.table.release_all()
+
+
+def _leave_with_rank_0() -> None:
+    sys.stdin.buffer.read()
+    os._exit(EXIT_LAUNCHER_DIED)
+
+
+if __name__ == "__main__":
+    main()

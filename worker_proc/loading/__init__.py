@@ -1,0 +1,1 @@
+"""Read checkpoints and shard weights over tensor parallel ranks."""

@@ -1,0 +1,199 @@
+"""Where tensors come from: safetensors, GGUF, or a random generator.
+
+A source yields (name, tensor) pairs, one at a time, so that never more than one tensor is held
+beside the model. What stays packed is not read yet, but where its rows change places.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quadriga.errors import ModelError
+from worker_proc.loading.gguf_blocks import BLOCK_KINDS, PackedRows
+from worker_proc.models.base import Model
+
+DUMMY_SEED = 0
+DUMMY_STANDARD_DEVIATION = 0.02
+
+UNQUANTISED_KINDS = ("F32", "F16", "BF16")
+POSITIONS = "position_embd.weight"
+
+NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
+
+
+def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
+    """Every tensor of a directory's *.safetensors, read straight to the device. ModelError where
+    there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _shards(directory)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {file}: {error}") from None
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The files that the index names; without an index, all there are."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [directory / name for name in sorted(names)]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {index.name}")
+        return files
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no *.safetensors file")
+    return files
+
+
+def from_gguf(
+    file: Path, tensor_index: Path, config: dict[str, Any], packed: bool = False
+) -> NamedTensors:
+    """Every tensor of a GGUF in float32, as a Hugging Face checkpoint has it.
+
+    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}. packed: quantised
+    matrices stay packed, always as [outputs, inputs]; formats that are not in BLOCK_KINDS become
+    Q8_0, which is finer than most of them. ModelError for an architecture or a kind of quantisation
+    that is not supported.
+    """
+    architecture = str(config.get("model_type"))
+    if architecture not in _GGUF_NAMES:
+        supported = ", ".join(sorted(_GGUF_NAMES))
+        raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
+    data = np.asarray(np.memmap(file, mode="c", dtype=np.uint8))
+    for name, entry in json.loads(tensor_index.read_text()).items():
+        raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
+        kind, shape = entry["type"], entry["shape"]
+        tensor: Tensor | PackedRows
+        if packed and kind not in UNQUANTISED_KINDS and len(shape) == 2 and name != POSITIONS:
+            tensor = _packed(raw, kind, shape, f"{file}: {name}")
+        else:
+            tensor = _dense(raw, kind, shape, f"{file}: {name}")
+        yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
+
+
+def _packed(raw: Any, kind: str, shape: list[int], what: str) -> PackedRows:
+    if kind in BLOCK_KINDS:
+        return PackedRows(kind, torch.from_numpy(raw).view(shape[0], -1))
+    return PackedRows.rounded(_dequantised(raw, kind, shape, what))
+
+
+def _dense(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+    if kind in BLOCK_KINDS:
+        return PackedRows(kind, torch.from_numpy(raw).unsqueeze(0)).dense().view(shape)
+    return _dequantised(raw, kind, shape, what)
+
+
+def _dequantised(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(_as_stored(raw, kind, shape), GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise ModelError(f"{what} has the unsupported type {kind}") from None
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
+
+
+def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
+    """Rows of the element type; quantised ones stay bytes, [rows, bytes of a row]."""
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+    return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
+
+
+def _undo_conversion(
+    name: str, tensor: Tensor | PackedRows, config: dict[str, Any]
+) -> Tensor | PackedRows:
+    """What the converter to GGUF did to a layer's weights beside quantising them.
+
+    Llama: the rotary pairs of Q and K lie side by side, here half a head apart. GPT-2: weights are
+    [outputs, inputs], its checkpoints keep [inputs, outputs].
+    """
+    if config["model_type"] == "llama":
+        if isinstance(tensor, PackedRows):
+            return dataclasses.replace(tensor, data=_halves_apart(name, tensor.data, config))
+        return _halves_apart(name, tensor, config)
+    is_layers = name.startswith("blk.")
+    if config["model_type"] == "gpt2" and is_layers and isinstance(tensor, Tensor):
+        return tensor.t() if tensor.dim() == 2 else tensor
+    return tensor
+
+
+def _halves_apart(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
+    """Q and K with the rows of each head in the other order; other tensors as they are."""
+    heads = config["num_attention_heads"]
+    if ".attn_k." in name:
+        heads = config.get("num_key_value_heads") or heads
+    elif ".attn_q." not in name:
+        return rows
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+_LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk": "model.layers",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_NAMES = {
+    "llama": _LLAMA_NAMES,
+    "qwen2": _LLAMA_NAMES,
+    "qwen3": _LLAMA_NAMES,
+    "gpt2": {
+        "token_embd": "wte",
+        "position_embd": "wpe",
+        "output_norm": "ln_f",
+        "output": "lm_head",
+        "blk": "h",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+}
+
+
+def hf_name(name: str, architecture: str) -> str:
+    """blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown parts stay."""
+    names = _GGUF_NAMES[architecture]
+    return ".".join(names.get(part, part) for part in name.split("."))
+
+
+def fill_at_random(model: Model) -> None:
+    """Normal weights (standard deviation 0.02), norms of one, biases of zero; always the same."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, DUMMY_STANDARD_DEVIATION, generator=generator)

@@ -1,0 +1,1 @@
+"""Sample tokens: logits processors, grammars masks and the draw itself."""

@@ -1,0 +1,1 @@
+"""The inputs and outputs of one step, and the engine contract."""

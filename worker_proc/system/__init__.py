@@ -1,0 +1,1 @@
+"""Devices, memory, transfers and clocks of the worker."""
