@@ -33,7 +33,7 @@ from quadriga.runtime.child import (
 )
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor.child_process import EXIT_GRACE, ChildProcess
-from quadriga.supervisor.supervisor import Children, Death, Order, say
+from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
 
 BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -51,7 +51,7 @@ SERVING_NEEDS = (
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 GATEWAY = "http_proc"
-FAREWELL_TIMEOUT = 1.5
+NOTIFY_TIMEOUT_S = 1.5
 """Seconds that front door and gateway have to tell the clients that another process died."""
 ABORT_TIMEOUT = 5.0
 """Seconds after --shutdown-timeout for the aborted requests to be answered."""
@@ -67,8 +67,8 @@ class Launcher:
         quiet = config.launch.no_status_line or not terminal.is_ours()
         self._flags = config.replace(**location, no_status_line=quiet).to_argv()
         final = ["scheduler_proc"] if config.scheduler.no_journal else []
-        self._children = Children(
-            self._flags, [str(HERE)], config.launch, final, informed="tokenizer_proc"
+        self._children = Supervisor(
+            self._flags, [str(HERE)], config.launch, final, notify_on_restart="tokenizer_proc"
         )
 
     def run(self) -> int:
@@ -92,10 +92,10 @@ class Launcher:
                     if not self._start_again(event):
                         say(f"error: {event.name} could not start: {event.how}")
                         return EXIT_START_FAILED
-                case Order.STOP:
+                case SupervisorEvent.STOP:
                     say("stopped while starting")
                     return EXIT_FORCED
-                case Order.TIMEOUT:
+                case SupervisorEvent.TIMEOUT:
                     say(
                         f"error: {', '.join(self._children.not_ready)} not ready within"
                         f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
@@ -133,9 +133,9 @@ class Launcher:
                 case Death():
                     if not self._start_again(event):
                         return self._give_up(event)
-                case Order.STOP:
+                case SupervisorEvent.STOP:
                     return self._drain()
-                case Order.RELOAD:
+                case SupervisorEvent.RELOAD:
                     say("reloading: the worker starts again; requests go on with the new weights")
                     self._children.reload("worker_proc")
 
@@ -156,7 +156,7 @@ class Launcher:
 
     def _say_farewell(self, message: str) -> None:
         """Those whom clients are connected to fail what is open, and leave."""
-        countdown = Countdown(FAREWELL_TIMEOUT)
+        countdown = Countdown(NOTIFY_TIMEOUT_S)
         speakers = [child for child in self._speakers() if not child.left]
         for child in speakers:
             child.order(FAIL, message)
@@ -201,12 +201,12 @@ class Launcher:
                 case Death():
                     if not self._start_again(event):
                         return self._give_up(event)
-                case Order.STARTED:
+                case SupervisorEvent.STARTED:
                     self._order_drain()
-                case Order.STOP:
+                case SupervisorEvent.STOP:
                     say("second signal: stopped at once")
                     return EXIT_FORCED
-                case Order.TIMEOUT:
+                case SupervisorEvent.TIMEOUT:
                     return None
         return EXIT_OK
 

@@ -24,7 +24,7 @@ if not __package__:
 from bench import serving
 from bench.cli.options import Options, parse
 from bench.metrics.metrics import ClientSummary
-from bench.metrics.percentiles import Spread
+from bench.metrics.percentiles import Percentiles
 from bench.report.report import Result
 from quadriga.errors import ConfigError, QuadrigaError
 
@@ -39,7 +39,7 @@ class Column:
 
 
 def spread_columns(
-    title: str, get: Callable[[Result], Spread | None], shares: int = 2
+    title: str, get: Callable[[Result], Percentiles | None], shares: int = 2
 ) -> list[Column]:
     """p50, p99 and max of something in ms, or the first `shares` of them."""
 

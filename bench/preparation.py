@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bench.cli.options import Options
 from bench.load.spelling import Speller, spelled
 from bench.load.tokenizing import tokenizer_of
-from bench.load.workload import Job, pretokenize
+from bench.load.workload import PlannedRequest, pretokenize
 from quadriga.config.server_config import ModelArgs
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Preparation:
     """prepare: gives jobs their final form. vocab_size: None where no tokenizer is at hand."""
 
-    prepare: Callable[[Sequence[Job]], Sequence[Job]]
+    prepare: Callable[[Sequence[PlannedRequest]], Sequence[PlannedRequest]]
     vocab_size: int | None = None
 
 

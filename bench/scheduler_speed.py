@@ -40,7 +40,7 @@ class Sink:
         self.frames.append(encode(message))
 
 
-class Load:
+class SpeedCase:
     """Endless requests: a prompt of 64 to 512 tokens, half of them with one of 32 prefixes of 256
     tokens; 32 to 512 tokens of output."""
 
@@ -70,7 +70,7 @@ class Load:
 
 def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[float]:
     """Seconds of each step."""
-    worker, now, load = Sink(), 1000.0, Load(0)
+    worker, now, load = Sink(), 1000.0, SpeedCase(0)
     scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
     scheduler.iterate([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
     scheduler.iterate([load.next(now) for _ in range(waiting + args.max_running_requests)], [])

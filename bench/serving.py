@@ -22,13 +22,13 @@ from bench.cli.options import Options, parse
 from bench.client.load_generator import Run, drive
 from bench.client.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
 from bench.client.server import OwnServer
-from bench.client.transport import Connection, OpenAIServer, connection
+from bench.client.transport import HTTPConnection, OpenAIServer, connection
 from bench.load.trace import TraceRequest, write_trace
-from bench.load.workload import Job
+from bench.load.workload import PlannedRequest
 from bench.metrics.metrics import Summary, summarize
 from bench.preparation import Preparation, preparation
 from bench.report import report, report_files
-from bench.report import sglang_format as conventional
+from bench.report import sglang_format as sglang_format
 from bench.report.report import Result
 from quadriga import clock
 from quadriga.errors import (
@@ -81,7 +81,7 @@ async def bench(
     if options.result_path is not None:
         report_files.append_json(
             options.result_path,
-            [conventional.document(options, result, report_files.now()) for result in results],
+            [sglang_format.document(options, result, report_files.now()) for result in results],
         )
     if options.json_path is not None:
         report_files.write_json(options.json_path, options, runs.info, results, warmups)
@@ -110,7 +110,7 @@ class Runs:
     def __init__(
         self,
         options: Options,
-        clients: Sequence[Connection],
+        clients: Sequence[HTTPConnection],
         info: Mapping[str, Any],
         prepared: Preparation,
     ) -> None:
@@ -137,15 +137,15 @@ class Runs:
         jobs = self._jobs(number)
         result, run = await self._run(jobs, "run")
         print(report.block(self._options, result))
-        print(conventional.block(self._options, result), flush=True)
+        print(sglang_format.block(self._options, result), flush=True)
         if number == 0 and self._options.save_trace is not None:
             write_trace(self._options.save_trace, as_sent(jobs, run))
         return result
 
-    def _jobs(self, run: int) -> Sequence[Job]:
+    def _jobs(self, run: int) -> Sequence[PlannedRequest]:
         return self._prepare(self._options.workload.jobs(run, self._vocab_size))
 
-    async def _run(self, jobs: Sequence[Job], title: str) -> tuple[Result, Run]:
+    async def _run(self, jobs: Sequence[PlannedRequest], title: str) -> tuple[Result, Run]:
         options = self._options
         before = await self._read()
         hidden = not sys.stderr.isatty()
@@ -195,7 +195,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
     return draw
 
 
-def as_sent(jobs: Sequence[Job], run: Run) -> list[TraceRequest]:
+def as_sent(jobs: Sequence[PlannedRequest], run: Run) -> list[TraceRequest]:
     """The trace of a run. A request without a time of its own gets that at which it was sent, and
     one whose prompt was a text gets its token ids."""
     requests = []

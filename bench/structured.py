@@ -41,7 +41,7 @@ from quadriga.errors import ConfigError, QuadrigaError
 BOUND = 0.85
 """Of the throughput without schemas."""
 EXIT_MISSED = 1
-MOST_TOKENS = 768
+MAX_TOKENS = 768
 WARM_UP = 16
 WARM_UP_NUMBERS, FREE_NUMBERS = 1_000_000, 2_000_000
 """Where their tasks are numbered from: no two prompts are alike, or one would be served from the
@@ -67,7 +67,7 @@ class Task:
         if tokens is None:
             return SamplingParams(
                 json_schema=self.schema,
-                max_new_tokens=MOST_TOKENS,
+                max_new_tokens=MAX_TOKENS,
                 temperature=0.7,
                 top_p=1.0,
                 seed=self.number,
@@ -124,7 +124,7 @@ async def measure(client: AsyncClient, arguments: Namespace) -> "Measured":
     await _turn(client, _tasks(WARM_UP, others, WARM_UP_NUMBERS), arguments.concurrency)
     tasks = _tasks(arguments.num_requests, schemas(arguments.num_schemas, arguments.seed))
     size = -(-len(tasks) // arguments.turns)
-    turns: list[Turn] = []
+    turns: list[TimedTurn] = []
     for first in range(0, len(tasks), size):
         turn = await _turn(client, tasks[first : first + size], arguments.concurrency)
         print(f"turn {len(turns) + 1}: {turn.shown}", file=sys.stderr, flush=True)
@@ -136,15 +136,15 @@ def _tasks(count: int, made: Sequence[dict[str, Any]], first: int = 0) -> list[T
     return [Task(first + number, made[number % len(made)]) for number in range(count)]
 
 
-async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) -> "Turn":
+async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) -> "TimedTurn":
     obeying = await run_pass(client, tasks, [None] * len(tasks), concurrency)
     lengths = [completion.usage.completion_tokens for completion in obeying.completions]
     fresh = [Task(FREE_NUMBERS + task.number, task.schema) for task in tasks]
-    return Turn(obeying, await run_pass(client, fresh, lengths, concurrency))
+    return TimedTurn(obeying, await run_pass(client, fresh, lengths, concurrency))
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedTurn:
     """The same load twice: with schemas, and free."""
 
     obeying: Pass
@@ -164,7 +164,7 @@ class Measured:
     """All turns, and the tasks of all of them in order."""
 
     tasks: list[Task]
-    turns: list[Turn]
+    turns: list[TimedTurn]
 
     def invalid(self) -> list[str]:
         """What is wrong with each answer that does not obey its schema."""

@@ -5,13 +5,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from detok_proc.incremental import DecoderFactory
-from detok_proc.logprobs import Entry, Told, entries_by_row, entries_of, tell_prompt
+from detok_proc.logprobs import (
+    Entry,
+    LogprobCollector,
+    entries_by_row,
+    entries_of,
+    prompt_logprobs_entries,
+)
 from detok_proc.stop_regexes import TookTooLong
 from detok_proc.stop_strings import StopStrings
 from quadriga.clock import now
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
-from quadriga.wire.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
+from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,7 +80,7 @@ class Detokenizer:
         """Another scheduler knows nothing of these texts."""
         self._streams.clear()
 
-    def _replay(self, replay: ReplayText, moment: float, deliveries: Deliveries) -> None:
+    def _replay(self, replay: StreamReplay, moment: float, deliveries: Deliveries) -> None:
         """Take in a request as if it had just given all its tokens."""
         seq, closing = replay.opening.seq, replay.closing
         stream = self._streams[seq] = TextStream(replay.opening, self._decoders)
@@ -110,7 +116,7 @@ class Detokenizer:
                 stop_found.append(seq)
         return touched
 
-    def _close(self, closing: CloseText, by_client: ByClient, ended: list[int]) -> None:
+    def _close(self, closing: StreamEnd, by_client: ByClient, ended: list[int]) -> None:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, None, None, 0, self._clock())
@@ -135,7 +141,7 @@ class TextStream:
                  "_sent_characters", "_stops", "_times", "_told", "client", "error",
                  "matched_stop", "request_id", "streams", "tokens")  # fmt: skip
 
-    def __init__(self, opening: OpenText, decoders: DecoderFactory) -> None:
+    def __init__(self, opening: StreamStart, decoders: DecoderFactory) -> None:
         self.client = opening.client
         self.request_id = opening.request_id
         self.streams = opening.stream
@@ -151,8 +157,10 @@ class TextStream:
             strings, regexes = opening.stop_strings, opening.stop_regexes
             self._stops = StopStrings(strings, regexes, opening.keeps_stop)
         told, prompt = opening.logprobs, opening.prompt
-        self._told = None if told is None else Told(told, decoders.bytes_of)
-        self._prompt = None if prompt is None else tell_prompt(prompt, decoders.bytes_of)
+        self._told = None if told is None else LogprobCollector(told, decoders.bytes_of)
+        self._prompt = (
+            None if prompt is None else prompt_logprobs_entries(prompt, decoders.bytes_of)
+        )
         self._pieces: list[str] = []
         self._ids = array("i")
         self._times: list[float] = []
@@ -214,7 +222,7 @@ class TextStream:
             self._pieces.append(text)
 
 
-def _empty_chunk(closing: CloseText, end: End) -> PlainChunk:
+def _empty_chunk(closing: StreamEnd, end: End) -> PlainChunk:
     """The end of a request that never gave a token."""
     if closing.index == 0:
         return PlainChunk(closing.request_id, 0, "", b"", [], end)
@@ -229,7 +237,7 @@ def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:
 
 
 def _make_end(
-    closing: CloseText, found: str | None, failed: ErrorInfo | None, tokens: int, now: float
+    closing: StreamEnd, found: str | None, failed: ErrorInfo | None, tokens: int, now: float
 ) -> End:
     """found: the stop string that was met; failed: why its text could not go on. They tell why the
     text ends, unless the scheduler knows of an error."""

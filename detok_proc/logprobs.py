@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, Logprobs, PromptLogprobs, SampledLogprobs
-from quadriga.wire.messages.to_detok import ToldPrompt
+from quadriga.wire.messages.to_detok import PromptLogprobsData
 
 BytesOf = Callable[[int], bytes]
 NOT_A_NUMBER = float("nan")
 
 
-class Told:
+class LogprobCollector:
     """Log-probabilities of tokens, one after the other, with `width` of the likeliest of each.
 
     bytes_of: what a token stands for.
@@ -63,9 +63,9 @@ def entries_by_row(told: SampledLogprobs | None) -> dict[int, Entry]:
     return dict(zip(unpack_ids(told.rows), _entries(told.block), strict=True))
 
 
-def tell_prompt(prompt: ToldPrompt, bytes_of: BytesOf) -> PromptLogprobs:
+def prompt_logprobs_entries(prompt: PromptLogprobsData, bytes_of: BytesOf) -> PromptLogprobs:
     """All of a prompt's tokens; the first one follows nothing, so that it has no probability."""
-    told, ids = Told(prompt.width, bytes_of), unpack_ids(prompt.token_ids)
+    told, ids = LogprobCollector(prompt.width, bytes_of), unpack_ids(prompt.token_ids)
     first: Entry = (NOT_A_NUMBER, array("i"), array("f"))
     for token_id, entry in zip(ids, _chained(first, prompt.blocks), strict=True):
         told.add(token_id, entry)

@@ -7,13 +7,13 @@ import time
 from detok_proc.detokenizer import Detokenizer
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import Child, Lifeline, run_child
+from quadriga.runtime.child import Child, ControlChannel, run_child
 from quadriga.runtime.fault_injection import FaultyInbox, faulty_inbox
 from quadriga.wire.messages.public import Info, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
-    AllTold,
     Delivered,
     DetokMessage,
+    Drained,
     InfoReply,
     NewScheduler,
     StepOutput,
@@ -25,7 +25,7 @@ from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
 
 def main() -> None:
     """`python -m detok_proc`. It yields the processor to the worker, on which all wait."""
-    run_child("detok_proc", body, gives_way=True)
+    run_child("detok_proc", body, low_priority=True)
 
 
 def body(child: Child) -> None:
@@ -42,28 +42,28 @@ def body(child: Child) -> None:
     delivery = Outbox(child.endpoints.delivery)
     scheduler = Outbox(child.endpoints.scheduler)
     child.ready()
-    serve(child.lifeline, inbox, detokenizer, delivery, scheduler)
+    serve(child.control, inbox, detokenizer, delivery, scheduler)
 
 
 def serve(
-    lifeline: Lifeline,
+    control: ControlChannel,
     inbox: "Inbox[DetokMessage] | FaultyInbox[DetokMessage]",
     detokenizer: Detokenizer,
     delivery: Outbox,
     scheduler: Outbox,
 ) -> None:
-    """Until StopDetok. AllTold is passed on to the tokenizer as three empty frames."""
-    lifeline.attend()
-    poller = Poller(inbox, lifeline)
+    """Until StopDetok. Drained is passed on to the tokenizer as three empty frames."""
+    control.attend()
+    poller = Poller(inbox, control)
     session = _begin(detokenizer, scheduler)
     while True:
         poller.wait()
-        lifeline.take_orders()
+        control.read_commands()
         for message in inbox.drain():
             if isinstance(message, StopDetok):
                 logging.debug("leaving with %d open requests", detokenizer.open_requests)
                 return
-            if isinstance(message, AllTold):
+            if isinstance(message, Drained):
                 delivery.send_frames(b"", b"", b"")
             elif isinstance(message, NewScheduler):
                 session = _begin(detokenizer, scheduler)

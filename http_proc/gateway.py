@@ -13,12 +13,12 @@ from aiohttp import web
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
 from http_proc.protocol.errors import ApiError, from_ring
-from http_proc.request_group import Batch
+from http_proc.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 
-MOST_CHOICES = 1024
+MAX_CHOICES = 1024
 """Choices of one web request: prompts times n."""
 INFO_TIMEOUT = 2.0
 """Seconds in which the ring must answer a probe."""
@@ -53,7 +53,7 @@ class Gateway:
         self._all_answered = asyncio.Event()
         self._all_answered.set()
         self._facts: dict[str, Any] = {}
-        self._live: dict[str, Batch] = {}
+        self._live: dict[str, RequestGroup] = {}
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
 
@@ -75,7 +75,7 @@ class Gateway:
             )
 
     @contextmanager
-    def batch(self, rid: str, names: Mapping[str, str]) -> Iterator[Batch]:
+    def batch(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
         """A batch that /abort_request finds by `rid`, and that ends with the `with` block.
 
         Errors of the ring leave it as ApiErrors, which call its fields by `names`.
@@ -85,7 +85,7 @@ class Gateway:
             raise from_ring(error, names)
         while rid in self._live:
             rid += "+"
-        batch = self._live[rid] = Batch(self.ring, self.metrics.count_asked)
+        batch = self._live[rid] = RequestGroup(self.ring, self.metrics.count_asked)
         self._all_answered.clear()
         try:
             with batch:

@@ -19,7 +19,7 @@ from quadriga.runtime.open_files import allow_open_files
 BACKLOG = 1024
 IDLE_SECONDS = 60
 """A connection on which no whole head of a request has come for so long is closed."""
-LAST_WORDS = 1.0
+FLUSH_TIMEOUT_S = 1.0
 """Seconds that the last answers may take once the ring has nothing more to say."""
 PATIENCE = 5.0
 """Seconds until a connection over the limit is closed, whether it has asked something or not."""
@@ -68,7 +68,7 @@ async def make_runner(gateway: Gateway) -> web.AppRunner:
         handler_cancellation=True,
         handle_signals=False,
         keepalive_timeout=IDLE_SECONDS,
-        shutdown_timeout=LAST_WORDS,
+        shutdown_timeout=FLUSH_TIMEOUT_S,
     )
     await runner.setup()
     return runner
@@ -85,13 +85,13 @@ async def listen(
         if len(handlers.connections) < most:
             return handlers()
         gateway.metrics.refused_connections += 1
-        return Full(most)
+        return OverloadedProtocol(most)
 
     loop = asyncio.get_running_loop()
     return await loop.create_server(make_protocol, sock=listener, ssl=tls, backlog=BACKLOG)
 
 
-class Full(asyncio.Protocol):
+class OverloadedProtocol(asyncio.Protocol):
     """Answers whatever is asked that there are too many connections."""
 
     def __init__(self, most: int) -> None:

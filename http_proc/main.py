@@ -8,7 +8,7 @@ import time
 import uvloop
 
 from http_proc.gateway import Gateway
-from http_proc.listener import LAST_WORDS, bind, listen, make_runner, tls_context
+from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
@@ -16,7 +16,7 @@ from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
 
 def main() -> None:
     """`python -m http_proc`. It yields the processor to the worker, on which all wait."""
-    run_child("http_proc", lambda child: uvloop.run(serve(child)), gives_way=True)
+    run_child("http_proc", lambda child: uvloop.run(serve(child)), low_priority=True)
 
 
 async def serve(child: Child) -> None:
@@ -50,15 +50,15 @@ async def _until_the_end(child: Child, gateway: Gateway, server: asyncio.Server)
     loop = asyncio.get_running_loop()
     ordered = asyncio.Event()
 
-    def take_orders() -> None:
-        for order, why in child.lifeline.take_orders():
+    def read_commands() -> None:
+        for order, why in child.control.read_commands():
             if order == FAIL:
                 gateway.fail_all(ServerFailed(why))
             if order in (DRAIN, FAIL):
                 ordered.set()
 
-    loop.add_reader(child.lifeline.fileno(), take_orders)
-    child.lifeline.attend()
+    loop.add_reader(child.control.fileno(), read_commands)
+    child.control.attend()
     await ordered.wait()
     server.close()
-    await gateway.drain(LAST_WORDS)
+    await gateway.drain(FLUSH_TIMEOUT_S)

@@ -12,7 +12,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 
 
-class Batch:
+class RequestGroup:
     """Collects what comes for any of its choices, which are numbered through all prompts.
 
     Everything that has come by the time at which the reader takes it is taken at once: a reader
@@ -33,7 +33,7 @@ class Batch:
         self.ended = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
 
-    def __enter__(self) -> "Batch":
+    def __enter__(self) -> "RequestGroup":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,17 +6,17 @@ The worker keeps what it is told to keep, so that no request finds its grammar g
 from collections import OrderedDict
 
 from quadriga.wire.messages.worker import CompileGrammar, ForgetGrammar, GrammarReady
-from scheduler_proc.durability.step_output import Link
+from scheduler_proc.durability.step_output import Sender
 from scheduler_proc.state.request import Request
 
 KEPT_UNUSED = 128
 """Grammars that the worker keeps although no request has them, for those that come."""
 
 
-class Grammars:
+class GrammarQueue:
     """Holds requests back until the worker has compiled what their text must obey."""
 
-    def __init__(self, worker: Link) -> None:
+    def __init__(self, worker: Sender) -> None:
         self._worker = worker
         self._users: dict[bytes, int] = {}
         self._waiting: dict[bytes, dict[int, Request]] = {}

@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.durability.detok_outbox import Texts
+from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import Journal, NoJournal
-from scheduler_proc.durability.journal_recovery import Found
-from scheduler_proc.grammar_queue import Grammars
+from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.planning.admission import check_client, check_queue
 from scheduler_proc.planning.deadlines import Deadlines
 from scheduler_proc.planning.planner import Planner
-from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.request_table import RequestTable
 from scheduler_proc.state.request import Request
 
 
-class Arrivals:
+class Intake:
     """planner: None before there is a worker; whoever comes then waits among the live requests.
 
     fail: ends a request that cannot be taken.
@@ -25,11 +25,11 @@ class Arrivals:
     def __init__(
         self,
         args: SchedulerArgs,
-        requests: LiveRequests,
-        texts: Texts,
+        requests: RequestTable,
+        texts: DetokOutbox,
         journal: Journal | NoJournal,
         deadlines: Deadlines,
-        grammars: Grammars,
+        grammars: GrammarQueue,
         fail: Callable[[Request, QuadrigaError], None],
     ) -> None:
         self._args = args
@@ -54,7 +54,7 @@ class Arrivals:
             return len(self._requests)
         return self.num_queued + len(self.planner.trial) + self._grammars.num_waiting
 
-    def take_up(self, found: Iterable[Found], first_seq: int = 0) -> None:
+    def take_up(self, found: Iterable[RecoveredRequest], first_seq: int = 0) -> None:
         """Go on with what another scheduler has left in the journal. first_seq: new requests have
         numbers from there on."""
         self._requests.number_from(first_seq)

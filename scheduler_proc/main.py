@@ -15,17 +15,17 @@ from scheduler_proc.durability.journal_opening import header_of, open_journal
 from scheduler_proc.observe.status_line import status_line
 from scheduler_proc.request_table import first_number
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.step_watchdog import StepDeadline
+from scheduler_proc.step_watchdog import StepWatchdog
 
 MESSAGES_A_ROUND = 256
 """So many requests are taken in before the worker is looked after again."""
-GLANCE_SECONDS = 0.0007
+POLL_INTERVAL_S = 0.0007
 """Between two looks at who has come, while others are expected: to be woken for each of them would
 take the time of the front door, which often has the same core."""
 
 
 def main() -> None:
-    run_child("scheduler_proc", serve, gives_way=True)
+    run_child("scheduler_proc", serve, low_priority=True)
 
 
 def serve(child: Child) -> None:
@@ -53,20 +53,20 @@ def serve(child: Child) -> None:
     if child.again:
         scheduler.greet()
     child.ready()
-    child.lifeline.attend()
+    child.control.attend()
     # What the scheduler makes has no reference cycles (a test holds that), so reference counting
     # frees all of it; looking for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
-    poller = Poller(inbox, results, child.lifeline)
+    poller = Poller(inbox, results, child.control)
     status = status_line(not child.config.launch.no_status_line, scheduler.info)
     launch = child.config.launch
-    deadline = StepDeadline(launch.watchdog_timeout, scheduler.pipeline, child.lifeline, now)
+    deadline = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
     while not scheduler.stopped:
-        if scheduler.pipeline.awaits_company(now()):
-            time.sleep(GLANCE_SECONDS)
+        if scheduler.pipeline.in_batch_delay(now()):
+            time.sleep(POLL_INTERVAL_S)
         else:
             poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
-        for order, reason in child.lifeline.take_orders():
+        for order, reason in child.control.read_commands():
             if order == ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
         scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())

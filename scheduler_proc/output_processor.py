@@ -7,13 +7,13 @@ from typing import Protocol
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.durability.detok_outbox import Texts
+from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.step_output import open_text
-from scheduler_proc.observe.stats import Statistics
+from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.planning.planner import Planner
 from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.request import Request, Status
+from scheduler_proc.state.request import Request, RequestStatus
 
 
 class Ends(Protocol):
@@ -24,11 +24,15 @@ class Ends(Protocol):
     def fail(self, request: Request, error: QuadrigaError) -> None: ...
 
 
-class Results:
+class OutputProcessor:
     """Hands each token to its request, the journal and the detokenizer."""
 
     def __init__(
-        self, texts: Texts, journal: Journal | NoJournal, statistics: Statistics, ends: Ends
+        self,
+        texts: DetokOutbox,
+        journal: Journal | NoJournal,
+        statistics: SchedulerStats,
+        ends: Ends,
     ) -> None:
         self._texts = texts
         self._journal = journal
@@ -52,7 +56,7 @@ class Results:
             planner.jump(request, len(forced))
             self._take_tokens(zip(repeat(request), forced), ended)
         for request in [one for one in requests if one.in_flight == 0]:
-            if request.status >= Status.RETRACTED:
+            if request.status >= RequestStatus.RETRACTED:
                 _steps_are_over(request, planner)
         self._statistics.generation_tokens += len(output.tokens)
         if result.logprobs is not None:
@@ -80,8 +84,8 @@ class Results:
 
     def _take_first_token(self, request: Request, time: float) -> None:
         request.first_token = time
-        if request.status is Status.PREFILLING:
-            request.status = Status.DECODING
+        if request.status is RequestStatus.PREFILLING:
+            request.status = RequestStatus.DECODING
         self._statistics.prompt_tokens += request.num_prompt
         self._statistics.cached_tokens += request.cached_tokens
         self._texts.output.opened.append(open_text(request))
@@ -91,7 +95,7 @@ class Results:
 
 def _steps_are_over(request: Request, planner: Planner) -> None:
     """A request that ended or was retracted has no step in flight any more."""
-    if request.status is Status.RETRACTED:
+    if request.status is RequestStatus.RETRACTED:
         planner.giving_way.requeue(request)
     else:
         planner.release(request)

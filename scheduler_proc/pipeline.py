@@ -4,12 +4,12 @@ import math
 from collections import deque
 
 from quadriga.wire.messages.worker import ResultMessage, StepResult
-from scheduler_proc.durability.step_output import Link
+from scheduler_proc.durability.step_output import Sender
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
-from scheduler_proc.step_timing import Company, Pace
+from scheduler_proc.step_timing import BatchDelay, StepTimePredictor
 
-MOST_OUTSTANDING = 2
+MAX_OUTSTANDING = 2
 """The step that runs, and one that the worker begins without waiting for anybody."""
 
 
@@ -19,12 +19,12 @@ class Pipeline:
     plan_at_once: plans are not late.
     """
 
-    def __init__(self, worker: Link, plan_at_once: bool) -> None:
+    def __init__(self, worker: Sender, plan_at_once: bool) -> None:
         self._worker = worker
         self._plan_at_once = plan_at_once
         self._outstanding: deque[ScheduleBatch] = deque()
-        self._pace = Pace()
-        self._company = Company()
+        self._pace = StepTimePredictor()
+        self._company = BatchDelay()
         self._next_step = 0
         self._session = 0
         self._worker_since = 0.0
@@ -51,16 +51,16 @@ class Pipeline:
         """The clock's time from which another plan is wanted."""
         if not self._outstanding:
             return self._company.until
-        if len(self._outstanding) >= MOST_OUTSTANDING:
+        if len(self._outstanding) >= MAX_OUTSTANDING:
             return math.inf
         return 0.0 if self._plan_at_once else self._pace.due(self._outstanding[0])
 
-    def expect_company(self, now: float) -> None:
+    def start_batch_delay(self, now: float) -> None:
         """Somebody has come to an idle worker, and others may come with them."""
         if not self._plan_at_once:
             self._company.came(now, self._pace.patience)
 
-    def awaits_company(self, now: float) -> bool:
+    def in_batch_delay(self, now: float) -> bool:
         """An idle worker has no step yet because others may come."""
         return now < self._company.until
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.durability.journal_recovery import Found, restored
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
 from scheduler_proc.state.request import Request
 
 
@@ -16,7 +16,7 @@ def first_number() -> int:
     return time.monotonic_ns() // 1000
 
 
-class LiveRequests:
+class RequestTable:
     """Numbers requests as they come and forgets them when they end."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
@@ -40,7 +40,7 @@ class LiveRequests:
         """New requests get numbers from this one on, and none of those that were restored."""
         self._next_seq = max(self._next_seq, seq)
 
-    def restore(self, found: Found) -> Request:
+    def restore(self, found: RecoveredRequest) -> Request:
         """A request of another scheduler, under its number; it is live unless it has ended."""
         request = restored(found, self._eos_ids)
         self._next_seq = max(self._next_seq, request.seq + 1)

@@ -13,20 +13,20 @@ from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok
 from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import ErrorInfo, InfoValues
-from quadriga.wire.messages.to_detok import AllTold, StopDetok
+from quadriga.wire.messages.to_detok import Drained, StopDetok
 from quadriga.wire.messages.to_scheduler import (
     SERVER_STOPPING,
     AbortAll,
     AbortRequest,
     DetokReady,
     Drain,
-    Inspect,
-    Leave,
-    NewFrontDoor,
+    EndsDelivered,
+    FrontendRestarted,
+    InfoRequest,
     SchedulerMessage,
+    Shutdown,
     StopFound,
     Submit,
-    TextsEnded,
 )
 from quadriga.wire.messages.worker import (
     GrammarReady,
@@ -35,24 +35,24 @@ from quadriga.wire.messages.worker import (
     StopWorker,
     WorkerReady,
 )
-from scheduler_proc.durability.detok_outbox import Texts
+from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NO_JOURNAL, Journal, NoJournal
-from scheduler_proc.durability.step_output import Link
-from scheduler_proc.grammar_queue import Grammars
-from scheduler_proc.intake import Arrivals
-from scheduler_proc.observe.server_info import Report
-from scheduler_proc.observe.stats import Statistics
-from scheduler_proc.output_processor import Results
+from scheduler_proc.durability.step_output import Sender
+from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.intake import Intake
+from scheduler_proc.observe.server_info import ServerInfoCollector
+from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.output_processor import OutputProcessor
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.deadlines import Deadlines
 from scheduler_proc.planning.planner import Planner
-from scheduler_proc.planning.quarantine import blame, worker_died
+from scheduler_proc.planning.quarantine import blame, record_worker_crash
 from scheduler_proc.policies import make_queue
-from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.request_table import RequestTable
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.request import Request, Status
+from scheduler_proc.state.request import Request, RequestStatus
 
 
 class Scheduler:
@@ -66,31 +66,31 @@ class Scheduler:
         self,
         args: SchedulerArgs,
         eos_ids: frozenset[int],
-        worker: Link,
-        detok: Link,
+        worker: Sender,
+        detok: Sender,
         clock: Callable[[], float],
         journal: Journal | NoJournal = NO_JOURNAL,
     ) -> None:
         self._args = args
         self._journal = journal
         self._worker = worker
-        self.texts = Texts(detok, clock)
+        self.texts = DetokOutbox(detok, clock)
         self._detok = detok
         self._clock = clock
-        self._requests = LiveRequests(eos_ids)
+        self._requests = RequestTable(eos_ids)
         self._planner: Planner | None = None
         self._deadlines = Deadlines()
-        self._grammars = Grammars(worker)
+        self._grammars = GrammarQueue(worker)
         self.pipeline = Pipeline(worker, args.plan_at_once)
         self._said_all_told = False
         self.stopped = False
         self.wake_at: float | None = None
-        self.statistics = Statistics()
-        self._results = Results(self.texts, journal, self.statistics, self)
-        self.arrivals = Arrivals(
+        self.statistics = SchedulerStats()
+        self._results = OutputProcessor(self.texts, journal, self.statistics, self)
+        self.arrivals = Intake(
             args, self._requests, self.texts, journal, self._deadlines, self._grammars, self.fail
         )
-        self._report = Report(
+        self._report = ServerInfoCollector(
             args, self._requests, self._grammars, self.arrivals, self.statistics, journal
         )
 
@@ -112,7 +112,7 @@ class Scheduler:
             self._process_input(message)
         now = self._clock()
         if self.arrivals.num_queued > queued and self.pipeline.idle:
-            self.pipeline.expect_company(now)
+            self.pipeline.start_batch_delay(now)
         for request, error in self._deadlines.expired(now):
             self.fail(request, error)
         self.wake_at = self._deadlines.next
@@ -125,7 +125,7 @@ class Scheduler:
         self._journal.commit()
         if self.arrivals.is_draining and not self._said_all_told and self._is_empty:
             self._said_all_told = True
-            self._detok.send(AllTold())
+            self._detok.send(Drained())
 
     def _may_plan(self, now: float) -> bool:
         """Whether now is the time for another plan; if it is later, `wake_at` says when."""
@@ -166,7 +166,7 @@ class Scheduler:
 
     def _take_worker(self, ready: WorkerReady) -> None:
         """A worker is there, the first one or another: everything is sent to it anew."""
-        to_blame = worker_died(self.pipeline.begin(ready.session, self._clock()))
+        to_blame = record_worker_crash(self.pipeline.begin(ready.session, self._clock()))
         self._grammars.forget_all()
         self._make_planner(ready)
         for request in self._requests:
@@ -215,17 +215,17 @@ class Scheduler:
             case DetokReady():
                 self.texts.take_detok(message, self._requests, self.arrivals.num_waiting)
                 self._said_all_told = False
-            case TextsEnded():
+            case EndsDelivered():
                 self.texts.settle(message.seqs)
                 self._journal.settled(message.seqs)
-            case NewFrontDoor():
+            case FrontendRestarted():
                 self.texts.tell_ends(self.arrivals.num_waiting)
-            case Inspect():
+            case InfoRequest():
                 self._detok.send(self._report.answer(message))
             case Drain():
                 self.arrivals.is_draining = True
                 self._said_all_told = False
-            case Leave():
+            case Shutdown():
                 self._stop()
             case AbortAll():
                 error = ErrorInfo("server_stopping", message.reason)
@@ -252,7 +252,7 @@ class Scheduler:
             return
         if self._planner is not None:
             self._planner.forget(request)
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
         self.statistics.count_end(request, reason, self._clock())
         self.texts.close(request)

@@ -8,9 +8,9 @@ from quadriga.sampling.params import NEUTRAL, SamplingParams, given
 from quadriga.sampling.validation import MAX_SEED
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import SlotRules
+from quadriga.wire.messages.worker import SlotSamplingParams
 
-LONGEST_TO_JUMP = 32_768
+MAX_JUMP_GRAMMAR_CHARS = 32_768
 """Characters of a grammar. To find 30,000 that are forced takes the library 28 ms."""
 
 
@@ -24,17 +24,17 @@ def choice_params(params: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
 
 
-def slot_rules(
+def slot_sampling_params(
     params: SamplingParams,
     num_prompt: int,
     stop_ids: Iterable[int],
     bad_words: list[bytes],
     grammar: GrammarForm | None = None,
-) -> SlotRules | None:
+) -> SlotSamplingParams | None:
     """None where temperature, top_k, top_p and seed say all. stop_ids: all that end the request;
     bad_words: the token ids of each."""
     bars_stops = params.min_new_tokens > 0 or grammar is not None
-    rules = SlotRules(
+    rules = SlotSamplingParams(
         num_prompt=0,
         min_p=given(params.min_p, NEUTRAL.min_p),
         repetition_penalty=given(params.repetition_penalty, NEUTRAL.repetition_penalty),
@@ -61,7 +61,7 @@ def _may_jump(params: SamplingParams, grammar: GrammarForm) -> bool:
     them. Where a grammar could force a very long text, to look for it takes long."""
     barred = params.logit_bias or params.allowed_token_ids is not None or params.bad_words
     told = params.logprobs is not None
-    return not (barred or told or len(grammar.text) > LONGEST_TO_JUMP)
+    return not (barred or told or len(grammar.text) > MAX_JUMP_GRAMMAR_CHARS)
 
 
-_NO_RULES = SlotRules(num_prompt=0)
+_NO_RULES = SlotSamplingParams(num_prompt=0)

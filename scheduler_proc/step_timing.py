@@ -18,15 +18,15 @@ LEAD_SHARE = 0.05
 to plan, and for the message to get there."""
 PATIENCE = 0.2
 """Of the shortest step: the delay is small against what a request loses that just misses one."""
-MOST_PATIENCE_SECONDS = 0.002
-MOST_COMPANY_SECONDS = 5 * MOST_PATIENCE_SECONDS
+MAX_DELAY_S = 0.002
+MAX_TOTAL_DELAY_S = 5 * MAX_DELAY_S
 """However many come."""
 
 Kind = tuple[int, int]
 """Of a step: its mode, and its size in powers of two of tokens."""
 
 
-class Pace:
+class StepTimePredictor:
     """Predicts when the running step will end, from the recent ones of its kind.
 
     last_ended: when the last step did; 0.0: there was none.
@@ -64,10 +64,10 @@ class Pace:
     def patience(self) -> float:
         """Seconds without another request after which an idle worker gets a step."""
         shortest = min(self._last.values(), default=1.0)
-        return min(MOST_PATIENCE_SECONDS, PATIENCE * shortest)
+        return min(MAX_DELAY_S, PATIENCE * shortest)
 
 
-class Company:
+class BatchDelay:
     """Until when an idle worker waits for those who come together: `until`, on the clock. Whoever
     just misses a step waits for the whole of it."""
 
@@ -76,8 +76,8 @@ class Company:
 
     def came(self, now: float, patience: float) -> None:
         """Somebody did; the next one is waited for."""
-        if self._latest + MOST_COMPANY_SECONDS < now:  # those who came then have ended meanwhile
-            self._latest = now + MOST_COMPANY_SECONDS
+        if self._latest + MAX_TOTAL_DELAY_S < now:  # those who came then have ended meanwhile
+            self._latest = now + MAX_TOTAL_DELAY_S
         self.until = min(now + patience, self._latest)
 
     def left(self) -> None:

@@ -4,23 +4,27 @@ import math
 from collections.abc import Callable
 
 from quadriga.clock import RunningTime
-from quadriga.runtime.child import Lifeline
+from quadriga.runtime.child import ControlChannel
 from scheduler_proc.pipeline import Pipeline
 
 CHECKS_PER_TIMEOUT = 16
 """A suspension of this process counts as at most one of these parts of the timeout."""
 
 
-class StepDeadline:
+class StepWatchdog:
     """seconds: that a step may take, in which the scheduler itself runs, for what stops both is no
     fault of the worker; 0: any time. clock: the scheduler's."""
 
     def __init__(
-        self, seconds: float, pipeline: Pipeline, lifeline: Lifeline, clock: Callable[[], float]
+        self,
+        seconds: float,
+        pipeline: Pipeline,
+        control: ControlChannel,
+        clock: Callable[[], float],
     ) -> None:
         self._seconds = seconds
         self._pipeline = pipeline
-        self._lifeline = lifeline
+        self._lifeline = control
         self._clock = clock
         self._interval = seconds / CHECKS_PER_TIMEOUT
         self._time = RunningTime(self._interval, clock)

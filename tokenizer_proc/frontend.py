@@ -27,17 +27,17 @@ from quadriga.wire.messages.public import (
 )
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import (
-    Inspect,
-    Leave,
-    NewFrontDoor,
-    TextsEnded,
+    EndsDelivered,
+    FrontendRestarted,
+    InfoRequest,
+    Shutdown,
 )
 from quadriga.wire.sockets import AsyncPort, Outbox
 from tokenizer_proc.clients import Clients
-from tokenizer_proc.grammars.validator import GrammarDoor
-from tokenizer_proc.info_requests import Inspections
+from tokenizer_proc.grammars.validator import GrammarValidator
+from tokenizer_proc.info_requests import InfoRequests
 from tokenizer_proc.intake import RequestIntake
-from tokenizer_proc.overload import Load
+from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation as requests
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
@@ -49,7 +49,7 @@ PREPARED_TAGS = ("generate", "tokenize", "detokenize")
 """Messages that may be long."""
 
 
-class FrontDoor:
+class Frontend:
     """Requests in, results out. `ended` is set when the last result has been handed over.
 
     Args:
@@ -60,10 +60,10 @@ class FrontDoor:
     def __init__(
         self,
         args: FrontDoorArgs,
-        load: Load,
+        load: OverloadGuard,
         preparer: Preparer,
         pool: PreparePool,
-        grammars: GrammarDoor,
+        grammars: GrammarValidator,
         scheduler: Outbox,
         facts: InfoValues,
         replaces: bool = False,
@@ -75,7 +75,7 @@ class FrontDoor:
         self._facts = facts
         self._replaces = replaces
         self._instance = uuid.uuid4().hex
-        self._inspections = Inspections()
+        self._inspections = InfoRequests()
         self.clients = Clients(self._client_is_lost)
         self.intake = RequestIntake(
             args, load, preparer, pool, grammars, scheduler, self.clients, replaces
@@ -85,7 +85,7 @@ class FrontDoor:
     def open(self, port: AsyncPort) -> None:
         self.clients.open(port)
         if self._replaces:
-            self._scheduler.send(NewFrontDoor())
+            self._scheduler.send(FrontendRestarted())
             loop = asyncio.get_running_loop()
             loop.call_later(RETURN_SECONDS, self.intake.clients_are_back)
 
@@ -138,7 +138,7 @@ class FrontDoor:
         self._inspections.begin(client)
         now = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
         facts: InfoValues = {**self._facts, **now}
-        self._scheduler.send(Inspect(client, request_id, facts, flush_cache))
+        self._scheduler.send(InfoRequest(client, request_id, facts, flush_cache))
 
     def _client_is_lost(self, client: bytes) -> None:
         self._inspections.forget(client)
@@ -159,7 +159,7 @@ class FrontDoor:
         if delivered.ended:
             self.intake.ended(client, delivered.ended)
         if delivered.settled:
-            self._scheduler.send(TextsEnded(delivered.settled))
+            self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:
             self._inspections.end(client)
         self.clients.deliver(client, payload)
@@ -169,7 +169,7 @@ class FrontDoor:
         clients that are still to come back."""
         if self.intake.has_drained:
             self.clients.tell_all(ServerStopping("the server has stopped"))
-            self._scheduler.send(Leave())
+            self._scheduler.send(Shutdown())
             self.ended.set()
 
 

@@ -14,7 +14,7 @@ EXPIRY_S = 10.0
 RETRY_AFTER_S = 1.0
 
 
-class Inspections:
+class InfoRequests:
     """Count the GetInfo and FlushCache messages that are not answered, for each client."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -12,10 +12,10 @@ from quadriga.wire.messages.public import Generate, Refused
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, Drain, Submit
 from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients
-from tokenizer_proc.grammars.validator import GrammarDoor
+from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.incoming import IncomingRequest, IncomingRequests
-from tokenizer_proc.open_requests import Outstanding
-from tokenizer_proc.overload import Load
+from tokenizer_proc.open_requests import OpenRequests
+from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation as requests
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
@@ -36,10 +36,10 @@ class RequestIntake:
     def __init__(
         self,
         args: FrontDoorArgs,
-        load: Load,
+        load: OverloadGuard,
         preparer: Preparer,
         pool: PreparePool,
-        grammars: GrammarDoor,
+        grammars: GrammarValidator,
         scheduler: Outbox,
         clients: Clients,
         replaces: bool,
@@ -53,7 +53,7 @@ class RequestIntake:
         self._clients = clients
         self._replaces = replaces
         self._incoming = IncomingRequests()
-        self._outstanding = Outstanding(scheduler)
+        self._outstanding = OpenRequests(scheduler)
         self._draining = False
         self._awaits_clients = replaces
         self.has_drained = False

@@ -20,17 +20,17 @@ from quadriga.runtime.open_files import FileWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
-from tokenizer_proc.frontend import FrontDoor
-from tokenizer_proc.grammars.validator import GrammarDoor
-from tokenizer_proc.overload import Load
+from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.grammars.validator import GrammarValidator
+from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
-from tokenizer_proc.server_info import facts_of
+from tokenizer_proc.server_info import static_server_info
 
-LAST_WORDS = 1.0
+FLUSH_TIMEOUT_S = 1.0
 """Seconds that the last messages to clients may take when the server ends."""
 
 
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
 
 def main() -> None:
-    run_child("tokenizer_proc", _run, gives_way=True)
+    run_child("tokenizer_proc", _run, low_priority=True)
 
 
 def _run(child: Child) -> None:
@@ -63,7 +63,7 @@ def _load(child: Child) -> Loaded:
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began)
-    return Loaded(model, preparer, fork_server, facts_of(config, model, chat, pids))
+    return Loaded(model, preparer, fork_server, static_server_info(config, model, chat, pids))
 
 
 async def serve(child: Child, loaded: Loaded) -> None:
@@ -74,11 +74,11 @@ async def serve(child: Child, loaded: Loaded) -> None:
     deliveries = bind_frames(child.endpoints.delivery)
     pool = PreparePool(loaded.fork_server, config.front_door.tokenize_workers)
     pool.open()
-    grammars = GrammarDoor(loaded.model)
+    grammars = GrammarValidator(loaded.model)
     scheduler = config.scheduler
-    door = FrontDoor(
+    door = Frontend(
         config.front_door,
-        Load(scheduler.max_queued_requests, scheduler.max_requests_per_client),
+        OverloadGuard(scheduler.max_queued_requests, scheduler.max_requests_per_client),
         loaded.preparer,
         pool,
         grammars,
@@ -97,22 +97,20 @@ async def serve(child: Child, loaded: Loaded) -> None:
     watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().accepted)
     child.ready()
     gc.freeze()
-    child.lifeline.attend()
-    asyncio.get_running_loop().add_reader(
-        child.lifeline.fileno(), lambda: _take_orders(child, door)
-    )
+    child.control.attend()
+    asyncio.get_running_loop().add_reader(child.control.fileno(), lambda: _take_orders(child, door))
     await door.ended.wait()
     pool.close()
     grammars.close()
     watch.close()
     delivery_port.close()
-    port.close(LAST_WORDS)
+    port.close(FLUSH_TIMEOUT_S)
     if guard:
         guard.close()
 
 
-def _take_orders(child: Child, door: FrontDoor) -> None:
-    for order, argument in child.lifeline.take_orders():
+def _take_orders(child: Child, door: Frontend) -> None:
+    for order, argument in child.control.read_commands():
         if order == DRAIN:
             door.intake.drain()
         elif order == ABORT:

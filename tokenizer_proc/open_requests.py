@@ -34,7 +34,7 @@ class OpenRequest:
     aborted_by: str = ""
 
 
-class Outstanding:
+class OpenRequests:
     """Count what is open, send it and its aborts to the scheduler, and keep it."""
 
     def __init__(self, scheduler: Outbox) -> None:

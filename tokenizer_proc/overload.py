@@ -10,11 +10,11 @@ from quadriga.errors import QueueFull
 
 ENDINGS_SEEN = 64
 """So many endings tell how fast requests end."""
-SHORTEST_RETRY, LONGEST_RETRY = 1, 60
+MIN_RETRY_S, MAX_RETRY_S = 1, 60
 """Seconds."""
 
 
-class Load:
+class OverloadGuard:
     """Says whether another request may come in.
 
     max_queued: requests that may wait in the scheduler, choices counted; it knows the number
@@ -57,9 +57,9 @@ class Load:
     def _retry_after(self, endings: float) -> int:
         """Seconds until so many requests have probably ended."""
         if len(self._endings) < 2:
-            return SHORTEST_RETRY
+            return MIN_RETRY_S
         seconds = (self._clock() - self._endings[0]) / len(self._endings) * endings
-        return min(LONGEST_RETRY, max(SHORTEST_RETRY, math.ceil(seconds)))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(seconds)))
 
     def let_in(self, choices: int) -> None:
         """So many are on their way to the scheduler."""

@@ -6,7 +6,7 @@ from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, Inf
 from tokenizer_proc.preparation.chat import ChatTemplate
 
 
-def facts_of(
+def static_server_info(
     config: ServerConfig, model: ModelFiles, chat: ChatTemplate, pids: dict[str, int]
 ) -> InfoValues:
     """As docs/protocol.md lists them."""

@@ -16,7 +16,7 @@ from worker_proc.step.engine_base import Engine
 from worker_proc.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
-    from worker_proc.distributed.tp_group import Ranks
+    from worker_proc.distributed.tp_group import TPGroup
 
 QUANTISATIONS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
 """Bits to which every matrix is rounded."""
@@ -31,7 +31,7 @@ def make_engine(
     dtype: torch.dtype,
     device: torch.device,
     decode_rows: int = 1,
-    ranks: "Ranks | None" = None,
+    ranks: "TPGroup | None" = None,
 ) -> Engine:
     """The native kernels on a CPU, Triton's on a card, else plain torch. decode_rows: the most that
     a decode step will have; ranks: who has the other parts of the model. Raises NoCompiler where
@@ -128,7 +128,7 @@ def _triton(
     dtype: torch.dtype,
     device: torch.device,
     decode_rows: int,
-    ranks: "Ranks | None",
+    ranks: "TPGroup | None",
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
     from worker_proc.gpu.graphs import CudaCapture, batch_sizes

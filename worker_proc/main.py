@@ -23,8 +23,8 @@ from quadriga.wire.messages.worker import (
     WorkerReady,
 )
 from quadriga.wire.sockets import Inbox, Outbox
-from worker_proc.distributed.tp_leader import Followers
-from worker_proc.result_sender import Results, ResultsAtOnce, ResultsBehind
+from worker_proc.distributed.tp_leader import TPLeader
+from worker_proc.result_sender import AsyncResultSender, ResultSender, SyncResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 from worker_proc.system.prefault import memory_meanwhile
 
@@ -87,32 +87,32 @@ def body(child: Child) -> None:
         followers.close()
 
 
-def _followers(child: Child) -> Followers | None:
+def _followers(child: Child) -> TPLeader | None:
     """None where the worker is one process. ConfigError where it cannot be more."""
     if child.config.worker.tp == 1:
         return None
     from worker_proc.distributed.tp_group import check_ranks
 
     check_ranks(child.config.worker, resolve_model(child.config.model))
-    return Followers(child, lambda how: _die(child, how))
+    return TPLeader(child, lambda how: _die(child, how))
 
 
 def _die(child: Child, message: str) -> None:
     """From any thread."""
-    child.lifeline.report("fatal", message=message)
+    child.control.report("fatal", message=message)
     os._exit(EXIT_START_FAILED)
 
 
-def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> Results:
+def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> ResultSender:
     """On a card steps are launched ahead, and a thread waits for what comes out of them."""
     if runner.table.device.type != "cuda":
-        return ResultsAtOnce(outbox.send)
+        return SyncResultSender(outbox.send)
 
     def fail(error: Exception) -> None:
         traceback.print_exc()
         _die(child, f"{type(error).__name__}: {error}")
 
-    return ResultsBehind(outbox.send, fail)
+    return AsyncResultSender(outbox.send, fail)
 
 
 def new_session() -> int:
@@ -128,20 +128,20 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     clock = _PhaseClock(child)
     files = resolve_model(child.config.model)
     with memory_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
-        from worker_proc.loading.sharding import Part
+        from worker_proc.loading.sharding import TPRank
         from worker_proc.runner import make_runner
-        from worker_proc.startup.prefill_tuning import saturating_tokens
+        from worker_proc.startup.prefill_tuning import tune_prefill_size
         from worker_proc.system.devices import take_cores
 
     cores = take_cores(child.config.worker)
     clock.end_of("import torch")
-    part = Part(0, child.config.worker.tp)
+    part = TPRank(0, child.config.worker.tp)
     runner = make_runner(child.config, files, part, store)
     clock.end_of("load weights")
     runner.warm_up()
     clock.end_of("warm up")
     prefill_tokens = (
-        saturating_tokens(runner, part.count) if child.config.scheduler.measures_chunks else 0
+        tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
     )
     clock.end_of("find the size of a prefill")
     table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")

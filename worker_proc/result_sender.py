@@ -11,7 +11,7 @@ Later = Callable[[], ResultMessage]
 """Waits for a result, where it has to be waited for."""
 
 
-class Results(Protocol):
+class ResultSender(Protocol):
     def send(self, result: Later) -> None:
         """In the order of the calls."""
 
@@ -19,7 +19,7 @@ class Results(Protocol):
         """All that was to be sent has been."""
 
 
-class ResultsAtOnce:
+class SyncResultSender:
     """Of steps that have ended when they come back."""
 
     def __init__(self, send: Callable[[ResultMessage], None]) -> None:
@@ -32,7 +32,7 @@ class ResultsAtOnce:
         return
 
 
-class ResultsBehind:
+class AsyncResultSender:
     """Of steps that still run on a card: a thread waits for them, while the next one is launched.
 
     fail: called in that thread with what went wrong in it, after which nothing more is sent.

@@ -16,11 +16,11 @@ from quadriga.wire.messages.worker import DECODE, EXTEND, FailedRow, NewSlot, St
 from worker_proc.engine_factory import kept_as, make_engine, native_kernels_compute
 from worker_proc.jump_forward import jump
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.sharding import WHOLE, Part
+from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.registry import build_model
-from worker_proc.sample_step import Chosen, choose
+from worker_proc.sample_step import SampledTokens, choose
 from worker_proc.sampling.grammar_mask import advance
-from worker_proc.startup.memory_profile import bytes_on_card, check_weights, largest_step, pages_of
+from worker_proc.startup.memory_profile import check_weights, largest_step, pages_of, peak_gpu_bytes
 from worker_proc.startup.nvtx import mark_steps
 from worker_proc.startup.prefill_tuning import ON_A_GPU
 from worker_proc.step.engine_base import Engine
@@ -34,10 +34,10 @@ from worker_proc.system.devices import (
     give_back_freed_memory,
 )
 from worker_proc.system.step_clock import Times, step_clock
-from worker_proc.system.transfer import Fetch, Landing
+from worker_proc.system.transfer import DeviceToHostCopier, Fetch
 
 if TYPE_CHECKING:
-    from worker_proc.distributed.tp_group import Ranks
+    from worker_proc.distributed.tp_group import TPGroup
 
 Finish = Callable[[], StepResult]
 """Waits for the end of a step that was launched."""
@@ -50,7 +50,7 @@ class Runner:
         self.engine = engine
         self.table = table
         self.dtype = dtype
-        self._landing = Landing(table.device)
+        self._landing = DeviceToHostCopier(table.device)
         self._start_clock = step_clock(table.device)
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class Runner:
             return lambda: result
         return finish
 
-    def _compute(self, inputs: StepInputs) -> tuple[Chosen | None, list[PromptPiece]]:
+    def _compute(self, inputs: StepInputs) -> tuple[SampledTokens | None, list[PromptPiece]]:
         """What was chosen for the rows that sample, and what was asked about prompts."""
         sampling, slots, engine = self.table.sampling, inputs.sampled_slots, self.engine
         pieces: list[PromptPiece] = []
@@ -97,9 +97,9 @@ class Runner:
             pieces = tell_prompts(untold, inputs.plan_rows, hidden, engine.logits)
             hidden = inputs.of_samples(hidden)
         elif len(slots) and sampling.plain[slots].all():
-            return Chosen(engine.forward_and_choose(inputs)), pieces
+            return SampledTokens(engine.forward_argmax(inputs)), pieces
         elif len(slots) and sampling.simple[slots].all():
-            return Chosen(engine.forward_and_draw(inputs)), pieces
+            return SampledTokens(engine.forward_sample(inputs)), pieces
         else:
             hidden = engine.forward_sampled(inputs)
         if not len(slots):
@@ -134,7 +134,7 @@ def _decoded(plan: StepPlan, token_ids: bytes, times: Times) -> Finish:
 def _finish(
     plan: StepPlan,
     inputs: StepInputs,
-    chosen: Chosen | None,
+    chosen: SampledTokens | None,
     fetch: Fetch | None,
     prompts: list[PromptPiece],
     times: Times,
@@ -158,7 +158,7 @@ def _finish(
 
 
 def make_runner(
-    config: ServerConfig, files: ModelFiles, part: Part = WHOLE, store: Path | None = None
+    config: ServerConfig, files: ModelFiles, part: TPRank = WHOLE, store: Path | None = None
 ) -> Runner:
     """Load the model, or this part of it, and give the memory that is left to the KV pool.
 
@@ -206,12 +206,12 @@ def _measure_step(config: ServerConfig, context: int, with_pages: Callable[[int]
     rows = [one.slot for one in plan.new]
     runner.run(plan)
     runner.run(StepPlan(-1, EXTEND, b"", b"", [], pack_ids(rows)))
-    return bytes_on_card(lambda: runner.run(plan), device)
+    return peak_gpu_bytes(lambda: runner.run(plan), device)
 
 
-def _join(part: Part, store: Path, device: torch.device) -> "Ranks":
+def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
     from worker_proc.distributed.tp_group import (
-        Ranks,  # torch.distributed is only loaded where it is needed
+        TPGroup,  # torch.distributed is only loaded where it is needed
     )
 
-    return Ranks(part, store, device)
+    return TPGroup(part, store, device)

@@ -13,9 +13,9 @@ from worker_proc.models.layers import (
     HeadNorms,
     LayerNorm,
     Linear,
+    Parallel,
     RMSNorm,
     Rope,
-    Split,
 )
 from worker_proc.models.ops import Ops
 from worker_proc.sampling.sampler import first_of_greatest
@@ -23,7 +23,7 @@ from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
 if TYPE_CHECKING:
-    from worker_proc.distributed.tp_group import Ranks
+    from worker_proc.distributed.tp_group import TPGroup
 
 PACKED_FOR_ROWS = 32
 """oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""
@@ -38,7 +38,7 @@ class TorchEngine(Engine):
     name = "torch"
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, ranks: "Ranks | None" = None
+        self, model: Model, attention: AttentionBackend, ranks: "TPGroup | None" = None
     ) -> None:
         """ranks: who has the other parts of the model."""
         self.model = model
@@ -56,7 +56,7 @@ class TorchEngine(Engine):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(TorchOps(self._packed), hidden)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
 
 
@@ -68,7 +68,7 @@ class TorchOps(Ops[Tensor]):
         packed: Packed,
         inputs: StepInputs | None = None,
         attention: AttentionBackend | None = None,
-        ranks: "Ranks | None" = None,
+        ranks: "TPGroup | None" = None,
     ) -> None:
         self._packed = packed
         self._inputs = inputs
@@ -96,14 +96,14 @@ class TorchOps(Ops[Tensor]):
     def project_gelu(self, linear: Linear, x: Tensor) -> Tensor:
         return F.gelu(self.project(linear, x), approximate="tanh")
 
-    def project_swiglu(self, linear: Linear, x: Tensor) -> Tensor:
+    def linear_swiglu(self, linear: Linear, x: Tensor) -> Tensor:
         gate, up = self.project(linear, x).chunk(2, -1)
         return F.silu(gate) * up
 
-    def add_projection(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
+    def linear_add(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
         added = self.project(linear, x)
-        if self._ranks is not None and linear.split is Split.INPUTS:
-            added = self._ranks.add_up(added)
+        if self._ranks is not None and linear.split is Parallel.INPUTS:
+            added = self._ranks.all_reduce(added)
         return residual + added
 
     def attend(

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bench.load.workload import Job, Prompt
-from bench.metrics.metrics import Record
+from bench.load.workload import PlannedRequest, Prompt
+from bench.metrics.metrics import RequestRecord
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
@@ -38,14 +38,14 @@ class Run:
     """The records of a run, in the order of its jobs. start: Unix seconds. submit_wall: seconds
     until all were sent."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     start: float
     submit_wall: float
 
 
 async def drive(
     clients: Sequence[BenchClient],
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedRequest],
     params: SamplingParams,
     gap: float | None = AT_ONCE,
     truncate: bool | None = None,
@@ -70,7 +70,7 @@ class _Drive:
     def __init__(
         self,
         clients: Sequence[BenchClient],
-        jobs: Sequence[Job],
+        jobs: Sequence[PlannedRequest],
         params: SamplingParams,
         truncate: bool | None,
         on_done: Callable[[], None],
@@ -85,7 +85,7 @@ class _Drive:
         self._room = asyncio.Semaphore(len(jobs) if limit is None else limit)
         self._connections = _connections(clients, jobs)
         self._followers = _followers(jobs)
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, RequestRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, gap: float | None) -> Run:
@@ -128,7 +128,7 @@ class _Drive:
         """Sleep until then. Never without giving way, so that arrivals are stamped in time."""
         await asyncio.sleep(max(0.0, due - self._clock()))
 
-    def _send(self, index: int, prompt: Prompt, due: float | None) -> Record:
+    def _send(self, index: int, prompt: Prompt, due: float | None) -> RequestRecord:
         """Submit a request, for which there is room; a task of its own reads the answer."""
         request = self._jobs[index].request
         params = msgspec.structs.replace(self._params, max_new_tokens=request.max_new_tokens)
@@ -141,13 +141,13 @@ class _Drive:
             )
         except QuadrigaError as error:
             chunks = error
-        record = Record(index, began, self._clock(), due, client=request.client)
+        record = RequestRecord(index, began, self._clock(), due, client=request.client)
         self._records[index] = record
         self._start(self._finish(record, prompt, chunks))
         return record
 
     async def _finish(
-        self, record: Record, prompt: Prompt, chunks: AsyncIterator[Any] | QuadrigaError
+        self, record: RequestRecord, prompt: Prompt, chunks: AsyncIterator[Any] | QuadrigaError
     ) -> None:
         try:
             generated = await _read(chunks, record, self._clock)
@@ -155,7 +155,7 @@ class _Drive:
             self._room.release()
         self._ended(record, prompt, generated)
 
-    def _ended(self, record: Record, prompt: Prompt, generated: list[int]) -> None:
+    def _ended(self, record: RequestRecord, prompt: Prompt, generated: list[int]) -> None:
         """Let those go that wait for this one."""
         self._on_done()
         for index in self._followers.get(record.index, ()):
@@ -165,7 +165,7 @@ class _Drive:
                 head = prompt + generated
             self._start(self._follow(index, record, head))
 
-    async def _follow(self, index: int, before: Record, head: list[int]) -> None:
+    async def _follow(self, index: int, before: RequestRecord, head: list[int]) -> None:
         """Send a request when its time after the end of another has come, with `head` in front."""
         job = self._jobs[index]
         if job.request.continues and before.error is not None:
@@ -176,9 +176,11 @@ class _Drive:
         await self._room.acquire()
         self._send(index, head + job.prompt if isinstance(job.prompt, list) else job.prompt, due)
 
-    def _leave_out(self, index: int, before: Record) -> None:
+    def _leave_out(self, index: int, before: RequestRecord) -> None:
         """The rest of a chat cannot be sent when a turn has failed."""
-        record = Record(index, client=self._jobs[index].request.client, finished=before.finished)
+        record = RequestRecord(
+            index, client=self._jobs[index].request.client, finished=before.finished
+        )
         record.error = f"not sent: request {before.index}, which it continues, failed"
         self._records[index] = record
         self._ended(record, [], [])
@@ -194,13 +196,15 @@ class _Drive:
             self._tasks.discard(task)
 
 
-def _connections(clients: Sequence[BenchClient], jobs: Sequence[Job]) -> dict[int, BenchClient]:
+def _connections(
+    clients: Sequence[BenchClient], jobs: Sequence[PlannedRequest]
+) -> dict[int, BenchClient]:
     """The connection of each client that the requests name."""
     named = dict.fromkeys(job.request.client for job in jobs)
     return {name: clients[place % len(clients)] for place, name in enumerate(named)}
 
 
-def _followers(jobs: Sequence[Job]) -> dict[int, list[int]]:
+def _followers(jobs: Sequence[PlannedRequest]) -> dict[int, list[int]]:
     """Which requests wait for the end of each."""
     followers = defaultdict(list)
     for index, job in enumerate(jobs):
@@ -210,7 +214,7 @@ def _followers(jobs: Sequence[Job]) -> dict[int, list[int]]:
 
 
 async def _read(
-    chunks: AsyncIterator[Any] | QuadrigaError, record: Record, clock: Clock
+    chunks: AsyncIterator[Any] | QuadrigaError, record: RequestRecord, clock: Clock
 ) -> list[int]:
     """Fill in the record from the chunks of its request; the generated ids."""
     generated: list[int] = []
@@ -234,7 +238,7 @@ async def _read(
     return generated
 
 
-def _complete(record: Record, completion: Any) -> None:
+def _complete(record: RequestRecord, completion: Any) -> None:
     record.finish_reason = completion.finish_reason
     record.prompt_tokens = completion.usage.prompt_tokens
     record.completion_tokens = completion.usage.completion_tokens

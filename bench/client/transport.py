@@ -27,7 +27,7 @@ class OpenAIServer:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Connection(BenchClient, Protocol):
+class HTTPConnection(BenchClient, Protocol):
     """What sends requests and tells of the server. endpoint: the server's address."""
 
     endpoint: str
@@ -38,7 +38,7 @@ class Connection(BenchClient, Protocol):
 
 def connection(
     server: str | OpenAIServer, connect_timeout: float, curve_dir: str = ""
-) -> "AbstractAsyncContextManager[Connection]":
+) -> "AbstractAsyncContextManager[HTTPConnection]":
     """To the server: an endpoint of ours, or an OpenAI-compatible one. Seconds to connect in.
     curve_dir: the keys for the former, where it asks for them.
 

@@ -11,11 +11,11 @@ import msgspec
 
 from quadriga.errors import ConfigError
 
-SHORTEST = 4
+MIN_TOKENS = 4
 """Tokens that prompt and answer must have each. These limits are those of other bench clients, so
 that all draw from the same conversations of a file."""
-LONGEST_PROMPT = 1024
-LONGEST = 2048
+MAX_PROMPT_TOKENS = 1024
+MAX_TOKENS = 2048
 """Prompt and answer together."""
 
 
@@ -73,9 +73,9 @@ def sample(
     samples = list(islice(usable, count))
     if len(samples) < count:
         raise ConfigError(
-            f"the file has {len(samples)} conversations of a usable length (prompts of {SHORTEST}"
-            f" to {LONGEST_PROMPT} tokens, {LONGEST} with the answer), and {count} are needed:"
-            " lower --num-requests"
+            f"the file has {len(samples)} conversations of a usable length (prompts of {MIN_TOKENS}"
+            f" to {MAX_PROMPT_TOKENS} tokens, {MAX_TOKENS} with the answer), and {count} are"
+            " needed: lower --num-requests"
         )
     return samples
 
@@ -83,6 +83,6 @@ def sample(
 def _usable(exchanges: list[Exchange], count_tokens: Callable[[str], int]) -> Iterator[Sample]:
     for exchange in exchanges:
         prompt, answer = count_tokens(exchange.prompt), count_tokens(exchange.answer)
-        fits = prompt <= LONGEST_PROMPT and prompt + answer <= LONGEST
-        if fits and min(prompt, answer) >= SHORTEST:
+        fits = prompt <= MAX_PROMPT_TOKENS and prompt + answer <= MAX_TOKENS
+        if fits and min(prompt, answer) >= MIN_TOKENS:
             yield Sample(exchange.prompt, answer)

@@ -17,7 +17,7 @@ VALUES = (
     "new", "open", "closed", "red", "green", "blue", "small", "medium", "large", "low", "high",
     "north", "south", "paper", "steel", "spring", "autumn", "daily", "weekly", "draft", "final",
 )  # fmt: skip
-FEWEST_FIELDS, MOST_FIELDS = 3, 8
+FEWEST_FIELDS, MAX_FIELDS = 3, 8
 NESTED = 0.25
 """Share of the objects that hold another one."""
 
@@ -27,7 +27,7 @@ def schemas(count: int, seed: int) -> list[dict[str, Any]]:
     source = random.Random(f"{seed}/schemas")
     made: dict[str, dict[str, Any]] = {}
     while len(made) < count:
-        schema = _object(source, MOST_FIELDS, source.random() < NESTED)
+        schema = _object(source, MAX_FIELDS, source.random() < NESTED)
         made.setdefault(repr(schema), schema)
     return list(made.values())
 

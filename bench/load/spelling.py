@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bench.load.workload import Job
+from bench.load.workload import PlannedRequest
 from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Speller:
         return text
 
 
-def spelled(jobs: Sequence[Job], speller: Speller) -> list[Job]:
+def spelled(jobs: Sequence[PlannedRequest], speller: Speller) -> list[PlannedRequest]:
     """The same jobs with texts in place of token ids."""
     return [
         dataclasses.replace(job, prompt=speller.spell(job.prompt))

@@ -18,7 +18,7 @@ Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedRequest:
     """One request to send. prompt: its own part, where it continues another request."""
 
     request: TraceRequest
@@ -47,11 +47,11 @@ class Workload:
     seed: int = 0
     repeat: bool = False
 
-    def jobs(self, run: int, vocab_size: int | None = None) -> list[Job]:
+    def jobs(self, run: int, vocab_size: int | None = None) -> list[PlannedRequest]:
         """The jobs of a run. vocab_size: ids to draw from, where no text is sent."""
         run = 0 if self.repeat else run
         prompts = self._texts(run) if self.text is not None else self._ids(run, vocab_size)
-        return [Job(*pair) for pair in zip(self.requests, prompts, strict=True)]
+        return [PlannedRequest(*pair) for pair in zip(self.requests, prompts, strict=True)]
 
     def _texts(self, run: int) -> Sequence[Prompt]:
         count = len(self.requests)
@@ -95,7 +95,9 @@ def word(number: int) -> str:
         number -= 1
 
 
-def pretokenize(jobs: Sequence[Job], encode: Callable[[str], list[int]]) -> list[Job]:
+def pretokenize(
+    jobs: Sequence[PlannedRequest], encode: Callable[[str], list[int]]
+) -> list[PlannedRequest]:
     """The same jobs with token ids as prompts; equal texts are encoded once."""
     known: dict[str, list[int]] = {}
     encoded = []
@@ -103,6 +105,6 @@ def pretokenize(jobs: Sequence[Job], encode: Callable[[str], list[int]]) -> list
         if isinstance(job.prompt, str):
             if job.prompt not in known:
                 known[job.prompt] = encode(job.prompt)
-            job = Job(job.request, known[job.prompt])
+            job = PlannedRequest(job.request, known[job.prompt])
         encoded.append(job)
     return encoded

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from bench.metrics.percentiles import MS, Spread, spread
+from bench.metrics.percentiles import MS, Percentiles, spread
 from quadriga.errors import ConfigError
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What was seen of one request. A time of 0.0: the request never came there.
 
     submit_start, submit_end: 0.0: it could not be sent, as a request that it continues failed.
@@ -95,7 +95,7 @@ class Slo:
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
         return {name: ms for name, ms in named.items() if ms is not None}
 
-    def is_kept(self, record: Record) -> bool:
+    def is_kept(self, record: RequestRecord) -> bool:
         """Failed requests keep nothing."""
         if record.error is not None or not record.arrivals:
             return False
@@ -126,10 +126,10 @@ class ClientSummary:
     requests: int
     failed: int
     completion_tokens: int
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    latency: Spread | None
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    latency: Percentiles | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +155,19 @@ class Summary:
     submit_wall: float
     duration: float
     throughput: float | None
-    submit_lag: Spread | None
-    add_request: Spread | None
-    to_server: Spread | None
-    tokenize: Spread | None
-    queue_wait: Spread | None
-    prefill: Spread | None
-    delivery: Spread | None
-    ttft: Spread | None
+    submit_lag: Percentiles | None
+    add_request: Percentiles | None
+    to_server: Percentiles | None
+    tokenize: Percentiles | None
+    queue_wait: Percentiles | None
+    prefill: Percentiles | None
+    delivery: Percentiles | None
+    ttft: Percentiles | None
     parts_gap: float | None
-    tpot: Spread | None
-    itl: Spread | None
-    itl_received: Spread | None
-    latency: Spread | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    itl_received: Percentiles | None
+    latency: Percentiles | None
     request_rate: float | None
     input_len: Sizes | None
     output_len: Sizes | None
@@ -179,7 +179,7 @@ class Summary:
 NO_SLO = Slo()
 
 
-def summarize(records: Sequence[Record], submit_wall: float, slo: Slo = NO_SLO) -> Summary:
+def summarize(records: Sequence[RequestRecord], submit_wall: float, slo: Slo = NO_SLO) -> Summary:
     """The figures of one run. Failed requests count only for what concerns submitting, and against
     the goodput."""
     sent = [record for record in records if record.submit_start]
@@ -233,13 +233,13 @@ def _sizes(tokens: Sequence[int]) -> Sizes | None:
     return Sizes(sum(tokens) / len(tokens), min(tokens), max(tokens)) if tokens else None
 
 
-def _goodput(records: Sequence[Record], slo: Slo, duration: float) -> Goodput:
+def _goodput(records: Sequence[RequestRecord], slo: Slo, duration: float) -> Goodput:
     good = sum(slo.is_kept(record) for record in records)
     return Goodput(good, good / len(records), _ratio(good, duration))
 
 
-def _by_client(records: Sequence[Record]) -> tuple[ClientSummary, ...]:
-    clients: dict[int, list[Record]] = {}
+def _by_client(records: Sequence[RequestRecord]) -> tuple[ClientSummary, ...]:
+    clients: dict[int, list[RequestRecord]] = {}
     for record in records:
         clients.setdefault(record.client, []).append(record)
     if len(clients) == 1:
@@ -247,7 +247,7 @@ def _by_client(records: Sequence[Record]) -> tuple[ClientSummary, ...]:
     return tuple(_of_client(client, clients[client]) for client in sorted(clients))
 
 
-def _of_client(client: int, records: Sequence[Record]) -> ClientSummary:
+def _of_client(client: int, records: Sequence[RequestRecord]) -> ClientSummary:
     done = [record for record in records if record.error is None]
     return ClientSummary(
         client=client,
@@ -261,19 +261,19 @@ def _of_client(client: int, records: Sequence[Record]) -> ClientSummary:
     )
 
 
-def _duration(sent: Sequence[Record], done: Sequence[Record]) -> float:
+def _duration(sent: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> float:
     if not done:
         return 0.0
     return max(0.0, max(r.finished for r in done) - min(r.submit_start for r in sent))
 
 
-def _between(records: Iterable[Record], start: str, end: str) -> Spread | None:
+def _between(records: Iterable[RequestRecord], start: str, end: str) -> Percentiles | None:
     """From one stamp to another, over the requests that have both."""
     stamps = [(getattr(record, start), getattr(record, end)) for record in records]
     return spread(after - before for before, after in stamps if before and after)
 
 
-def _time_per_token(record: Record) -> list[float]:
+def _time_per_token(record: RequestRecord) -> list[float]:
     """(last - first) / (n - 1), for a request whose tokens came in two chunks or more."""
     arrivals, tokens = record.arrivals, max(len(record.arrivals), record.completion_tokens)
     if len(arrivals) < 2:
@@ -285,7 +285,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _parts_gap(records: Iterable[Record]) -> float | None:
+def _parts_gap(records: Iterable[RequestRecord]) -> float | None:
     """How far the parts of a TTFT are from it at most, in ms: 0 unless a stamp is out of order."""
     gaps = []
     for r in records:

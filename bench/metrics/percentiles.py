@@ -7,7 +7,7 @@ MS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """How `count` durations are spread, in ms."""
 
     count: int
@@ -29,12 +29,12 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def spread(seconds: Iterable[float]) -> Spread | None:
+def spread(seconds: Iterable[float]) -> Percentiles | None:
     """The spread in ms of durations in seconds; None if there are none."""
     values = [max(0.0, value) * MS for value in seconds]
     if not values:
         return None
-    return Spread(
+    return Percentiles(
         count=len(values),
         mean=sum(values) / len(values),
         p50=percentile(values, 50),

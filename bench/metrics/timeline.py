@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from bench.metrics.metrics import Record
+from bench.metrics.metrics import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class Steps:
         return max(self.values, default=0)
 
 
-def in_flight(records: Iterable[Record]) -> Steps:
+def in_flight(records: Iterable[RequestRecord]) -> Steps:
     """Requests that were sent and had not ended."""
     return _overlap((r.submit_start, r.finished) for r in records if r.submit_start)
 
 
-def awaiting_first_token(records: Iterable[Record]) -> Steps:
+def awaiting_first_token(records: Iterable[RequestRecord]) -> Steps:
     """Those of them to which no token had come."""
     spans = ((r.submit_start, r.first_received or r.finished) for r in records if r.submit_start)
     return _overlap(spans)
@@ -39,7 +39,9 @@ def _overlap(spans: Iterable[tuple[float, float]]) -> Steps:
     return Steps(times, list(accumulate(changes[time] for time in times)))
 
 
-def token_rates(records: Sequence[Record], start: float, end: float, width: float) -> list[float]:
+def token_rates(
+    records: Sequence[RequestRecord], start: float, end: float, width: float
+) -> list[float]:
     """Tokens per second in each `width` seconds from start to end.
 
     A chunk of a server that tells no token ids counts as its share of the request's tokens.

@@ -17,12 +17,12 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 HOST = "127.0.0.1"
 DRIVERS = Path(__file__).parent / "drivers"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-LONGEST = 2048
+MAX_LENGTH = 2048
 """Context in tokens; GPT-2 ends at 1,024."""
 
 
 def _context(start: Start) -> int:
-    return 1024 if start.workload.model == "gpt2" else LONGEST
+    return 1024 if start.workload.model == "gpt2" else MAX_LENGTH
 
 
 # --- vLLM -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from bench.quality.metrics import Score, Texts
+from bench.quality.metrics import Score, ScoredTexts
 from bench.quality.text import manual_prose
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
@@ -59,7 +59,7 @@ def reference_of(config: ServerConfig) -> ServerConfig:
     return dataclasses.replace(config, worker=worker)
 
 
-def texts_of(files: ModelFiles, text: str) -> Texts:
+def texts_of(files: ModelFiles, text: str) -> ScoredTexts:
     """ConfigError where the text is too short to take the prompts from."""
     ids = load_tokenizer(files.tokenizer_dir).encode(text, add_special_tokens=False).ids
     window = min(WINDOW, files.context_length)
@@ -70,7 +70,7 @@ def texts_of(files: ModelFiles, text: str) -> Texts:
             f"the text has {len(ids)} tokens: at least {PROMPTS * prompt} are needed for"
             f" {PROMPTS} prompts; take a longer one"
         )
-    return Texts(
+    return ScoredTexts(
         windows=[ids[first : first + window] for first in range(0, len(ids) - 1, window)],
         prompts=[ids[start : start + prompt] for start in starts[:PROMPTS]],
         continued=min(CONTINUED, files.context_length - prompt),
@@ -93,13 +93,13 @@ def _apart(name: str, work: Callable[..., T], *arguments: Any) -> T:
 # Only the processes of the variants load torch.
 
 
-def _score_reference(config: ServerConfig, texts: Texts, kept: Path) -> Score:
+def _score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Score:
     from bench.quality.measure import score_reference
 
     return score_reference(config, texts, kept)
 
 
-def _score_variant(config: ServerConfig, texts: Texts, kept: Path, reference: Score) -> Score:
+def _score_variant(config: ServerConfig, texts: ScoredTexts, kept: Path, reference: Score) -> Score:
     from bench.quality.measure import score_variant
 
     return score_variant(config, texts, kept, reference)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bench.quality.metrics import Texts
+from bench.quality.metrics import ScoredTexts
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
@@ -21,7 +21,7 @@ BLOCK = 128
 class Scorer:
     """A model: scores one text at a time, or continues the prompts together."""
 
-    def __init__(self, config: ServerConfig, texts: Texts) -> None:
+    def __init__(self, config: ServerConfig, texts: ScoredTexts) -> None:
         """QuadrigaError where the model does not load."""
         take_cores(config.worker)
         self._texts = texts
@@ -48,7 +48,7 @@ class Scorer:
             yield runner.engine.logits(block).float().log_softmax(-1)
         table.release([0])
 
-    def likeliest(self, ids: Sequence[int]) -> list[int]:
+    def argmax(self, ids: Sequence[int]) -> list[int]:
         """For each token of a text the likeliest one to follow it."""
         return [token for block in self.log_probs(ids) for token in block.argmax(-1).tolist()]
 

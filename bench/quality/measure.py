@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 
 from bench.quality.engine import Scorer
-from bench.quality.metrics import Floats, Score, Surprise, Texts, common_prefix, divergences
+from bench.quality.metrics import Floats, Score, ScoredTexts, Surprise, common_prefix, divergences
 from quadriga.config.server_config import ServerConfig
 
 EVERY = 4
@@ -15,7 +15,7 @@ EVERY = 4
 vocabulary, in a file."""
 
 
-def score_reference(config: ServerConfig, texts: Texts, kept: Path) -> Score:
+def score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Score:
     """Also writes its distributions to the file `kept`, for the others."""
     scorer = Scorer(config, texts)
     count = sum(len(window[::EVERY]) for window in texts.windows)
@@ -29,7 +29,7 @@ def score_reference(config: ServerConfig, texts: Texts, kept: Path) -> Score:
     return Score(surprise.perplexity(), scorer.continuations())
 
 
-def score_variant(config: ServerConfig, texts: Texts, kept: Path, reference: Score) -> Score:
+def score_variant(config: ServerConfig, texts: ScoredTexts, kept: Path, reference: Score) -> Score:
     scorer = Scorer(config, texts)
     distributions = np.load(kept, mmap_mode="r")
     surprise, diverged, done = Surprise(), 0.0, 0
@@ -65,6 +65,6 @@ def _agreement(
 ) -> float:
     same = []
     for prompt, tokens in zip(prompts, continuations, strict=True):
-        likeliest = scorer.likeliest(prompt + tokens)[len(prompt) - 1 : -1]
-        same += [a == b for a, b in zip(likeliest, tokens, strict=True)]
+        argmax = scorer.argmax(prompt + tokens)[len(prompt) - 1 : -1]
+        same += [a == b for a, b in zip(argmax, tokens, strict=True)]
     return sum(same) / len(same)

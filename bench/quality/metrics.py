@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class ScoredTexts:
     """Token ids. windows: of the text, each scored by itself. prompts: of one length, to be
     continued by `continued` tokens."""
 

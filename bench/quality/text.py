@@ -2,9 +2,9 @@
 
 from pydoc_data.topics import topics
 
-LEAST_CHARACTERS = 200
+MIN_CHARACTERS = 200
 """Of a paragraph: shorter ones are headings, signatures and the like."""
-MOST_CHARACTERS = 40_000
+MAX_CHARACTERS = 40_000
 
 
 def manual_prose() -> str:
@@ -17,11 +17,11 @@ def manual_prose() -> str:
         if _is_prose(block)
     }
     text = "\n\n".join(paragraphs)
-    return text[: text.find("\n\n", MOST_CHARACTERS)]
+    return text[: text.find("\n\n", MAX_CHARACTERS)]
 
 
 def _is_prose(block: str) -> bool:
     """Neither indented, as code and grammar are, nor cut off in the middle."""
     lines = block.splitlines()
     flush = all(not line.startswith((" ", "*", "+", "|")) for line in lines)
-    return flush and len(block) >= LEAST_CHARACTERS and block.endswith(".")
+    return flush and len(block) >= MIN_CHARACTERS and block.endswith(".")

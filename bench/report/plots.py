@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from bench.simulate.records import Records, Sample
+    from bench.simulate.records import Records, RecordSample
 
 Figure: Any = importlib.import_module("matplotlib.figure").Figure
 """Not through pyplot, which looks for a screen."""
 
 Floats = npt.NDArray[np.float64]
 BINS = 100
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 """Of a distribution."""
 
 
-def draw(path: Path, records: "Records", samples: Sequence["Sample"], start: float) -> None:
+def draw(path: Path, records: "Records", samples: Sequence["RecordSample"], start: float) -> None:
     """TTFT over time, the distributions, requests and pages over time, as one picture.
 
     start: the simulated time at which the run began, shown as 0.
@@ -60,7 +60,7 @@ def _distributions(axes: Any, records: "Records") -> None:
     gaps = records.gaps.values.astype(np.float64) * 1000
     for name, values in (("TTFT", _first_tokens(records)[1]), ("TPOT", tpot), ("ITL", gaps)):
         if len(values):
-            share = np.linspace(0, 100, min(len(values), MOST_POINTS))
+            share = np.linspace(0, 100, min(len(values), MAX_POINTS))
             axes.plot(np.maximum(np.percentile(values, share), 0.01), share, label=name)
     axes.set_xscale("log")
     label(axes, "distributions", "ms", "% of requests or gaps")

@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.cli.options import Options
 from bench.client.resources import BENCH, Cost
-from bench.metrics.metrics import ClientSummary, Record, Sizes, Slo, Summary
-from bench.metrics.percentiles import MS, Spread, percentile
+from bench.metrics.metrics import ClientSummary, RequestRecord, Sizes, Slo, Summary
+from bench.metrics.percentiles import MS, Percentiles, percentile
 
 UNKNOWN = "n/a"
 SHOWN_CLIENTS = 4
@@ -21,7 +21,7 @@ class Result:
 
     summary: Summary
     cost: Cost
-    records: Sequence[Record]
+    records: Sequence[RequestRecord]
     info: Mapping[str, Any]
 
 
@@ -220,7 +220,7 @@ def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
     return {"True": "on", "False": "off"}.get(state, state)
 
 
-def _spread(spread: Spread | None, digits: int = 2) -> str:
+def _spread(spread: Percentiles | None, digits: int = 2) -> str:
     if spread is None:
         return UNKNOWN
     return "/".join(f"{v:.{digits}f}" for v in (spread.p50, spread.p95, spread.p99)) + " ms"
@@ -234,7 +234,7 @@ def _percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{share:.1%}"
 
 
-def _p50(spread: Spread | None) -> float | None:
+def _p50(spread: Percentiles | None) -> float | None:
     return None if spread is None else spread.p50
 
 

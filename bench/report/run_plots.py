@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from bench.metrics.metrics import Record
+from bench.metrics.metrics import RequestRecord
 from bench.metrics.percentiles import MS
 from bench.metrics.timeline import Steps, awaiting_first_token, in_flight, token_rates
 from bench.report.plots import Figure, label
 
-FEWEST_BINS, MOST_BINS = 10, 60
+FEWEST_BINS, MAX_BINS = 10, 60
 SLICES = 120
 """Of the time that a run took; each is drawn with the tokens per second in it."""
-SHORTEST_SLICE = 0.05
+MIN_SLICE_S = 0.05
 FILL, LINE, MUTED = "#4c72b0", "#1f3b66", "#c9d5e8"
 PERCENTILES = {50: "-", 95: "--", 99: ":"}
 
 
-def draw(path: Path, records: Sequence[Record], title: str) -> None:
+def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
     """Distributions of TTFT, TPOT and ITL above; below, requests in flight and tokens per second
     over time. Failed requests are left out."""
     done = [record for record in records if record.error is None]
@@ -35,7 +35,7 @@ def draw(path: Path, records: Sequence[Record], title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _spans(done: Sequence[Record]) -> dict[str, list[float]]:
+def _spans(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """In ms."""
     several = [r for r in done if r.completion_tokens > 1 and r.arrivals]
     return {
@@ -56,7 +56,7 @@ def _distribution(axes: Any, name: str, values: Sequence[float]) -> None:
     marks = {percent: float(np.percentile(ordered, percent)) for percent in PERCENTILES}
     most = min(ordered[-1], 2 * marks[99])
     low, high = float(ordered[0]), float(max(most, ordered[0] + 1e-3))
-    bins = min(max(int(2 * len(ordered) ** 0.5), FEWEST_BINS), MOST_BINS)
+    bins = min(max(int(2 * len(ordered) ** 0.5), FEWEST_BINS), MAX_BINS)
     axes.hist(np.minimum(ordered, high), bins=bins, range=(low, high), color=FILL, alpha=0.75)
     axes.yaxis.get_major_locator().set_params(integer=True)
     for percent, style in PERCENTILES.items():
@@ -67,7 +67,7 @@ def _distribution(axes: Any, name: str, values: Sequence[float]) -> None:
     label(axes, f"{name} of {len(ordered)} {unit}{beyond}", "ms", unit)
 
 
-def _requests(axes: Any, done: Sequence[Record]) -> None:
+def _requests(axes: Any, done: Sequence[RequestRecord]) -> None:
     flying, waiting = in_flight(done), awaiting_first_token(done)
     start = flying.times[0] if flying.times else 0.0
     for steps, color, text in (
@@ -85,12 +85,12 @@ def _as_corners(steps: Steps, start: float) -> tuple[list[float], list[int]]:
     return [time - start for time in steps.times], steps.values
 
 
-def _tokens(axes: Any, done: Sequence[Record]) -> None:
+def _tokens(axes: Any, done: Sequence[RequestRecord]) -> None:
     if not done:
         label(axes, "tokens per second: nothing to show", "seconds", "")
         return
     start, end = min(r.submit_start for r in done), max(r.finished for r in done)
-    width = max((end - start) / SLICES, SHORTEST_SLICE)
+    width = max((end - start) / SLICES, MIN_SLICE_S)
     rates = token_rates(done, start, end, width)
     seconds = [min(place * width, end - start) for place in range(len(rates) + 1)]
     axes.stairs(rates, seconds, fill=True, color=FILL, alpha=0.75)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.cli.options import Options
-from bench.metrics.metrics import Record, Slo
+from bench.metrics.metrics import RequestRecord, Slo
 from bench.metrics.percentiles import MS, percentile
 from bench.metrics.timeline import in_flight, token_rates
 from bench.report.report import Result
@@ -74,7 +74,7 @@ def figures(result: Result, slo: Slo) -> dict[str, float]:
     return found
 
 
-def _latencies(done: Sequence[Record]) -> dict[str, list[float]]:
+def _latencies(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """In ms."""
     return {
         "ttft": [_ms(r.submit_start, r.first_received) for r in done if r.arrivals],
@@ -155,7 +155,7 @@ def document(options: Options, result: Result, date: str) -> dict[str, Any]:
     return run | (_details(result.records) if options.output_details else {})
 
 
-def _details(records: Sequence[Record]) -> dict[str, Any]:
+def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Of each request, in the order in which they were made. Times in seconds."""
     return {
         "input_lens": [r.prompt_tokens for r in records],

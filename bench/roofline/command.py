@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.roofline.roofline_model import Part, Product, Work, at_the_rate, floor
+from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.simulate.measure_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 
+if TYPE_CHECKING:
+    from bench.roofline.steps import Kind, MeasuredRound
+
 if TYPE_CHECKING:  # these need torch, which make_bench imports when everything is set for it
-    from bench.roofline.steps import Kind, Round
+    from bench.roofline.steps import Kind
 
 BATCHES, CONTEXTS, PREFILLS = (1, 8, 32, 64), (128, 1024), (128, 512)
 ROOM = 64
 """A context ends so many tokens before the model's own does."""
-LEAST_CONTEXT = max(PREFILLS) + ROOM
+MIN_CONTEXT = max(PREFILLS) + ROOM
 TOKENS_A_ROW = max(CONTEXTS) + 32
 ONE_ROW_BOUND, ROWS_BOUND = 1.15, 1.25
 """A decode step takes at most so many times the floor."""
@@ -47,7 +50,7 @@ class Line:
 
     name: str
     ms: float
-    least: Mapping[Part, float]
+    least: Mapping[StepPart, float]
     ratio: float
     share: float
     parts: Mapping[str, float]
@@ -70,7 +73,7 @@ class Line:
         return ONE_ROW_BOUND if self.decode_rows == 1 else ROWS_BOUND
 
 
-def line_of(kind: "Kind", rounds: "Sequence[Round]", work: Work) -> Line:
+def line_of(kind: "Kind", rounds: "Sequence[MeasuredRound]", work: Work) -> Line:
     case = kind.case()
     floors = [floor(work, case, round.speed) for round in rounds]
     ms = [median(step.ms for step in round.steps) for round in rounds]
@@ -78,7 +81,7 @@ def line_of(kind: "Kind", rounds: "Sequence[Round]", work: Work) -> Line:
     return Line(
         name=str(kind),
         ms=median(step.ms for round in rounds for step in round.steps),
-        least={part: 1000 * median(least[part] for least in floors) for part in Part},
+        least={part: 1000 * median(least[part] for least in floors) for part in StepPart},
         ratio=median(
             one / (1000 * sum(least.values())) for one, least in zip(ms, floors, strict=True)
         ),
@@ -157,10 +160,10 @@ def report(config: ServerConfig) -> bool:
             " one for all: take int8 or int4"
         )
     files = resolve_model(config.model, show_progress=True)
-    if files.context_length < LEAST_CONTEXT:
+    if files.context_length < MIN_CONTEXT:
         raise ConfigError(
             f"the context is {files.context_length} tokens: the steps that are measured need"
-            f" {LEAST_CONTEXT}; take another model, or leave --context-length out"
+            f" {MIN_CONTEXT}; take another model, or leave --context-length out"
         )
     bench, machine = make_bench(config, TOKENS_A_ROW)
     if machine.device != "cpu":

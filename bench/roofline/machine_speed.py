@@ -121,7 +121,7 @@ class _OneProduct(Model):
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def canonical_name(self, name: str) -> str | None:
+    def map_weight_name(self, name: str) -> str | None:
         return name
 
 

@@ -49,10 +49,10 @@ class _Listed(Ops[None]):
     def project_gelu(self, linear: Linear, x: None) -> None:
         self._add(linear)
 
-    def project_swiglu(self, linear: Linear, x: None) -> None:
+    def linear_swiglu(self, linear: Linear, x: None) -> None:
         self._add(linear)
 
-    def add_projection(self, residual: None, linear: Linear, x: None) -> None:
+    def linear_add(self, residual: None, linear: Linear, x: None) -> None:
         self._add(linear)
 
     def attend(

@@ -13,7 +13,7 @@ from enum import Enum
 from bench.simulate.measure_steps import Row
 
 
-class Part(Enum):
+class StepPart(Enum):
     """Of a step; the value is what tables call it."""
 
     LINEARS = "linears"
@@ -66,18 +66,18 @@ class Speed:
         return max(self.rates.values())
 
 
-def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[Part, float]:
+def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[StepPart, float]:
     """Seconds of each part."""
-    least, last = dict.fromkeys(Part, 0.0), len(work.attention) - 1
+    least, last = dict.fromkeys(StepPart, 0.0), len(work.attention) - 1
     for product in work.products:
-        part = Part.HEAD if product.head else Part.LINEARS
+        part = StepPart.HEAD if product.head else StepPart.LINEARS
         reading = product.weights * work.weight_bytes / speed.bytes_per_s
         least[part] += max(reading, product_seconds(product, rows, speed))
     for layer, (query_width, kv_width) in enumerate(work.attention):
         reading = 2 * kv_width * work.kv_bytes * keys_read(rows) / speed.bytes_per_s
         seen = sampled_pairs(rows) if layer == last else pairs(rows)
         counting = 4 * query_width * seen / speed.highest_rate
-        least[Part.ATTENTION] += max(reading, counting)
+        least[StepPart.ATTENTION] += max(reading, counting)
     return least
 
 

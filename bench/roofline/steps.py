@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
-from bench.roofline.roofline_model import Part, Speed
+from bench.roofline.roofline_model import Speed, StepPart
 from bench.simulate.measure_steps import Bench, Case, Row
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import OpKind
@@ -16,15 +16,15 @@ from worker_proc.step.engine_base import Engine
 ROUNDS, STEPS = 6, 4
 """Every round runs so many steps of each kind, the kinds in another order each time."""
 NORMS, ROTATE, REST = "norms, embedding", "rotate, KV write", "Python and waiting"
-PARTS = (*(part.value for part in Part), NORMS, ROTATE, REST)
+PARTS = (*(part.value for part in StepPart), NORMS, ROTATE, REST)
 PART_OF = {
     OpKind.EMBED: NORMS,
     OpKind.RMS_NORM: NORMS,
     OpKind.LAYER_NORM: NORMS,
-    OpKind.MATMUL_BEST: Part.HEAD.value,
+    OpKind.MATMUL_BEST: StepPart.HEAD.value,
     OpKind.ROTATE_WRITE: ROTATE,
-    OpKind.ATTEND: Part.ATTENTION.value,
-    OpKind.COMBINE: Part.ATTENTION.value,
+    OpKind.ATTEND: StepPart.ATTENTION.value,
+    OpKind.COMBINE: StepPart.ATTENTION.value,
 }
 """Whatever is not here belongs to the linears."""
 
@@ -59,7 +59,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class MeasuredRound:
     """Steps of one kind, and the machine's speed while they ran."""
 
     steps: list[StepTime]
@@ -68,9 +68,9 @@ class Round:
 
 def measure(
     bench: Bench, kinds: Sequence[Kind], reads: ReadSpeed, products: ProductSpeed
-) -> dict[Kind, list[Round]]:
+) -> dict[Kind, list[MeasuredRound]]:
     """The first round is not counted."""
-    rounds: dict[Kind, list[Round]] = {kind: [] for kind in kinds}
+    rounds: dict[Kind, list[MeasuredRound]] = {kind: [] for kind in kinds}
     order = list(kinds)
     with tqdm(total=(ROUNDS + 1) * len(order), unit="kind", disable=None) as bar:
         for number in range(ROUNDS + 1):
@@ -79,7 +79,7 @@ def measure(
             for kind in order:
                 before, steps, after = reads.measure(), _steps(bench, kind), reads.measure()
                 if number:
-                    rounds[kind].append(Round(steps, Speed((before + after) / 2, rates)))
+                    rounds[kind].append(MeasuredRound(steps, Speed((before + after) / 2, rates)))
                 bar.update()
     return rounds
 
@@ -100,6 +100,6 @@ def _time(engine: Engine, step: Callable[[], float]) -> StepTime:
         ms = step()
     parts = dict.fromkeys(PARTS, 0.0)
     for kind, seconds in operations:
-        parts[PART_OF.get(kind, Part.LINEARS.value)] += 1000 * seconds
+        parts[PART_OF.get(kind, StepPart.LINEARS.value)] += 1000 * seconds
     parts[REST] = ms - sum(parts.values())
     return StepTime(ms, parts)

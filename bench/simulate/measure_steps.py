@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from worker_proc.runner import Runner
 
 Floats = npt.NDArray[np.float64]
-MOST_ROWS = 64
-MOST_TOKENS_A_ROW = 640
+MAX_ROWS = 64
+MAX_TOKENS_A_ROW = 640
 """The pool of a measurement holds so many tokens for each of so many rows."""
 FILL_CHUNK = 512
 LAST_ID = 20_000
@@ -54,11 +54,11 @@ def design(seed: int = 0) -> list[Case]:
 
     cases: list[Case] = [
         (Row(context, 1),) * rows
-        for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, MOST_ROWS)
+        for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, MAX_ROWS)
         for context in (16, 128, 512)
     ]
     cases += [(Row(1500, 1),) * rows for rows in (1, 4, 16)]
-    cases += [ragged(rows, 16, 600, prefill=False) for rows in (8, 32, MOST_ROWS)]
+    cases += [ragged(rows, 16, 600, prefill=False) for rows in (8, 32, MAX_ROWS)]
     cases += [(Row(0, n),) for n in (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)]
     cases += [(Row(context, n),) for n in (8, 64, 256, 512) for context in (128, 512, 1024)]
     cases += [(Row(0, n, ends=False),) for n in (64, 256, 512)]
@@ -171,7 +171,7 @@ def measure(bench: Bench, cases: Sequence[Case], repeats: int) -> Floats:
 
 
 def make_bench(
-    config: ServerConfig, tokens_a_row: int = MOST_TOKENS_A_ROW
+    config: ServerConfig, tokens_a_row: int = MAX_TOKENS_A_ROW
 ) -> tuple[Bench, MeasuredOn]:
     """Load the model of these flags. QuadrigaError where that does not work."""
     from quadriga.model_files.resolve import resolve_model
@@ -185,9 +185,7 @@ def make_bench(
 
     threads = take_cores(config.worker).threads
     files = resolve_model(config.model, show_progress=True)
-    small = config.replace(
-        max_total_tokens=MOST_ROWS * tokens_a_row, max_running_requests=MOST_ROWS
-    )
+    small = config.replace(max_total_tokens=MAX_ROWS * tokens_a_row, max_running_requests=MAX_ROWS)
     runner = make_runner(small, files)
     runner.warm_up()
     table, most = runner.table, config.scheduler.max_running_requests * files.context_length

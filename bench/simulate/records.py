@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quadriga.wire.messages.to_detok import CloseText
+from quadriga.wire.messages.to_detok import StreamEnd
 
 Ints = npt.NDArray[np.int64]
 
@@ -72,7 +72,7 @@ class Records:
         last[indexes] = when
         self["completion_tokens"][indexes] += 1
 
-    def end(self, index: int, closed: CloseText, delivered: float) -> None:
+    def end(self, index: int, closed: StreamEnd, delivered: float) -> None:
         self["finished"][index] = delivered
         self["admitted"][index] = closed.admitted
         self["first_token"][index] = closed.first_token
@@ -88,7 +88,7 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RecordSample:
     """All replicas together at one moment. Pages: held by requests, and cached for reuse."""
 
     time: float

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.metrics.metrics import Goodput, Slo
-from bench.metrics.percentiles import MS, Spread
+from bench.metrics.percentiles import MS, Percentiles
 from bench.simulate.records import Records
 from bench.simulate.run import World
 
@@ -41,12 +41,12 @@ class Figures:
     duration: float
     throughput: float
     request_rate: float
-    queue_wait: Spread | None
-    prefill: Spread | None
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    latency: Spread | None
+    queue_wait: Percentiles | None
+    prefill: Percentiles | None
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    latency: Percentiles | None
     goodput: Goodput | None
     steps: int
     rows: float
@@ -59,13 +59,13 @@ class Figures:
     wall: float
 
 
-def spread(seconds: npt.NDArray[Any]) -> Spread | None:
+def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
     """The spread in ms of durations in seconds; None if there are none."""
     if len(seconds) == 0:
         return None
     ms = np.maximum(seconds, 0.0) * MS
     p50, p95, p99 = (float(value) for value in np.percentile(ms, [50, 95, 99]))
-    return Spread(len(ms), float(ms.mean()), p50, p95, p99, float(ms.max()))
+    return Percentiles(len(ms), float(ms.mean()), p50, p95, p99, float(ms.max()))
 
 
 def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
@@ -161,7 +161,7 @@ def block(run: Figures, replicas: int, source: str) -> str:
     )
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: Percentiles | None) -> str:
     if spread is None:
         return "n/a"
     return "/".join(f"{value:.2f}" for value in (spread.p50, spread.p95, spread.p99)) + " ms"

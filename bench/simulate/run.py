@@ -11,16 +11,16 @@ from bench.load import trace
 from bench.load.trace import TraceRequest
 from bench.metrics.percentiles import MS
 from bench.simulate.cost_model import CostModel
-from bench.simulate.records import Records, Sample
-from bench.simulate.server import START, Clock, FrontDoor, Replica, draw_ids
+from bench.simulate.records import Records, RecordSample
+from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.to_detok import CloseText
+from quadriga.wire.messages.to_detok import StreamEnd
 
-MOST_SAMPLES = 1024
+MAX_SAMPLES = 1024
 """Of pages and queues over time; the interval between them grows with the run."""
 SAMPLED = ("running", "waiting", "pages_held", "pages_cached")
-"""What the scheduler tells of itself, as in Sample."""
+"""What the scheduler tells of itself, as in RecordSample."""
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
@@ -49,11 +49,11 @@ class World:
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.records = Records()
-        self.samples: list[Sample] = []
+        self.samples: list[RecordSample] = []
         self._sample_seconds = 0.01
         self._next_sample = 0.0
         self._clock = clock = Clock()
-        self._front_door = FrontDoor(config, model)
+        self._front_door = SimulatedFrontend(config, model)
         self._message_delay = model.delays_ms.message_in / MS
         self._delivery_delay = model.delays_ms.delivery / MS
         self._seed = seed
@@ -114,7 +114,7 @@ class World:
         self.records.fail(index, code, now)
         self._ended(index, now)
 
-    def _close(self, closed: CloseText, when: float) -> None:
+    def _close(self, closed: StreamEnd, when: float) -> None:
         """The terminal message of a request."""
         index, delivered = int(closed.request_id), when + self._delivery_delay
         self.records.end(index, closed, delivered)
@@ -140,8 +140,8 @@ class World:
     def _sample(self) -> None:
         infos = [replica.info for replica in self.replicas]
         amounts = [sum(info[name] for info in infos) for name in SAMPLED]
-        self.samples.append(Sample(self._clock.now, *amounts))
-        if len(self.samples) > MOST_SAMPLES:
+        self.samples.append(RecordSample(self._clock.now, *amounts))
+        if len(self.samples) > MAX_SAMPLES:
             del self.samples[1::2]
             self._sample_seconds *= 2
         self._next_sample = self._clock.now + self._sample_seconds

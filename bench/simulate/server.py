@@ -23,7 +23,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import CloseText, StepOutput
+from quadriga.wire.messages.to_detok import StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.main import MESSAGES_A_ROUND
@@ -73,7 +73,7 @@ class Clock:
 # --- the front door -------------------------------------------------------------------------------
 
 
-class FrontDoor:
+class SimulatedFrontend:
     """What becomes of a request before the scheduler has it."""
 
     def __init__(self, config: ServerConfig, model: CostModel) -> None:
@@ -177,7 +177,7 @@ class SimulatedWorker:
         return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
 
 
-def saturating_tokens(model: CostModel) -> int:
+def tune_prefill_size(model: CostModel) -> int:
     """What the worker would find out at its start."""
     if model.measured_on.device != "cpu":
         return ON_A_GPU
@@ -205,7 +205,7 @@ class Replica:
         num_pages: int,
         clock: Clock,
         on_tokens: Callable[[Ints, float], None],
-        on_close: Callable[[CloseText, float], None],
+        on_close: Callable[[StreamEnd, float], None],
     ) -> None:
         self.num_pages = num_pages
         self.load = 0
@@ -225,7 +225,7 @@ class Replica:
         )
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device)
-        ready = msgspec.structs.replace(ready, prefill_tokens=saturating_tokens(model))
+        ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))
         self.scheduler.iterate([], [ready])
 
     def take_message(self, message: SchedulerMessage) -> None:

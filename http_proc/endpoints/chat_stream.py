@@ -7,7 +7,7 @@ import msgspec
 from http_proc.endpoints.usage import UsageInStream
 from http_proc.gateway import Head
 from http_proc.protocol.logprobs import chat_logprobs
-from http_proc.protocol.tool_calls import Found, ToolCallParser, make_parser
+from http_proc.protocol.tool_calls import ParsedCalls, ToolCallParser, make_parser
 from http_proc.streaming.sse import Template, event
 from quadriga.client.types import StreamChunk
 
@@ -17,7 +17,7 @@ CONTENT = "@content@"
 _encode = msgspec.json.encode
 
 
-class Choice:
+class ChatChoiceStream:
     """What a choice needs between its chunks."""
 
     __slots__ = ("calls", "parser", "template")
@@ -39,7 +39,7 @@ class ChatStream:
         self._usage = usage
         self._tool_format = tool_format
         self._most_calls = None if parallel_tool_calls else 1
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChatChoiceStream] = {}
 
     def render(self, index: int, chunk: StreamChunk) -> bytes:
         usage = self._usage.of_chunk(index, chunk)
@@ -65,13 +65,17 @@ class ChatStream:
         usage = self._usage.last()
         return b"" if usage is None else event(_encode(self._chunk([]) | {"usage": usage}))
 
-    def _open(self, index: int) -> Choice:
+    def _open(self, index: int) -> ChatChoiceStream:
         one = self._choice(index, {"content": CONTENT})
         chunk = self._chunk([one]) | self._usage.slot
         template = Template(chunk, CONTENT, *self._usage.slot.values())
-        return Choice(template, make_parser(self._tool_format) if self._tool_format else None)
+        return ChatChoiceStream(
+            template, make_parser(self._tool_format) if self._tool_format else None
+        )
 
-    def _parse(self, choice: Choice, chunk: StreamChunk) -> tuple[str, list[dict[str, Any]]]:
+    def _parse(
+        self, choice: ChatChoiceStream, chunk: StreamChunk
+    ) -> tuple[str, list[dict[str, Any]]]:
         """The text, and the deltas of the calls that are whole now."""
         assert choice.parser is not None
         found = [choice.parser.push(chunk.text)]
@@ -86,7 +90,7 @@ class ChatStream:
         return _joined(found), deltas
 
     def _full(
-        self, index: int, choice: Choice, text: str, chunk: StreamChunk, usage: bytes
+        self, index: int, choice: ChatChoiceStream, text: str, chunk: StreamChunk, usage: bytes
     ) -> bytes:
         """An event that has more than text: an end, or log-probabilities."""
         more: dict[str, Any] = {}
@@ -119,5 +123,5 @@ class ChatStream:
         }
 
 
-def _joined(found: list[Found]) -> str:
+def _joined(found: list[ParsedCalls]) -> str:
     return "".join(part.text for part in found)

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.endpoints.usage import UsageInStream
-from http_proc.gateway import GATEWAY, MOST_CHOICES, Gateway, Head
+from http_proc.gateway import GATEWAY, MAX_CHOICES, Gateway, Head
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
@@ -47,7 +47,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     _check_supported(call, sampling.params)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
-    check_choices(n, len(prompts), MOST_CHOICES)
+    check_choices(n, len(prompts), MAX_CHOICES)
     head = gateway.head(request, "cmpl")
     options: RequestOptions = {"priority": call.priority}
     names = {**NAMES, **sampling.names}

@@ -13,7 +13,7 @@ from http_proc.protocol.sampling import wrong_type
 
 BODY_TIMEOUT = 60.0
 """Seconds in which the whole body must have come."""
-MOST_BYTES = 256 * 1024 * 1024
+MAX_BYTES = 256 * 1024 * 1024
 """Of bodies that are being received at one time, or of one body where one may have more."""
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -48,11 +48,11 @@ async def _receive(request: web.Request) -> bytes:
             gateway.body_bytes += len(piece)
             if len(body) > most:
                 raise _too_large(most)
-            if gateway.body_bytes > max(MOST_BYTES, most):
+            if gateway.body_bytes > max(MAX_BYTES, most):
                 raise ApiError(
                     503,
                     f"bodies of {gateway.body_bytes} bytes are being received, and at most"
-                    f" {MOST_BYTES} are taken at one time; try again",
+                    f" {MAX_BYTES} are taken at one time; try again",
                     "server_error",
                     code="too_many_bodies",
                     retry_after=RETRY_AFTER,

@@ -82,7 +82,7 @@ class FlushAnswer(msgspec.Struct):
     flushed_pages: int
 
 
-class Status(msgspec.Struct):
+class HealthStatus(msgspec.Struct):
     """status: alive or ready."""
 
     status: str
@@ -172,7 +172,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def livez(request: web.Request) -> web.Response:
     """This process can answer."""
-    return answer(Status("alive"))
+    return answer(HealthStatus("alive"))
 
 
 async def readyz(request: web.Request) -> web.Response:
@@ -186,7 +186,7 @@ async def readyz(request: web.Request) -> web.Response:
         raise _unready(str(error)) from None
     if not info["ready"]:
         raise _unready("the model is being loaded")
-    return answer(Status("ready"))
+    return answer(HealthStatus("ready"))
 
 
 def _unready(why: str) -> ApiError:

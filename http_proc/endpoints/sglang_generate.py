@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.gateway import GATEWAY, MOST_CHOICES
+from http_proc.gateway import GATEWAY, MAX_CHOICES
 from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import NATIVE, check_choices, take_sampling
@@ -63,7 +63,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         name = next(iter(fields))
         raise invalid(f"{name} is not supported by this server; leave it out", name)
     params, n = _params(sampling.params, call), sampling.params.n
-    check_choices(n, len(prompts), MOST_CHOICES)
+    check_choices(n, len(prompts), MAX_CHOICES)
     rid = request[RECORD].id = call.rid or gateway.head(request, "gen").id
     if gateway.is_live(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import HttpVersion11, web
 
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
-from http_proc.middleware.slow_client import Watch
-from http_proc.observe.request_log import RECORD, Record, in_a_line, log_request
+from http_proc.middleware.slow_client import SlowClientGuard
+from http_proc.observe.request_log import RECORD, RequestLogRecord, in_a_line, log_request
 from http_proc.protocol.errors import ApiError, from_ring
 from quadriga.config.http_args import HttpArgs
 from quadriga.errors import QuadrigaError
@@ -28,10 +28,10 @@ async def serve(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around everything: until the client has taken its answer, or has left."""
     gateway = request.app[GATEWAY]
     request[REQUEST_ID] = request_id(request)
-    request[RECORD] = Record()
+    request[RECORD] = RequestLogRecord()
     outcome = "the client left"
     try:
-        with Watch(request, gateway.metrics):
+        with SlowClientGuard(request, gateway.metrics):
             response, outcome = await _answer(request, handler)
             await response.prepare(request)
             await response.write_eof()

@@ -11,11 +11,11 @@ from http_proc.observe.request_metrics import RequestMetrics
 STALL_SECONDS = 30.0
 LATE_SECONDS = STALL_SECONDS / 4
 """A look that comes so much too late finds what happened while this process did not run."""
-LEAST_BYTES = 1024
+MIN_BYTES_PER_INTERVAL = 1024
 """A client that takes less than this in STALL_SECONDS of what waits for it is cut off."""
 
 
-class Watch:
+class SlowClientGuard:
     """Around the serving of one request; what waits for the client is in the connection's buffer.
 
     Within it a write of aiohttp's that waits, waits until the buffer is empty, so that an answer
@@ -49,7 +49,7 @@ class Watch:
             return
         waits, sent = self.progress()
         is_late = self._loop.time() > self._due_at + LATE_SECONDS
-        if self._waited and waits and sent - self._sent < LEAST_BYTES and not is_late:
+        if self._waited and waits and sent - self._sent < MIN_BYTES_PER_INTERVAL and not is_late:
             self._cut_off()
             return
         self._waited, self._sent = waits, sent
@@ -68,7 +68,9 @@ class Watch:
     def _cut_off(self) -> None:
         assert self._transport is not None
         logging.warning(
-            "an HTTP client took less than %d bytes in %g s: cut off", LEAST_BYTES, STALL_SECONDS
+            "an HTTP client took less than %d bytes in %g s: cut off",
+            MIN_BYTES_PER_INTERVAL,
+            STALL_SECONDS,
         )
         self._metrics.slow_readers += 1
         self._transport.abort()

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from quadriga.client.types import Completion
 
-LONGEST = 120
+MAX_LOGGED_CHARS = 120
 """Characters of what a client has chosen."""
 
 
 @dataclass(slots=True)
-class Record:
+class RequestLogRecord:
     """What is known of a web request. id: of its answer; began: by time.monotonic()."""
 
     id: str = ""
@@ -25,7 +25,7 @@ class Record:
     completions: list[Completion] = field(default_factory=list)
 
 
-RECORD = web.RequestKey("record", Record)
+RECORD = web.RequestKey("record", RequestLogRecord)
 
 
 def log_request(request: web.Request, outcome: str) -> None:
@@ -42,7 +42,7 @@ def log_request(request: web.Request, outcome: str) -> None:
 
 def in_a_line(text: str) -> str:
     """Return what a client has chosen as it may stand in a log: one line, no control characters."""
-    return repr(text[:LONGEST])[1:-1]
+    return repr(text[:MAX_LOGGED_CHARS])[1:-1]
 
 
 def _of(completions: list[Completion]) -> list[str]:

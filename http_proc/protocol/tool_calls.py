@@ -20,7 +20,7 @@ ID_LENGTH = 9
 """Mistral's templates take no other length."""
 
 
-class Found(NamedTuple):
+class ParsedCalls(NamedTuple):
     """Text of the answer, and the calls that were completed."""
 
     text: str = ""
@@ -30,10 +30,10 @@ class Found(NamedTuple):
 class ToolCallParser(Protocol):
     """Takes one answer, piece by piece."""
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         """What is certain now."""
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         """The rest; nothing may be pushed afterwards."""
 
 
@@ -57,7 +57,7 @@ class HermesParser:
         self._inside = False
         self._called = False
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         self._held += text
         out = ""
         calls: list[ToolCall] = []
@@ -67,12 +67,14 @@ class HermesParser:
                 if not tag:
                     kept = _possible_beginning(before, self.OPEN)
                     self._held = before[len(before) - kept :]
-                    return Found(out + self._between(before[: len(before) - kept]), tuple(calls))
+                    return ParsedCalls(
+                        out + self._between(before[: len(before) - kept]), tuple(calls)
+                    )
                 out += self._between(before)
                 self._held, self._inside = after, True
             body, tag, after = self._held.partition(self.CLOSE)
             if not tag:
-                return Found(out, tuple(calls))
+                return ParsedCalls(out, tuple(calls))
             call = _call(_load(body))
             if call is None:
                 out += self.OPEN + body + self.CLOSE
@@ -81,12 +83,12 @@ class HermesParser:
                 self._called = True
             self._held, self._inside = after, False
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         """A call that lacks nothing but its closing tag is a call."""
         call = _call(_load(self._held)) if self._inside else None
         if call is not None:
-            return Found(calls=(call,))
-        return Found(self.OPEN + self._held if self._inside else self._between(self._held))
+            return ParsedCalls(calls=(call,))
+        return ParsedCalls(self.OPEN + self._held if self._inside else self._between(self._held))
 
     def _between(self, text: str) -> str:
         """The line breaks around calls are no text."""
@@ -103,19 +105,19 @@ class MistralParser:
         self._held = ""
         self._inside = False
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         self._held += text
         if self._inside:
-            return self._calls() if "}" in text or "]" in text else Found()
+            return self._calls() if "}" in text or "]" in text else ParsedCalls()
         before, mark, after = self._held.partition(self.MARK)
         if mark:
             self._held, self._inside = after, True
-            return Found(before, self._calls().calls)
+            return ParsedCalls(before, self._calls().calls)
         kept = _possible_beginning(before, self.MARK)
         self._held = before[len(before) - kept :]
-        return Found(before[: len(before) - kept])
+        return ParsedCalls(before[: len(before) - kept])
 
-    def _calls(self) -> Found:
+    def _calls(self) -> ParsedCalls:
         """The calls that are complete; what is not stays held."""
         calls: list[ToolCall] = []
         while self._held:
@@ -132,12 +134,12 @@ class MistralParser:
                 break
             calls += [call for call in found if call is not None]
             self._held = held[(named.end() if named else 0) + length :]
-        return Found(calls=tuple(calls))
+        return ParsedCalls(calls=tuple(calls))
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         if not self._inside:
-            return Found(self._held)
-        return Found(self.MARK + self._held if self._held.strip() else "")
+            return ParsedCalls(self._held)
+        return ParsedCalls(self.MARK + self._held if self._held.strip() else "")
 
 
 class Llama3Parser:
@@ -150,37 +152,37 @@ class Llama3Parser:
         self._is_text = False
         self._called = False
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         if self._is_text:
-            return Found(text)
+            return ParsedCalls(text)
         self._held += text
         return self._settle("}" in text)
 
-    def _settle(self, may_be_complete: bool) -> Found:
+    def _settle(self, may_be_complete: bool) -> ParsedCalls:
         start = self._held.lstrip()
         if start.startswith(self.TAG):
             start = self._held = start[len(self.TAG) :].lstrip()
         if not self._called and start and start[0] != "{" and not self.TAG.startswith(start):
             self._is_text = True
             text, self._held = self._held, ""
-            return Found(text)
-        return self._calls() if may_be_complete else Found()
+            return ParsedCalls(text)
+        return self._calls() if may_be_complete else ParsedCalls()
 
-    def _calls(self) -> Found:
+    def _calls(self) -> ParsedCalls:
         calls: list[ToolCall] = []
         while True:
             rest = self._held.lstrip("; \n\t\r") if self._called else self._held.lstrip()
             parsed = _load_first(rest)
             call = _call(parsed[0]) if parsed else None
             if parsed is None or call is None:
-                return Found(calls=tuple(calls))
+                return ParsedCalls(calls=tuple(calls))
             calls.append(call)
             self._called = True
             self._held = rest[parsed[1] :]
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         left = self._held
-        return Found("" if self._called and not left.strip("; \n\t\r") else left)
+        return ParsedCalls("" if self._called and not left.strip("; \n\t\r") else left)
 
 
 def _possible_beginning(text: str, tag: str) -> int:

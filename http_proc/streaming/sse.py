@@ -8,7 +8,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-class Events:
+class EventStream:
     """The stream of one answer. `open` once, then `send` as often as there is something."""
 
     def __init__(self, request: web.Request) -> None:

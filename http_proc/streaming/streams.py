@@ -8,8 +8,8 @@ from aiohttp import web
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import from_ring
-from http_proc.request_group import Batch
-from http_proc.streaming.sse import DONE, Events, event
+from http_proc.request_group import RequestGroup
+from http_proc.streaming.sse import DONE, EventStream, event
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 
@@ -25,7 +25,7 @@ class Renderer(Protocol):
 
 
 async def stream(
-    request: web.Request, batch: Batch, renderer: Renderer, names: Mapping[str, str]
+    request: web.Request, batch: RequestGroup, renderer: Renderer, names: Mapping[str, str]
 ) -> web.StreamResponse:
     """Send what comes until all choices have ended.
 
@@ -33,7 +33,7 @@ async def stream(
     stream ends with an event that has the error. names: what the ring's fields are called here.
     """
     items = await batch.take()
-    events = Events(request)
+    events = EventStream(request)
     await events.open()
     try:
         while True:
@@ -55,7 +55,7 @@ async def stream(
         return await events.close()
 
 
-async def whole(request: web.Request, batch: Batch) -> list[Completion]:
+async def whole(request: web.Request, batch: RequestGroup) -> list[Completion]:
     """Every choice's completion. Raises the first error."""
     completions = await batch.completions()
     for completion in completions:

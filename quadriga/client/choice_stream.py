@@ -14,7 +14,7 @@ class ToldOtherwise(Exception):
     """What is told again is not what was told before."""
 
 
-class Choice:
+class ChoiceStream:
     """Collects chunks. submitted: Unix seconds.
 
     The server may tell a choice again from its beginning, perhaps with less than has come of it

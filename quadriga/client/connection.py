@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quadriga.client.link import Link, LinkEvents
+from quadriga.client.link import LinkEvents, ServerLink
 from quadriga.client.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
 from quadriga.wire import sockets
@@ -91,7 +91,7 @@ class Connection:
         self._lost: ErrorInfo | None = None  # the reason, in LOST
         self._waiters: list[asyncio.Future[ErrorInfo | None]] = []  # of CONNECTING
         link_events = LinkEvents(self._on_frames, self._came_up, self._broke, self._was_refused)
-        self._link = Link(endpoint, identity, curve_dir, link_events)
+        self._link = ServerLink(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
         self._search = Search(self._ping, self._not_found)
         self._connect_timeout = self._renew_at = 0.0

@@ -22,7 +22,7 @@ class LinkEvents(NamedTuple):
     refused: Callable[[str], None]
 
 
-class Link:
+class ServerLink:
     """One socket at a time. ZeroMQ connects it again by itself when its connection breaks.
 
     Attributes:

@@ -39,7 +39,7 @@ class TokenLogprob:
 def read_logprobs(token_ids: list[int], told: Logprobs) -> list[TokenLogprob]:
     """token_ids: those that are told of."""
     width = told.width
-    likeliest = [
+    argmax = [
         LikelyToken(*entry)
         for entry in zip(
             unpack_ids(told.top_ids), unpack_floats(told.top_values), told.top_pieces, strict=True
@@ -50,7 +50,7 @@ def read_logprobs(token_ids: list[int], told: Logprobs) -> list[TokenLogprob]:
             token_id,
             None if math.isnan(value) else value,
             piece,
-            [one for one in likeliest[index * width : (index + 1) * width] if one.token_id >= 0],
+            [one for one in argmax[index * width : (index + 1) * width] if one.token_id >= 0],
         )
         for index, (token_id, value, piece) in enumerate(
             zip(token_ids, unpack_floats(told.values), told.pieces, strict=True)

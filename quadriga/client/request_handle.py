@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from quadriga.client.choice_stream import Choice, ToldOtherwise
+from quadriga.client.choice_stream import ChoiceStream, ToldOtherwise
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.errors import (
@@ -50,7 +50,7 @@ class Handle:
         """None is the end; it stays in the queue, so that every reader finds it."""
         self._put: Sink = sink or self._queue.put_nowait
         self._submitted = now()
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChoiceStream] = {}
         self._ended: set[int] = set()
         self._was_left = False
         self.done = False
@@ -184,10 +184,10 @@ class Handle:
         if item is not None:
             self._put(item)
 
-    def _choice(self, index: int) -> Choice:
+    def _choice(self, index: int) -> ChoiceStream:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = Choice(self.request_id, index, self._submitted)
+            choice = self._choices[index] = ChoiceStream(self.request_id, index, self._submitted)
         return choice
 
     def fail(self, error: ErrorInfo) -> None:

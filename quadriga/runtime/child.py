@@ -55,7 +55,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 """Makes a child write the stacks of its threads to the log."""
 
 
-class Lifeline:
+class ControlChannel:
     """A child's end of the pair. Orders are read by a thread, so that a busy process sees EOF."""
 
     def __init__(self, connection: socket.socket | None, run_dir: Path) -> None:
@@ -73,11 +73,11 @@ class Lifeline:
         return self._wake_receive.fileno()
 
     def attend(self) -> None:
-        """From now on `take_orders` is called whenever there is something: the launcher is answered
-        there, so that it sees that this process goes on, not only that it exists."""
+        """From now on `read_commands` is called whenever there is something: the launcher is
+        answered there, so that it sees that this process goes on, not only that it exists."""
         self._attended = True
 
-    def take_orders(self) -> list[tuple[str, str]]:
+    def read_commands(self) -> list[tuple[str, str]]:
         """The (order, argument) pairs that have come."""
         orders = []
         while self._orders:
@@ -126,53 +126,53 @@ class Child:
 
     config: ServerConfig
     endpoints: Endpoints
-    lifeline: Lifeline
+    control: ControlChannel
     again: bool = False
 
     def ready(self, **facts: Any) -> None:
         """This process can serve; `facts` go into the launcher's start lines."""
-        self.lifeline.report("ready", pid=os.getpid(), **facts)
+        self.control.report("ready", pid=os.getpid(), **facts)
 
     def phase(self, what: str, seconds: float) -> None:
         """A phase of the start is over."""
-        self.lifeline.report("phase", what=what, seconds=round(seconds, 3))
+        self.control.report("phase", what=what, seconds=round(seconds, 3))
 
 
-def run_child(name: str, body: Callable[[Child], None], gives_way: bool = False) -> None:
+def run_child(name: str, body: Callable[[Child], None], low_priority: bool = False) -> None:
     """The main of every `python -m <name>`: parse flags, run `body`, report what went wrong.
 
-    gives_way: to the worker, wherever both want a core.
+    low_priority: to the worker, wherever both want a core.
     """
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     arguments = _parse(name)
     if arguments.clock_offset is not None:
         clock.use_offset(arguments.clock_offset)
-    lifeline = Lifeline(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
+    control = ControlChannel(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
         _set_up_logging(name, config.launch.log_level)
         if arguments.lifeline_fd is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        if gives_way:
+        if low_priority:
             os.nice(NICENESS)
             keep_to(shares(config.worker).others)
-        body(Child(config, Endpoints(Path(arguments.run_dir)), lifeline, arguments.again))
+        body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.again))
     except KeyboardInterrupt:
         pass
     except QuadrigaError as error:
-        _fatal(lifeline, f"{type(error).__name__}: {error}")
+        _fatal(control, f"{type(error).__name__}: {error}")
     except Exception as error:
         with suppress(OSError):  # of a log that takes nothing
             traceback.print_exc()
-        _fatal(lifeline, f"{type(error).__name__}: {error}")
+        _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
 
 
-def _fatal(lifeline: Lifeline, message: str) -> None:
-    lifeline.report("fatal", message=message)
+def _fatal(control: ControlChannel, message: str) -> None:
+    control.report("fatal", message=message)
     drop_unwritten()
     close_all()
     os._exit(EXIT_START_FAILED)

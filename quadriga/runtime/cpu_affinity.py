@@ -23,7 +23,7 @@ CARD = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CpuPlan:
     """threads: of each worker process. worker, others: the CPUs that they keep to; empty where
     everybody may run everywhere."""
 
@@ -32,14 +32,14 @@ class Shares:
     others: Cpus = frozenset()
 
 
-def shares(args: WorkerArgs) -> Shares:
+def shares(args: WorkerArgs) -> CpuPlan:
     """On this machine, of what this process is allowed to use. Where a system has no places for
     processes (macOS, Windows), everybody may run everywhere."""
     found = share_out(_cores(_allowed()), _quota(), args)
-    return found if hasattr(os, "sched_setaffinity") else Shares(found.threads)
+    return found if hasattr(os, "sched_setaffinity") else CpuPlan(found.threads)
 
 
-def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> Shares:
+def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> CpuPlan:
     """cores: the CPUs of each. quota: so many CPUs' time a container may have."""
     usable = max(1, math.floor(min(len(cores), quota)))
     spared = next((spared for least, spared in SPARED if usable >= least), 0)
@@ -53,8 +53,8 @@ def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> Shares:
         or usable < len(cores)
         or taken >= len(cores)
     ):
-        return Shares(threads)
-    return Shares(threads, _together(cores[-taken:]), _together(cores[:-taken]))
+        return CpuPlan(threads)
+    return CpuPlan(threads, _together(cores[-taken:]), _together(cores[:-taken]))
 
 
 def on_a_card(args: WorkerArgs) -> bool:

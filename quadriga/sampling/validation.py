@@ -20,7 +20,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 1e6
-LEAST_REPETITION_PENALTY = 0.001
+MIN_REPETITION_PENALTY = 0.001
 """Beyond these two, the numbers that they make are none in float32."""
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -98,10 +98,10 @@ def _check_penalties(params: "SamplingParams") -> None:
         _check(-2 <= value <= 2, field, value, "must be in [-2, 2]; 0 is off")
     factor = params.repetition_penalty
     _check(
-        factor is None or LEAST_REPETITION_PENALTY <= factor <= 2,
+        factor is None or MIN_REPETITION_PENALTY <= factor <= 2,
         "repetition_penalty",
         factor,
-        f"must be from {LEAST_REPETITION_PENALTY} to 2; 1 is off",
+        f"must be from {MIN_REPETITION_PENALTY} to 2; 1 is off",
     )
 
 

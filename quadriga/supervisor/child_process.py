@@ -34,7 +34,7 @@ class ChildProcess:
 
     name: str
     process: "subprocess.Popen[bytes]"
-    lifeline: socket.socket
+    control: socket.socket
     ready: dict[str, Any] | None = None
     fatal: str = ""
     phases: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class ChildProcess:
     def read_reports(self) -> bool:
         """Take in what it reported. False at the end of the lifeline: it has died or left."""
         try:
-            data = self.lifeline.recv(65536)
+            data = self.control.recv(65536)
         except OSError:
             data = b""
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -73,11 +73,11 @@ class ChildProcess:
     def order(self, word: str, argument: str = "") -> None:
         """Send an order; a child that is gone cannot follow it."""
         try:
-            self.lifeline.sendall(f"{word} {' '.join(argument.split())}\n".encode())
+            self.control.sendall(f"{word} {' '.join(argument.split())}\n".encode())
         except OSError:
             return
 
-    def put_down(self, why: str) -> None:
+    def kill_hung(self, why: str) -> None:
         """End it, after it has written to the log where each of its threads stands, if it can. One
         that was stopped by a signal has to go on for that."""
         self.replaced = why
@@ -97,7 +97,7 @@ class ChildProcess:
     @property
     def left(self) -> bool:
         """Its lifeline has ended."""
-        return self.lifeline.fileno() < 0
+        return self.control.fileno() < 0
 
     @property
     def refused_to_start(self) -> bool:

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 
 WINDOW = 300.0
 """Seconds over which deaths are counted."""
-FIRST_DELAY, MOST_DELAY = 0.1, 5.0
+FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 """Seconds. The first death is followed by a start at once, each further one by twice the delay."""
 
 
@@ -26,4 +26,4 @@ class Restarts:
             return None
         if len(deaths) == 1:
             return 0.0
-        return min(MOST_DELAY, FIRST_DELAY * 2.0 ** (len(deaths) - 2))
+        return min(MAX_DELAY, FIRST_DELAY * 2.0 ** (len(deaths) - 2))

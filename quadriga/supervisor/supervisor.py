@@ -27,7 +27,7 @@ START_RETRY_S = 1.0
 """Until a process is tried again that the system could not start."""
 
 
-class Order(enum.Enum):
+class SupervisorEvent(enum.Enum):
     """What happened, beside a death. STARTED: a process that had died runs again, not yet ready.
     STOP and RELOAD: a person's signals."""
 
@@ -48,7 +48,7 @@ class Death:
     in_order: bool
 
 
-class Children:
+class Supervisor:
     """Starts processes, watches them and says what happens. Iterates over all that were started.
 
     python_path: where the processes' own packages are. final: those that are not started again, for
@@ -61,12 +61,12 @@ class Children:
         python_path: list[str],
         args: LaunchArgs,
         final: list[str],
-        informed: str,
+        notify_on_restart: str,
     ) -> None:
         self._flags = flags
         self._python_path = python_path
         self._final = final
-        self._informed = informed
+        self._informed = notify_on_restart
         self._children: dict[str, ChildProcess] = {}
         self._due: dict[str, float] = {}
         self._restarts = Restarts(args.max_restarts)
@@ -114,7 +114,7 @@ class Children:
         child = start_child(name, self._run_dir, flags, self._python_path)
         child.is_another = is_another
         self._children[name] = child
-        self._selector.register(child.lifeline, selectors.EVENT_READ, child)
+        self._selector.register(child.control, selectors.EVENT_READ, child)
 
     def start_later(self, name: str, delay: float) -> None:
         """In so many seconds, if `next_event` is called by then."""
@@ -129,11 +129,11 @@ class Children:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def next_event(self, timeout: Countdown | None) -> Death | Order | None:
+    def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
         """Wait for what happens next, at most until the timeout; None for a report, a question of
         the watchdog, or a look at the timeout."""
         if timeout is not None and not timeout.left():
-            return Order.TIMEOUT
+            return SupervisorEvent.TIMEOUT
         now = time.monotonic()
         for name, due in self._due.items():
             if now >= due:
@@ -146,7 +146,7 @@ class Children:
             return self._take_reports(key.data)
         return None
 
-    def _start_due(self, name: str, now: float) -> Order | None:
+    def _start_due(self, name: str, now: float) -> SupervisorEvent | None:
         """Start it; where the system has no room for a process now, try again later."""
         try:
             self.start(name)
@@ -155,7 +155,7 @@ class Children:
             self._due[name] = now + START_RETRY_S
             return None
         del self._due[name]
-        return Order.STARTED
+        return SupervisorEvent.STARTED
 
     def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
         waits = [max(0.0, due - now) for due in self._due.values()]
@@ -165,10 +165,14 @@ class Children:
             waits.append(seconds)
         return min(waits, default=None)
 
-    def _take_signal(self) -> Order:
+    def _take_signal(self) -> SupervisorEvent:
         numbers = set(self._signals.recv(4096))
         hung_up = self._had_terminal and not _has_terminal()
-        return Order.RELOAD if numbers == {signal.SIGHUP} and not hung_up else Order.STOP
+        return (
+            SupervisorEvent.RELOAD
+            if numbers == {signal.SIGHUP} and not hung_up
+            else SupervisorEvent.STOP
+        )
 
     def _take_reports(self, child: ChildProcess) -> Death | None:
         was_ready = child.ready is not None
@@ -187,11 +191,11 @@ class Children:
     def _replace(self, child: ChildProcess, why: str) -> None:
         if not child.replaced:
             say(f"{child.name} hangs: {why}. Its stacks, if it can still write them, and its end:")
-            child.put_down(f"hung: {why}")
+            child.kill_hung(f"hung: {why}")
 
     def _death_of(self, child: ChildProcess) -> Death:
-        self._selector.unregister(child.lifeline)
-        child.lifeline.close()
+        self._selector.unregister(child.control)
+        child.control.close()
         how, name = child.how_it_ended(), child.name
         delay: float | None = None
         if child.reloads:

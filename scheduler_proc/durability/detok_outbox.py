@@ -13,18 +13,18 @@ import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import ReplayText
+from quadriga.wire.messages.to_detok import StreamReplay
 from quadriga.wire.messages.to_scheduler import DetokReady
-from scheduler_proc.durability.step_output import Link, RoundOutput, close_text, open_text
+from scheduler_proc.durability.step_output import Sender, StepOutputBuilder, close_text, open_text
 from scheduler_proc.state.request import Request
 
 REFUSALS = (QueueFull.code, ServerStopping.code)
-MOST_REMEMBERED = 4096
-MOST_REMEMBERED_BYTES = 1 << 26
+MAX_REMEMBERED = 4096
+MAX_REMEMBERED_BYTES = 1 << 26
 """Requests whose end was handed on are remembered as far as these reach."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ReplayText).decode
+_decode = msgspec.msgpack.Decoder(StreamReplay).decode
 
 
 class Remembered(NamedTuple):
@@ -36,11 +36,11 @@ class Remembered(NamedTuple):
     replay: bytes
 
 
-class Texts:
+class DetokOutbox:
     """output: what the present round has for the detokenizer. clock: Unix seconds."""
 
-    def __init__(self, link: Link, clock: Callable[[], float]) -> None:
-        self.output = RoundOutput()
+    def __init__(self, link: Sender, clock: Callable[[], float]) -> None:
+        self.output = StepOutputBuilder()
         self._link = link
         self._clock = clock
         self._session = 0
@@ -59,7 +59,7 @@ class Texts:
         """Send what there is. waiting: requests in the waiting queue."""
         if not self.output.is_empty:
             self._link.send(self.output.to_message(self._clock, waiting, self._session))
-            self.output = RoundOutput()
+            self.output = StepOutputBuilder()
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -93,8 +93,7 @@ class Texts:
         self._remembered[request.seq] = Remembered(name, request.received, replay)
         self._remembered_bytes += len(replay)
         while (
-            len(self._remembered) > MOST_REMEMBERED
-            or self._remembered_bytes > MOST_REMEMBERED_BYTES
+            len(self._remembered) > MAX_REMEMBERED or self._remembered_bytes > MAX_REMEMBERED_BYTES
         ):
             seq, forgotten = self._remembered.popitem(last=False)
             self._remembered_bytes -= len(forgotten.replay)
@@ -127,7 +126,7 @@ class Texts:
         request without a token its client may know one all the same, which a scheduler that died
         had told and not written down: it hears that the telling begins anew. And whoever had asked
         for his requests, while no detokenizer was there, is answered."""
-        self.output = RoundOutput()
+        self.output = StepOutputBuilder()
         self._session = ready.session
         self.tell(live, [*self._unsettled, *self._asked], waiting)
 
@@ -155,9 +154,9 @@ def _is_remembered(request: Request) -> bool:
     return request.finish_reason != "abort" and not refused
 
 
-def replay_text(request: Request) -> ReplayText:
+def replay_text(request: Request) -> StreamReplay:
     """All that there is of a request up to now."""
-    return ReplayText(
+    return StreamReplay(
         opening=open_text(request),
         token_ids=pack_ids(request.tokens[request.num_prompt :]),
         logprobs=request.told,

@@ -23,13 +23,19 @@ from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
-from scheduler_proc.durability.journal_records import Accepted, Round, Tokens, Told, ended_of
+from scheduler_proc.durability.journal_records import (
+    Accepted,
+    JournalRecord,
+    LogprobRecord,
+    TokenRecord,
+    ended_of,
+)
 from scheduler_proc.state.request import Request
 
 COMPACT_AT = 16 * 1024 * 1024
 """Bytes from which on a file is written anew, if that makes it a quarter."""
-MOST_ENDED = 1024
-MOST_ENDED_TOKENS = 1 << 20
+MAX_ENDED = 1024
+MAX_ENDED_TOKENS = 1 << 20
 """Ended requests that stay, and their tokens."""
 RETRY_INTERVAL_S = 10.0
 """Between two attempts to write a file anew that cannot be written."""
@@ -37,7 +43,7 @@ ON, OFF, FAILED = "on", "off", "failed"
 """States of a journal, as the server's info has them."""
 
 
-class Kept(NamedTuple):
+class JournaledRequest(NamedTuple):
     """A request that stays in the journal: as it came, and as it is."""
 
     message: Submit
@@ -59,10 +65,10 @@ class Journal:
         self._file = file
         self._clock = clock
         self._retry_at = 0.0
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, JournaledRequest] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._ended_tokens = 0
-        self._round = Round()
+        self._round = JournalRecord()
         self._compact_at = COMPACT_AT
 
     # --- what happens -----------------------------------------------------------------------------
@@ -76,20 +82,20 @@ class Journal:
     def keep(self, message: Submit, requests: Iterable[Request]) -> None:
         """These are in the journal, and stay there."""
         for request in requests:
-            self._kept[request.seq] = Kept(message, request)
+            self._kept[request.seq] = JournaledRequest(message, request)
 
     def produced(self, seqs: list[int], tokens: list[int], time: float) -> None:
         """The tokens of a step, which ended at `time` (Unix seconds)."""
         if seqs:
-            self._round.tokens.append(Tokens(seqs, pack_ids(tokens), time))
+            self._round.tokens.append(TokenRecord(seqs, pack_ids(tokens), time))
 
     def told(self, seq: int, logprobs: LogprobBlock) -> None:
         """The log-probability of the last token of a request, once that is produced."""
-        self._round.told.append(Told(seq, [logprobs]))
+        self._round.told.append(LogprobRecord(seq, [logprobs]))
 
     def told_prompt(self, seq: int, logprobs: list[LogprobBlock]) -> None:
         """Those of all of its prompt."""
-        self._round.told.append(Told(seq, [], list(logprobs)))
+        self._round.told.append(LogprobRecord(seq, [], list(logprobs)))
 
     def ended(self, request: Request) -> None:
         """Its reason is set."""
@@ -103,7 +109,7 @@ class Journal:
             if seq in self._kept and seq not in self._ended:
                 self._ended[seq] = None
                 self._ended_tokens += self._kept[seq].request.size
-        while len(self._ended) > MOST_ENDED or self._ended_tokens > MOST_ENDED_TOKENS:
+        while len(self._ended) > MAX_ENDED or self._ended_tokens > MAX_ENDED_TOKENS:
             seq, _ = self._ended.popitem(last=False)
             kept = self._kept.pop(seq)
             self._ended_tokens -= kept.request.size
@@ -114,7 +120,7 @@ class Journal:
         """Write what was told since the last time."""
         if self._round.is_empty:
             return
-        told, self._round = self._round, Round()
+        told, self._round = self._round, JournalRecord()
         if self.state == FAILED:
             if self._clock() >= self._retry_at:
                 self.compact()
@@ -162,11 +168,11 @@ class Journal:
         except OSError as error:
             logging.error("%s cannot be removed (%s): remove it", self._file.path, error)
 
-    def _snapshot(self) -> Iterator[Round]:
+    def _snapshot(self) -> Iterator[JournalRecord]:
         """A round for each message: all in one would leave holes of its size in the heap."""
         by_number = sorted(self._kept.items())
         for first, kept in groupby(by_number, lambda one: one[0] - one[1].request.index):
-            everything = Round()
+            everything = JournalRecord()
             for seq, (message, request) in kept:
                 if not everything.accepted:
                     everything.accepted.append(Accepted(first, message, []))
@@ -174,9 +180,13 @@ class Journal:
                 generated = request.tokens[request.num_prompt :]
                 if generated:
                     seqs = [seq] * len(generated)
-                    everything.tokens.append(Tokens(seqs, pack_ids(generated), request.first_token))
+                    everything.tokens.append(
+                        TokenRecord(seqs, pack_ids(generated), request.first_token)
+                    )
                 if request.told or (request.first_token and request.prompt_logprobs):
-                    everything.told.append(Told(seq, request.told, request.prompt_logprobs))
+                    everything.told.append(
+                        LogprobRecord(seq, request.told, request.prompt_logprobs)
+                    )
                 if request.finished:
                     everything.ended.append(ended_of(request))
                 if seq in self._ended:

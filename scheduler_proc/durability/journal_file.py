@@ -11,7 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from quadriga.wire.sockets import encode
-from scheduler_proc.durability.journal_records import MAGIC, NOT_GIVEN_UP, Header, make_frame, tag
+from scheduler_proc.durability.journal_records import (
+    MAGIC,
+    NOT_GIVEN_UP,
+    JournalHeader,
+    make_frame,
+    tag,
+)
 
 WRITE_BYTES = 1 << 20
 """Of a new file, at once."""
@@ -27,7 +33,7 @@ class JournalFile:
         size: bytes of whole frames; 0 while no file is open.
     """
 
-    def __init__(self, path: Path, header: Header, durable: bool) -> None:
+    def __init__(self, path: Path, header: JournalHeader, durable: bool) -> None:
         """durable: the file is synced, so that it outlasts a loss of power."""
         self.path = path
         self.header = header

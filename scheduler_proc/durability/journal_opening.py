@@ -13,8 +13,8 @@ from quadriga.model_files.resolve import ModelFiles
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_reader import Contents, read_journal
-from scheduler_proc.durability.journal_records import Header, tag
-from scheduler_proc.durability.journal_recovery import Found, number_anew
+from scheduler_proc.durability.journal_records import JournalHeader, tag
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, number_anew
 
 FILE_NAME = "journal"
 LOCK_TIMEOUT_S = 2.0
@@ -29,15 +29,19 @@ class Opened(NamedTuple):
     """A journal, and what an earlier scheduler left in it."""
 
     journal: Journal | NoJournal
-    found: list[Found]
+    found: list[RecoveredRequest]
 
 
-def header_of(run_dir: Path, name: str, model: ModelFiles) -> Header:
+def header_of(run_dir: Path, name: str, model: ModelFiles) -> JournalHeader:
     """Return the header of a run's journal. name: what the user calls the model."""
-    return Header(run_dir.name, name, model.fingerprint, model.vocab_size, model.context_length)
+    return JournalHeader(
+        run_dir.name, name, model.fingerprint, model.vocab_size, model.context_length
+    )
 
 
-def open_journal(args: SchedulerArgs, run_dir: Path, header: Header, again: bool = False) -> Opened:
+def open_journal(
+    args: SchedulerArgs, run_dir: Path, header: JournalHeader, again: bool = False
+) -> Opened:
     """Open the journal of a run.
 
     Args:
@@ -95,7 +99,7 @@ def _unusable(directory: Path, why: str) -> ConfigError:
     )
 
 
-def _left_behind(file: JournalFile, resume: bool) -> list[Found]:
+def _left_behind(file: JournalFile, resume: bool) -> list[RecoveredRequest]:
     """What this run takes up of the journal that is there. ConfigError where it must not take the
     place of that journal."""
     path, own = file.path, file.header
@@ -123,7 +127,7 @@ def _left_behind(file: JournalFile, resume: bool) -> list[Found]:
 
 
 def _check_earlier_run(
-    path: Path, contents: Contents, theirs: Header, own: Header, resume: bool
+    path: Path, contents: Contents, theirs: JournalHeader, own: JournalHeader, resume: bool
 ) -> None:
     unfinished = contents.num_unfinished
     difference = _difference(theirs, own)
@@ -144,7 +148,7 @@ def _check_earlier_run(
         )
 
 
-def _difference(theirs: Header, own: Header) -> str:
+def _difference(theirs: JournalHeader, own: JournalHeader) -> str:
     """Why requests of the one cannot go on with the other, "" where they can."""
     if theirs.vocab_size != own.vocab_size:
         return (

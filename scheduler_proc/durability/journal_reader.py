@@ -14,13 +14,13 @@ from scheduler_proc.durability.journal_records import (
     MAGIC,
     NOT_GIVEN_UP,
     TAG_BYTES,
-    Header,
-    Round,
+    JournalHeader,
+    JournalRecord,
 )
-from scheduler_proc.durability.journal_recovery import Found, Rounds
+from scheduler_proc.durability.journal_recovery import JournalState, RecoveredRequest
 
-_decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_round = msgspec.msgpack.Decoder(Round).decode
+_decode_header = msgspec.msgpack.Decoder(JournalHeader).decode
+_decode_round = msgspec.msgpack.Decoder(JournalRecord).decode
 
 
 class Contents(NamedTuple):
@@ -33,8 +33,8 @@ class Contents(NamedTuple):
         given_up_by: the `tag` of the run that could not go on with the file, or zeros.
     """
 
-    header: Header | None
-    found: list[Found]
+    header: JournalHeader | None
+    found: list[RecoveredRequest]
     num_unread_bytes: int = 0
     given_up_by: bytes = NOT_GIVEN_UP
 
@@ -60,13 +60,13 @@ def read_journal(path: Path) -> Contents:
 def _read(file: BinaryIO, path: Path) -> Contents:
     frames = _Frames(file)
     given_up_by = frames.read_start()
-    header: Header | None = None
-    rounds = Rounds(0)
+    header: JournalHeader | None = None
+    rounds = JournalState(0)
     for payload in frames:
         try:
             if header is None:
                 header = _decode_header(payload)
-                rounds = Rounds(header.vocab_size)
+                rounds = JournalState(header.vocab_size)
             else:
                 rounds.take(_decode_round(payload))
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:

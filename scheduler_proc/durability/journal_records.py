@@ -28,7 +28,7 @@ NOT_GIVEN_UP = bytes(TAG_BYTES)
 FRAME_HEAD = struct.Struct("<II")
 
 
-class Header(msgspec.Struct, array_like=True, frozen=True):
+class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
     """Which run wrote the file, and for which model: requests cannot go on with another one.
 
     model: what the user called it. fingerprint: of its files.
@@ -49,7 +49,7 @@ class Accepted(msgspec.Struct, array_like=True):
     indexes: list[int]
 
 
-class Tokens(msgspec.Struct, array_like=True):
+class TokenRecord(msgspec.Struct, array_like=True):
     """As in StepOutput."""
 
     seqs: list[int]
@@ -57,7 +57,7 @@ class Tokens(msgspec.Struct, array_like=True):
     time: float
 
 
-class Told(msgspec.Struct, array_like=True):
+class LogprobRecord(msgspec.Struct, array_like=True):
     """Log-probabilities of a request, where its client wants them: of tokens that it generated, a
     block each, and of its prompt."""
 
@@ -67,7 +67,7 @@ class Told(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """How a request ended, as in CloseText."""
+    """How a request ended, as in StreamEnd."""
 
     seq: int
     finish_reason: str
@@ -77,12 +77,12 @@ class Ended(msgspec.Struct, array_like=True):
     admitted: float
 
 
-class Round(msgspec.Struct, array_like=True):
+class JournalRecord(msgspec.Struct, array_like=True):
     """All of a round, in this order. settled: those whose end the detokenizer has handed on."""
 
     accepted: list[Accepted] = []
-    tokens: list[Tokens] = []
-    told: list[Told] = []
+    tokens: list[TokenRecord] = []
+    told: list[LogprobRecord] = []
     ended: list[Ended] = []
     settled: list[int] = []
 

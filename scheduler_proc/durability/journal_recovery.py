@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.durability.journal_records import Accepted, Ended, Round, Told
-from scheduler_proc.state.request import Request, Status
+from scheduler_proc.durability.journal_records import Accepted, Ended, JournalRecord, LogprobRecord
+from scheduler_proc.state.request import Request, RequestStatus
 
 BYTES_OF_NUMBER = 4
 """Of a token id or a log-probability."""
 
 
 @dataclass(slots=True)
-class Found:
+class RecoveredRequest:
     """A choice of a request, as far as the journal knows it. first_token: Unix seconds."""
 
     seq: int
@@ -25,7 +25,7 @@ class Found:
     message: Submit
     max_new_tokens: int
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    told: Told = field(default_factory=lambda: Told(-1, [], []))
+    told: LogprobRecord = field(default_factory=lambda: LogprobRecord(-1, [], []))
     first_token: float = 0.0
     ended: Ended | None = None
     settled: bool = False
@@ -35,7 +35,7 @@ class Nonsense(ValueError):
     """A frame is whole, but what it says cannot be."""
 
 
-class Rounds:
+class JournalState:
     """What the rounds up to now say.
 
     Attributes:
@@ -43,12 +43,12 @@ class Rounds:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, RecoveredRequest] = {}
         self._vocab_size = vocab_size
         self._open: set[int] = set()
         self._growing: set[int] = set()
 
-    def take(self, one: Round) -> None:
+    def take(self, one: JournalRecord) -> None:
         """Take in a whole round, or raise ValueError or OverflowError and take in nothing of it."""
         new = self._new_requests(one.accepted)
         self._check(one, new)
@@ -74,18 +74,18 @@ class Rounds:
             if seq in found:
                 found[seq].settled = True
 
-    def _new_requests(self, all_accepted: list[Accepted]) -> dict[int, Found]:
-        new: dict[int, Found] = {}
+    def _new_requests(self, all_accepted: list[Accepted]) -> dict[int, RecoveredRequest]:
+        new: dict[int, RecoveredRequest] = {}
         for accepted in all_accepted:
             max_new_tokens = _check_message(accepted, self._vocab_size)
             for index in accepted.indexes:
                 seq = accepted.seq + index
                 if seq in self.found or seq in new:
                     raise Nonsense(f"request {seq} is accepted twice")
-                new[seq] = Found(seq, index, accepted.message, max_new_tokens)
+                new[seq] = RecoveredRequest(seq, index, accepted.message, max_new_tokens)
         return new
 
-    def _check(self, one: Round, new: dict[int, Found]) -> None:
+    def _check(self, one: JournalRecord, new: dict[int, RecoveredRequest]) -> None:
         """Raise ValueError for a round that cannot follow what was read before."""
         for step in one.tokens:
             ids = unpack_ids(step.token_ids)
@@ -103,14 +103,14 @@ class Rounds:
             for block in (*told.tokens, *told.prompt):
                 _check_block(block)
 
-    def _check_room(self, num_tokens: dict[int, int], new: dict[int, Found]) -> None:
+    def _check_room(self, num_tokens: dict[int, int], new: dict[int, RecoveredRequest]) -> None:
         for seq, count in num_tokens.items():
             request = new.get(seq) or self.found[seq]
             if len(request.tokens) + count > request.max_new_tokens:
                 raise Nonsense(f"request {seq} has more than {request.max_new_tokens} tokens")
 
 
-def _expect(seqs: Iterable[int], known: set[int], new: dict[int, Found]) -> None:
+def _expect(seqs: Iterable[int], known: set[int], new: dict[int, RecoveredRequest]) -> None:
     for seq in seqs:
         if seq not in known and seq not in new:
             raise Nonsense(f"request {seq} is not there, or has ended")
@@ -147,7 +147,7 @@ def _check_block(block: LogprobBlock) -> None:
 # --- what becomes of it -----------------------------------------------------------------------
 
 
-def number_anew(found: Iterable[Found]) -> None:
+def number_anew(found: Iterable[RecoveredRequest]) -> None:
     """Give the requests of another run the numbers from 0 on, those of one message together."""
     next_seq = 0
     for _, choices in itertools.groupby(found, lambda one: one.seq - one.index):
@@ -157,7 +157,7 @@ def number_anew(found: Iterable[Found]) -> None:
         next_seq += num_choices
 
 
-def restored(found: Found, eos_ids: frozenset[int]) -> Request:
+def restored(found: RecoveredRequest, eos_ids: frozenset[int]) -> Request:
     """The request as the scheduler had it, waiting or ended."""
     request = Request.from_submit(found.seq, found.message, eos_ids, found.index)
     request.tokens += found.tokens
@@ -166,7 +166,7 @@ def restored(found: Found, eos_ids: frozenset[int]) -> Request:
     request.told, request.prompt_logprobs = found.told.tokens, found.told.prompt
     ended = found.ended
     if ended is not None:
-        request.status, request.finish_reason = Status.FINISHED, ended.finish_reason
+        request.status, request.finish_reason = RequestStatus.FINISHED, ended.finish_reason
         request.matched_stop, request.error = ended.matched_stop, ended.error
         request.cached_tokens, request.admitted = ended.cached_tokens, ended.admitted
     return request

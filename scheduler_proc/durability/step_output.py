@@ -7,29 +7,35 @@ import msgspec
 
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput, ToldPrompt
+from quadriga.wire.messages.to_detok import (
+    PromptLogprobsData,
+    StepOutput,
+    StreamEnd,
+    StreamReplay,
+    StreamStart,
+)
 from scheduler_proc.state.request import Request
 
 
-class Link(Protocol):
+class Sender(Protocol):
     """Where messages go: a socket, or a list in a test."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 
 
-class RoundOutput:
+class StepOutputBuilder:
     """What one round of the scheduler has for the detokenizer."""
 
     __slots__ = ("closed", "logprobs", "opened", "replayed", "seqs", "time", "tokens")
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.opened: list[OpenText] = []
+        self.opened: list[StreamStart] = []
         self.seqs: list[int] = []
         self.tokens: list[int] = []
-        self.closed: list[CloseText] = []
+        self.closed: list[StreamEnd] = []
         self.logprobs: SampledLogprobs | None = None
-        self.replayed: list[ReplayText] = []
+        self.replayed: list[StreamReplay] = []
 
     @property
     def is_empty(self) -> bool:
@@ -68,10 +74,10 @@ def _entry(block: LogprobBlock, index: int) -> LogprobBlock:
     return LogprobBlock(block.values[one], block.width, block.top_ids[top], block.top_values[top])
 
 
-def open_text(request: Request) -> OpenText:
+def open_text(request: Request) -> StreamStart:
     """What the detokenizer must know of a request. The prompt is told once its first token is."""
     params = request.params
-    return OpenText(
+    return StreamStart(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,
@@ -87,17 +93,17 @@ def open_text(request: Request) -> OpenText:
     )
 
 
-def _told_prompt(request: Request) -> ToldPrompt | None:
+def _told_prompt(request: Request) -> PromptLogprobsData | None:
     width = request.params.prompt_logprobs
     if width is None or not request.first_token:
         return None
     ids = pack_ids(request.tokens[: request.num_prompt])
-    return ToldPrompt(ids, width, list(request.prompt_logprobs))
+    return PromptLogprobsData(ids, width, list(request.prompt_logprobs))
 
 
-def close_text(request: Request) -> CloseText:
+def close_text(request: Request) -> StreamEnd:
     """The request has ended; its reason is set."""
-    return CloseText(
+    return StreamEnd(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,

@@ -5,26 +5,26 @@ import os
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.public import Info, InfoValues
 from quadriga.wire.messages.to_detok import InfoReply
-from quadriga.wire.messages.to_scheduler import Inspect
+from quadriga.wire.messages.to_scheduler import InfoRequest
 from quadriga.wire.messages.worker import WorkerReady
 from scheduler_proc.durability.journal import Journal, NoJournal
-from scheduler_proc.grammar_queue import Grammars
-from scheduler_proc.intake import Arrivals
-from scheduler_proc.observe.stats import Statistics
+from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.intake import Intake
+from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.planning.planner import Planner
-from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.request_table import RequestTable
 
 
-class Report:
+class ServerInfoCollector:
     """Asks everybody who knows something. worker: None until it is there."""
 
     def __init__(
         self,
         args: SchedulerArgs,
-        requests: LiveRequests,
-        grammars: Grammars,
-        arrivals: Arrivals,
-        statistics: Statistics,
+        requests: RequestTable,
+        grammars: GrammarQueue,
+        arrivals: Intake,
+        statistics: SchedulerStats,
         journal: Journal | NoJournal,
     ) -> None:
         self._args = args
@@ -35,7 +35,7 @@ class Report:
         self._journal = journal
         self.worker: WorkerReady | None = None
 
-    def answer(self, message: Inspect) -> InfoReply:
+    def answer(self, message: InfoRequest) -> InfoReply:
         """The Info that a client asked for, on its way back; the cache is flushed before, if the
         client wants that."""
         flushed = {"flushed_pages": self._flush_cache()} if message.flush_cache else {}

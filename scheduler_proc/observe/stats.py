@@ -19,7 +19,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STAGES = ("tokenize", "queue", "prefill", "decode")
 
 
-class Recent:
+class SlidingWindow:
     """The last `size` values, kept in order, so that a percentile costs next to nothing however
     often it is asked for."""
 
@@ -41,7 +41,7 @@ class Recent:
 
 
 @dataclass(slots=True)
-class Statistics:
+class SchedulerStats:
     """Totals since start.
 
     Gaps: worker idle time between two steps, the second already planned. late_plans: steps whose
@@ -66,7 +66,7 @@ class Statistics:
     stages: dict[str, Histogram] = field(
         default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
     )
-    _gaps: Recent = field(default_factory=lambda: Recent(RECENT_STEPS))
+    _gaps: SlidingWindow = field(default_factory=lambda: SlidingWindow(RECENT_STEPS))
     _last_ended: float = 0.0
 
     def count_step(self, batch: ScheduleBatch, result: StepResult) -> None:

@@ -3,7 +3,7 @@
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import PromptTooLong, QueueFull, RequestFailed
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.request import Request, Status
+from scheduler_proc.state.request import Request, RequestStatus
 
 INIT_RATIO = 0.7
 MIN_RATIO = 0.14
@@ -12,7 +12,7 @@ DECAY_STEPS = 600
 RETRACT_DECODE_STEPS = 20
 RETRY_AFTER = 1.0
 """Seconds, for whoever came to a queue that the front door did not know to be full."""
-MOST_EXPECTED_TOKENS = 4096
+MAX_EXPECTED_TOKENS = 4096
 """Nobody is expected to generate more than so many further tokens, whatever was asked for."""
 
 
@@ -63,7 +63,7 @@ class Admission:
         expected = 0
         for request in self.seated.values():
             left = request.most_known - request.known
-            expected += left if left < MOST_EXPECTED_TOKENS else MOST_EXPECTED_TOKENS
+            expected += left if left < MAX_EXPECTED_TOKENS else MAX_EXPECTED_TOKENS
         return expected
 
     def fits(self, request: Request, expected: int) -> bool:
@@ -74,17 +74,17 @@ class Admission:
         """
         if not self._free_slots:
             return False
-        spare = self.kv.num_available - self.kv.pages_to_seat(request)
+        spare = self.kv.num_available - self.kv.pages_needed(request)
         if spare < 0 or not self.seated:
             return spare >= 0
-        expected += min(request.still_to_sample, MOST_EXPECTED_TOKENS)
+        expected += min(request.num_remaining_tokens, MAX_EXPECTED_TOKENS)
         return spare * self.kv.page_size >= self.ratio.value * expected
 
     def seat(self, request: Request, now: float) -> None:
         """Give a request that fits a slot and its pages."""
         self.kv.seat(request)
         request.slot = self._free_slots.pop()
-        request.status = Status.PREFILLING
+        request.status = RequestStatus.PREFILLING
         if not request.admitted:
             request.admitted = now
             request.cached_tokens = request.computed

@@ -6,9 +6,9 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.deadlines import Deadlines
-from scheduler_proc.planning.quarantine import Trial, is_suspect
-from scheduler_proc.planning.retraction import GivingWay
-from scheduler_proc.planning.static_batching import Padding
+from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
+from scheduler_proc.planning.retraction import Retractor
+from scheduler_proc.planning.static_batching import StaticBatchPadding
 from scheduler_proc.policies.base import WaitingQueue
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch, new_slot
 from scheduler_proc.state.request import Request
@@ -48,9 +48,9 @@ class Planner:
         self._deadlines = deadlines
         self._prefilled_last = False
         self._filling = True
-        self._padding = Padding(admission)
-        self.trial = Trial()
-        self.giving_way = GivingWay(args, admission, self._running, self._padding, self.push, fail)
+        self._padding = StaticBatchPadding(admission)
+        self.trial = Quarantine()
+        self.giving_way = Retractor(args, admission, self._running, self._padding, self.push, fail)
 
     # --- composing --------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Planner:
     def jump(self, request: Request, count: int) -> None:
         """So many tokens follow the one that was sampled, and need no step each."""
         request.jump(count)
-        if request.still_to_sample <= 0 and request in self._running:
+        if request.num_remaining_tokens <= 0 and request in self._running:
             self._stop_decoding(request)
 
     def _stop_decoding(self, request: Request) -> None:
@@ -180,11 +180,15 @@ class Planner:
 
     def _add_prefill(self, batch: ScheduleBatch, request: Request, most: int) -> int:
         """The next tokens of a prompt, at most so many; how many."""
-        count = min(request.to_compute, most) if self._cuts else request.to_compute
+        count = (
+            min(request.num_uncomputed_tokens, most)
+            if self._cuts
+            else request.num_uncomputed_tokens
+        )
         samples = batch.add_prefill(request, count)
-        self._kv.share_computed(request)
+        self._kv.cache_computed(request)
         self._running.chunked = None if samples else request
-        if samples and request.still_to_sample:
+        if samples and request.num_remaining_tokens:
             self._running.merge(request)
         elif samples:
             self._stop_decoding(request)
@@ -205,7 +209,9 @@ class Planner:
         lookahead = self.waiting.lookahead
         candidates = self.waiting.first(places + lookahead, budget)
         if len(candidates) == len(self.waiting):
-            budget = self._stretched(budget, sum(request.to_compute for request in candidates))
+            budget = self._stretched(
+                budget, sum(request.num_uncomputed_tokens for request in candidates)
+            )
         for request in candidates:
             count = self._tokens_for(request, batch, budget)
             if count == 0 or not self._fits(request, expected):
@@ -217,7 +223,7 @@ class Planner:
             self._deadlines.admitted(request)
             self.admission.seat(request, now)
             batch.new.append(new_slot(request))
-            expected += request.still_to_sample
+            expected += request.num_remaining_tokens
             budget -= self._add_prefill(batch, request, count)
             places -= 1
             if places == 0 or budget <= 0 or self._running.chunked is not None:
@@ -240,11 +246,11 @@ class Planner:
         The first prompt of a step is cut to the longest chunk, or goes alone where prompts are
         never cut; those after it are cut where a page ends.
         """
-        page_size, to_compute = self._kv.page_size, self._to_compute(request)
-        if to_compute <= budget:
-            return to_compute
+        page_size, num_uncomputed_tokens = self._kv.page_size, self._to_compute(request)
+        if num_uncomputed_tokens <= budget:
+            return num_uncomputed_tokens
         if batch.batch_size == batch.num_decodes:
-            return min(to_compute, self._chunk) if self._cuts else to_compute
+            return min(num_uncomputed_tokens, self._chunk) if self._cuts else num_uncomputed_tokens
         return budget // page_size * page_size if self._cuts else 0
 
     def _to_compute(self, request: Request) -> int:
@@ -262,7 +268,7 @@ class Planner:
 
     def push(self, request: Request) -> None:
         """A request that arrived, or has to wait again."""
-        if is_suspect(request):
+        if is_quarantined(request):
             self.trial.push(request)
         else:
             self.waiting.push(request)

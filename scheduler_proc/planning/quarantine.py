@@ -11,30 +11,30 @@ from collections.abc import Iterable
 from quadriga.errors import RequestFailed
 from scheduler_proc.state.request import Request
 
-DEATHS_OF_A_SUSPECT = 2
-MOST_DEATHS = 3
+CRASHES_TO_QUARANTINE = 2
+MAX_WORKER_CRASHES = 3
 BEYOND = 2
 """So many tokens further than the steps in flight would have brought it."""
 
 
-def worker_died(in_flight: Iterable[Request]) -> Request | None:
+def record_worker_crash(in_flight: Iterable[Request]) -> Request | None:
     """Count a death for each of them; who is to blame, if that is certain."""
     there = {request.seq: request for request in in_flight if not request.finished}
     for request in there.values():
         if _came_further(request):
             request.deaths = 0
         request.deaths += 1
-        request.safe_at = max(request.known, len(request.tokens)) + BEYOND
+        request.cleared_at = max(request.known, len(request.tokens)) + BEYOND
     if len(there) == 1:
         (request,) = there.values()
-        if request.deaths >= MOST_DEATHS:
+        if request.deaths >= MAX_WORKER_CRASHES:
             return request
     return None
 
 
-def is_suspect(request: Request) -> bool:
+def is_quarantined(request: Request) -> bool:
     """It must run alone for now."""
-    return request.deaths >= DEATHS_OF_A_SUSPECT and not _came_further(request)
+    return request.deaths >= CRASHES_TO_QUARANTINE and not _came_further(request)
 
 
 def blame(request: Request) -> RequestFailed:
@@ -46,10 +46,10 @@ def blame(request: Request) -> RequestFailed:
 
 
 def _came_further(request: Request) -> bool:
-    return len(request.tokens) >= request.safe_at
+    return len(request.tokens) >= request.cleared_at
 
 
-class Trial:
+class Quarantine:
     """The suspects, who wait here and not in the waiting queue."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Trial:
     def current(self) -> Request | None:
         """Who runs alone now. Whoever has come far enough goes on like any other."""
         for request in list(self._requests.values()):
-            if is_suspect(request):
+            if is_quarantined(request):
                 return request
             self.remove(request)
         return None

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError
 from scheduler_proc.planning.admission import Admission
-from scheduler_proc.planning.static_batching import Padding
+from scheduler_proc.planning.static_batching import StaticBatchPadding
 from scheduler_proc.state.batch import RunningBatch
-from scheduler_proc.state.request import Request, Status, progress, worth
+from scheduler_proc.state.request import Request, RequestStatus, progress, worth
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
 
-class GivingWay:
+class Retractor:
     """Finds pages for those who run out of them, and places for the urgent.
 
     push: of whoever has to wait again. preempts: the urgent need not wait until somebody ends.
@@ -25,7 +25,7 @@ class GivingWay:
         args: SchedulerArgs,
         admission: Admission,
         running: RunningBatch,
-        padding: Padding,
+        padding: StaticBatchPadding,
         push: Callable[[Request], None],
         fail: Callable[[Request, QuadrigaError], None],
     ) -> None:
@@ -59,7 +59,7 @@ class GivingWay:
                 continue
             victim = self._victim()
             if victim is None:
-                if self._kv.drop_duplicates(request):
+                if self._kv.free_duplicates(request):
                     continue
                 if not self.in_flight:
                     self.happened = True
@@ -99,7 +99,7 @@ class GivingWay:
         self.retractions += 1
         self.happened = True
         self._admission.ratio.retracted(list(self._running))
-        request.status = Status.RETRACTED
+        request.status = RequestStatus.RETRACTED
         self._admission.leaving.add(request.seq)
         if request.in_flight == 0:
             self.requeue(request)
@@ -110,7 +110,7 @@ class GivingWay:
         if self._kv.pages_for(request.known) > self._kv.num_pages:
             self._fail(request, self._admission.pool_is_full(request))
             return
-        request.status = Status.WAITING
+        request.status = RequestStatus.WAITING
         request.computed = 0
         request.forget_prompt()
         self._push(request)

@@ -5,7 +5,7 @@ from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 
 
-class Padding:
+class StaticBatchPadding:
     """Requests that need no further step, and yet have a row in every one, as in static servers.
 
     They have had, or will have, their terminal message like any other; what their rows sample is

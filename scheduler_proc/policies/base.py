@@ -102,7 +102,7 @@ class ShortestFirst(SortedQueue):
     """
 
     def key(self, request: Request) -> tuple[float, ...]:
-        remaining = request.to_compute + request.still_to_sample
+        remaining = request.num_uncomputed_tokens + request.num_remaining_tokens
         return (remaining + AGEING_TOKENS_PER_SECOND * request.received, request.seq)
 
 
@@ -172,8 +172,8 @@ class Pack(FirstComeFirstServed):
 def _fill(requests: list[Request], budget: int) -> list[Request]:
     """First fit decreasing into one bin."""
     packed = []
-    for request in sorted(requests, key=lambda request: -request.to_compute):
-        if request.to_compute <= budget:
+    for request in sorted(requests, key=lambda request: -request.num_uncomputed_tokens):
+        if request.num_uncomputed_tokens <= budget:
             packed.append(request)
-            budget -= request.to_compute
+            budget -= request.num_uncomputed_tokens
     return packed

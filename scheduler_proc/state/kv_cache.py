@@ -69,7 +69,7 @@ class KVCache:
         request.node = node
         return node
 
-    def pages_to_seat(self, request: Request) -> int:
+    def pages_needed(self, request: Request) -> int:
         """How many of the available pages `seat` would use up: new ones, and cached ones that
         nobody else uses."""
         node: Node | None = self.locate(request)
@@ -82,7 +82,7 @@ class KVCache:
 
     def seat(self, request: Request) -> None:
         """Hold what is cached of the request's known tokens, and take pages for the rest, which
-        must be available: ask `pages_to_seat`."""
+        must be available: ask `pages_needed`."""
         path = self.locate(request).path()
         for node in path:
             self.tree.hold(node)
@@ -94,20 +94,20 @@ class KVCache:
 
     def grow(self, request: Request) -> int:
         """One more page for the request, which must be available. Its number."""
-        self.share_computed(request)
+        self.cache_computed(request)
         page = self._free.pop() if self._free else self.tree.evict(1)[0]
         request.pages.append(page)
         request.capacity += self.page_size
         return page
 
-    def share_computed(self, request: Request) -> None:
+    def cache_computed(self, request: Request) -> None:
         """Put the request's full pages into the tree, as far as their tokens are known and
         computed or planned: plans run in order, so whoever finds a page there reads it later.
 
         Where the same tokens are cached already, the request keeps its own page and goes on below
         that node. A node without users takes over the page and its old one is free, so that no
         page less is available than before; one that is in use stays as it is, and the own page is
-        nobody else's (see `drop_duplicates`).
+        nobody else's (see `free_duplicates`).
         """
         if not self._prefix_cache:
             return
@@ -128,7 +128,7 @@ class KVCache:
 
     def release(self, request: Request) -> None:
         """Take back what the request holds; what it has computed stays cached."""
-        self.share_computed(request)
+        self.cache_computed(request)
         path = request.path
         own = [page for page, node in zip(request.pages, path) if page != node.page]  # noqa: B905
         self._free += own
@@ -136,7 +136,7 @@ class KVCache:
         self.tree.let_go(path)
         request.pages, request.path, request.capacity = [], [], 0
 
-    def drop_duplicates(self, request: Request) -> bool:
+    def free_duplicates(self, request: Request) -> bool:
         """Free pages whose content the request has twice: in a page of its own, and in that of a
         node that nobody else uses. Whether there were any."""
         own = [

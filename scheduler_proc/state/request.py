@@ -12,15 +12,15 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.public import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.worker import SlotRules
-from scheduler_proc.slot_params import choice_params, slot_rules
+from quadriga.wire.messages.worker import SlotSamplingParams
+from scheduler_proc.slot_params import choice_params, slot_sampling_params
 from scheduler_proc.state.prefix_tree import Node
 
 TOKENS_OF_A_BLOCK = 64
 """Tokens that take as much memory as a block of log-probabilities without its numbers."""
 
 
-class Status(enum.IntEnum):
+class RequestStatus(enum.IntEnum):
     """Where a request stands.
 
     RETRACTED: pages and slot are to be given back as soon as no step is in flight, then it waits
@@ -53,7 +53,7 @@ class Request:
     grammar: what its text must obey.
     prompt_logprobs: those of the prompt that are known so far.
     told: the log-probabilities of its tokens, one block each, where its client wants them.
-    deaths: of the worker, in a row, while it computed this; safe_at: see quarantine.py.
+    deaths: of the worker, in a row, while it computed this; cleared_at: see quarantine.py.
     """
 
     seq: int
@@ -71,10 +71,10 @@ class Request:
     queue_deadline: float | None = None
     deadline: float | None = None
     index: int = 0
-    rules: SlotRules | None = None
+    rules: SlotSamplingParams | None = None
     grammar: GrammarForm | None = None
 
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     known: int = 0
     most_known: int = 0
     computed: int = 0
@@ -94,7 +94,7 @@ class Request:
     prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
     told: list[LogprobBlock] = field(default_factory=list)
     deaths: int = 0
-    safe_at: int = 0
+    cleared_at: int = 0
 
     @classmethod
     def from_submit(
@@ -122,7 +122,9 @@ class Request:
             queue_deadline=message.queue_deadline,
             deadline=message.deadline,
             index=index,
-            rules=slot_rules(params, len(tokens), stop_ids, message.bad_words, message.grammar),
+            rules=slot_sampling_params(
+                params, len(tokens), stop_ids, message.bad_words, message.grammar
+            ),
             grammar=message.grammar,
             known=len(tokens),
             most_known=len(tokens) + params.max_new_tokens,
@@ -130,11 +132,11 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.status is RequestStatus.FINISHED
 
     def lose_worker(self) -> None:
         """The worker died, and with it what was computed and what was in flight."""
-        self.status = Status.WAITING
+        self.status = RequestStatus.WAITING
         self.known = len(self.tokens)
         self.computed = self.in_flight = self.capacity = 0
         self.slot = -1
@@ -162,7 +164,7 @@ class Request:
         return self.params.prompt_logprobs is not None and not self.first_token
 
     @property
-    def rules_to_go(self) -> SlotRules | None:
+    def rules_to_go(self) -> SlotSamplingParams | None:
         """The rules for a slot that it enters now: a prompt is told once."""
         if self.rules is None or self.tells_prompt:
             return self.rules
@@ -177,7 +179,7 @@ class Request:
         return len(self.tokens) + numbers + TOKENS_OF_A_BLOCK * len(blocks)
 
     @property
-    def to_compute(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens that are known and not yet computed."""
         return self.known - self.computed
 
@@ -186,7 +188,7 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def still_to_sample(self) -> int:
+    def num_remaining_tokens(self) -> int:
         """Tokens that further steps may sample, those in flight not counted. At 0 no further step
         is needed: what is in flight samples the last possible token."""
         return self.most_known - self.known

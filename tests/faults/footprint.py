@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_GROWTH = 0.01
-LEAST_GROWTH_MB = 2.0
+MAX_GROWTH = 0.01
+MIN_GROWTH_MB = 2.0
 """More than both is too much. The second is what allocators and counters of a small process move
 by without a leak."""
-MOST_MORE = 3
+MAX_MORE = 3
 """Files or threads: so many connections more or less may be open at a moment."""
 
 
@@ -47,11 +47,11 @@ def growth(name: str, first: Footprint, last: Footprint) -> list[str]:
     """What of a process has grown too much, in words."""
     found = []
     more = last.megabytes - first.megabytes
-    if more > max(LEAST_GROWTH_MB, MOST_GROWTH * first.megabytes):
+    if more > max(MIN_GROWTH_MB, MAX_GROWTH * first.megabytes):
         found.append(f"{name}: {more:.1f} MB more")
-    if last.files - first.files > MOST_MORE:
+    if last.files - first.files > MAX_MORE:
         found.append(f"{name}: {last.files - first.files:g} open files more")
-    if last.threads - first.threads > MOST_MORE:
+    if last.threads - first.threads > MAX_MORE:
         found.append(f"{name}: {last.threads - first.threads:g} threads more")
     return found
 

@@ -22,10 +22,16 @@ import psutil
 from quadriga.client import Client, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import Chunk, Chunks, ClientMessage, ServerMessage
-from quadriga.wire.messages.to_detok import CloseText, Delivered, DetokMessage, OpenText, StepOutput
+from quadriga.wire.messages.to_detok import (
+    Delivered,
+    DetokMessage,
+    StepOutput,
+    StreamEnd,
+    StreamStart,
+)
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
-    Inspect,
+    InfoRequest,
     SchedulerMessage,
     StopFound,
     Submit,
@@ -39,7 +45,7 @@ from quadriga.wire.messages.worker import (
     WorkerMessage,
     WorkerReady,
 )
-from scheduler_proc.durability.journal_records import Round, Tokens
+from scheduler_proc.durability.journal_records import JournalRecord, TokenRecord
 from tests.faults.raw_client import RawClient
 from tests.server import is_alive, running_server, settle
 from tests.tiny_models import tiny_llama
@@ -52,22 +58,22 @@ INNER: dict[str, Any] = {
     "results": ResultMessage,
     "detok": DetokMessage,
     "delivery": Delivered,
-    "journal": Round,
+    "journal": JournalRecord,
 }
 _IDS = pack_ids([1, 2, 3])
-_CLOSED = CloseText(1, b"c", "r", "stop", 2, None, 3, 0, 1.0, 1.0, 1.0, 1.0)
+_CLOSED = StreamEnd(1, b"c", "r", "stop", 2, None, 3, 0, 1.0, 1.0, 1.0, 1.0)
 SAMPLES: list[msgspec.Struct] = [
     Submit(b"c", "r", _IDS, SamplingParams(max_new_tokens=3, seed=1), True, 1.0, 2.0),
     AbortRequest(b"c", "r"),
     StopFound([1, 2]),
-    Inspect(b"c", "r", {"running": 1, "pids": {"a": 2}}),
+    InfoRequest(b"c", "r", {"running": 1, "pids": {"a": 2}}),
     StepPlan(1, 2, _IDS, _IDS, [NewSlot(1, _IDS, 0, _IDS, 1.0, -1, 1.0, 5)], _IDS, _IDS),
     WorkerReady(10, 16, 4, "float32", "cpu"),
     StepResult(1, _IDS, 1.0, 2.0, failed=[FailedRow(0, "why")]),
-    StepOutput(1.0, [OpenText(1, b"c", "r", True, True, ["x"])], [1, 1, 1], _IDS, [_CLOSED]),
+    StepOutput(1.0, [StreamStart(1, b"c", "r", True, True, ["x"])], [1, 1, 1], _IDS, [_CLOSED]),
     Chunks([Chunk("r", 0, "text", _IDS, [1.0, 2.0, 3.0])]),
     Delivered(["r"], 5),
-    Round([], [Tokens([1, 2, 3], _IDS, 1.0)], [], [1]),
+    JournalRecord([], [TokenRecord([1, 2, 3], _IDS, 1.0)], [], [1]),
 ]
 """Valid messages of every inner link."""
 BATCH = 500

@@ -39,8 +39,8 @@ FLAGS = ["--dtype", "float32", "--max-total-tokens", "32768", "--worker-threads"
 FLAGS += ["--log-level", "debug"]  # the detokenizer then says at its end what it still knows
 CLIENT = "client"
 """The process of this program. It is shown, and not judged: it is no part of the server."""
-LONGEST_WARM_UP = 180.0
-LONGEST_INTERVAL = 10.0
+MAX_WARM_UP_S = 180.0
+MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
 FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TOKENS)
 
@@ -65,7 +65,7 @@ class Soak:
     def quarters(self) -> tuple[list[Sample], list[Sample]]:
         """The first after the warm-up, and the last."""
         end = self.samples[-1].seconds
-        begin = min(LONGEST_WARM_UP, end / 10)
+        begin = min(MAX_WARM_UP_S, end / 10)
         quarter = (end - begin) / 4
         return (
             [one for one in self.samples if begin <= one.seconds <= begin + quarter],
@@ -148,7 +148,7 @@ async def load(server: Server, url: str, seconds: float, soak: Soak) -> None:
 async def _look_again_and_again(
     server: Server, client: AsyncClient, seconds: float, soak: Soak
 ) -> None:
-    began, interval = time.monotonic(), min(LONGEST_INTERVAL, seconds / 20)
+    began, interval = time.monotonic(), min(MAX_INTERVAL_S, seconds / 20)
     while (passed := time.monotonic() - began) < seconds:
         await asyncio.sleep(min(interval, seconds - passed))
         try:

@@ -21,7 +21,7 @@ from tests.wire import Wire
 
 PATIENCE = 120.0
 """Seconds after which an answer counts as lost."""
-LONGEST = 512
+MAX_LENGTH = 512
 """Prompt and answer together, in tokens, where the model's context allows it."""
 PREFIXES, REPEATED = 12, 12
 SCHEMA = {
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def longest(self) -> int:
-        return min(LONGEST, self.context_length)
+        return min(MAX_LENGTH, self.context_length)
 
 
 async def do_one_after_the_other(

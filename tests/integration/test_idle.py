@@ -8,7 +8,7 @@ import psutil
 from tests.server import Server, settle
 
 SECONDS = float(os.environ.get("QUADRIGA_TEST_IDLE_SECONDS", "5"))
-MOST_CPU_SECONDS = SECONDS * 0.5 / 60
+MAX_CPU_SECONDS = SECONDS * 0.5 / 60
 """Half a second a minute, for all processes together."""
 
 
@@ -19,7 +19,7 @@ def test_an_idle_server_takes_no_cpu_time(server: Server) -> None:
     time.sleep(SECONDS)
     spent = cpu_seconds(server) - before
     print(f"{spent:.3f} s of CPU time in {SECONDS:g} s")
-    assert spent <= MOST_CPU_SECONDS
+    assert spent <= MAX_CPU_SECONDS
 
 
 def cpu_seconds(server: Server) -> float:

@@ -153,23 +153,23 @@ def tokenizer(llama_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def likeliest(model: Any, tokenizer: Tokenizer) -> list[int]:
+def argmax(model: Any, tokenizer: Tokenizer) -> list[int]:
     return by_transformers(model, tokenizer, {})
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_tokens_are_the_same_by_all_ways(
-    server: Server, gateway: str, model: Any, tokenizer: Tokenizer, likeliest: list[int], name: str
+    server: Server, gateway: str, model: Any, tokenizer: Tokenizer, argmax: list[int], name: str
 ) -> None:
     expected = by_transformers(model, tokenizer, SETS[name])
     assert served(server, gateway, SETS[name]) == expected
-    assert (expected != likeliest) == (name != "least min_p"), "the parameters change something"
+    assert (expected != argmax) == (name != "least min_p"), "the parameters change something"
 
 
 def test_an_end_that_may_not_come_yet_comes_when_it_may(
-    server: Server, gateway: str, model: Any, tokenizer: Tokenizer, likeliest: list[int]
+    server: Server, gateway: str, model: Any, tokenizer: Tokenizer, argmax: list[int]
 ) -> None:
-    stop = likeliest[2]
+    stop = argmax[2]
     lengths = []
     for least in (0, 9):
         fields = {"stop_token_ids": [stop], "min_new_tokens": least, "repetition_penalty": 0.9}

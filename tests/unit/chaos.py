@@ -13,7 +13,7 @@ from typing import Any
 from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.to_scheduler import StopFound
-from scheduler_proc.planning.quarantine import MOST_DEATHS
+from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.unit.simulation import JUMPING, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
@@ -86,7 +86,10 @@ class Chaos:
         assert tokens == expected[: len(tokens)], "a wrong token"
         if closed.finish_reason == "error":
             needed = len(asked.prompt) + asked.max_new_tokens - 1
-            blamed = self.world.deaths >= MOST_DEATHS and "the worker died" in closed.error.message
+            blamed = (
+                self.world.deaths >= MAX_WORKER_CRASHES
+                and "the worker died" in closed.error.message
+            )
             assert asked.timed or blamed or needed > self.pool_tokens, closed.error
         elif closed.finish_reason != "abort" and not asked.stopped:
             assert tokens == expected, "tokens are missing"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from quadriga.model_files.resolve import ModelFiles
 
-MOST_BLOCKS = 3
+MAX_BLOCKS = 3
 
 
 def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.Q8_0) -> ModelFiles:
@@ -32,7 +32,7 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     is_llama = config["model_type"] == "llama"
     architecture = gguf.MODEL_ARCH[config["model_type"].upper()]
     writer = gguf.GGUFWriter(file, config["model_type"])
-    names = gguf.get_tensor_name_map(architecture, MOST_BLOCKS)
+    names = gguf.get_tensor_name_map(architecture, MAX_BLOCKS)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
         if is_llama and (".q_proj." in name or ".k_proj." in name):

@@ -19,16 +19,16 @@ from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_opening import FILE_NAME
 from scheduler_proc.durability.journal_reader import read_journal
-from scheduler_proc.durability.journal_records import Header
-from scheduler_proc.durability.journal_recovery import Found
-from scheduler_proc.request_table import LiveRequests
-from scheduler_proc.state.request import Request, Status
+from scheduler_proc.durability.journal_records import JournalHeader
+from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.request_table import RequestTable
+from scheduler_proc.state.request import Request, RequestStatus
 
 EOS = frozenset({2})
 
 
-def header(run: str = "run", **fields: Any) -> Header:
-    return msgspec.structs.replace(Header(run, "tiny", "f1", 100, 64), **fields)
+def header(run: str = "run", **fields: Any) -> JournalHeader:
+    return msgspec.structs.replace(JournalHeader(run, "tiny", "f1", 100, 64), **fields)
 
 
 def let_go(journal: Journal | NoJournal) -> None:
@@ -46,7 +46,7 @@ class Run:
         file = JournalFile(self.path, header(name), durable)
         self.journal = Journal(file, lambda: self.now)
         self.journal.compact()
-        self.requests = LiveRequests(EOS)
+        self.requests = RequestTable(EOS)
 
     def accept(self, name: str, n: int = 1) -> list[Request]:
         params = SamplingParams(max_new_tokens=5000, seed=1, n=n, logit_bias={5: 1.0})
@@ -62,16 +62,16 @@ class Run:
             self.journal.produced([request.seq], [token], 3.0)
 
     def end(self, request: Request, reason: str = "stop", settled: bool = True) -> None:
-        request.status, request.finish_reason = Status.FINISHED, reason
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
         self.journal.ended(request)
         if settled:
             self.journal.settled([request.seq])
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[RecoveredRequest]:
         return read_journal(self.path).found
 
 
-def outline(found: list[Found]) -> list[tuple[Any, ...]]:
+def outline(found: list[RecoveredRequest]) -> list[tuple[Any, ...]]:
     return [
         (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.settled)
         for one in found

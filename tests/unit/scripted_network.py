@@ -41,7 +41,7 @@ class Network:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(link, "sockets", self)
-        patch.setattr(link, "ConnectionWatch", Watch)
+        patch.setattr(link, "ConnectionWatch", SlowClientGuard)
 
     def connect_front_door(
         self, address: str, routing_id: bytes, prepare: Callable[["Socket"], None]
@@ -104,7 +104,7 @@ class Socket:
         self.outbound: deque[bytes] = deque()
         self.inbound: deque[bytes] = deque()
         self.cable: Cable | None = None
-        self.watch: Watch | None = None
+        self.watch: SlowClientGuard | None = None
         self.port: Port | None = None
         self.closed = self.is_jammed = False
 
@@ -221,7 +221,7 @@ class Port:
         self.wake()
 
 
-class Watch:
+class SlowClientGuard:
     """Stands for ConnectionWatch."""
 
     def __init__(

@@ -7,17 +7,17 @@ import msgspec
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_detok import AllTold, CloseText, ReplayText, StepOutput
+from quadriga.wire.messages.to_detok import Drained, StepOutput, StreamEnd, StreamReplay
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     DetokReady,
+    EndsDelivered,
     SchedulerMessage,
     Submit,
-    TextsEnded,
 )
 from quadriga.wire.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.step_timing import MOST_COMPANY_SECONDS
+from scheduler_proc.step_timing import MAX_TOTAL_DELAY_S
 
 EOS = 2
 JUMPING = 100
@@ -205,8 +205,8 @@ class Detok:
     def __init__(self) -> None:
         self.open: dict[int, str] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.closed: dict[str, CloseText] = {}
-        self.replayed: list[ReplayText] = []
+        self.closed: dict[str, StreamEnd] = {}
+        self.replayed: list[StreamReplay] = []
         self.unanswered: set[str] = set()
         self.may_begin_anew = False
         self.ended: list[int] = []
@@ -215,7 +215,7 @@ class Detok:
         self.stopped = False
 
     def send(self, message: msgspec.Struct) -> None:
-        if isinstance(message, AllTold):
+        if isinstance(message, Drained):
             self.all_told += self.session >= 0
             return
         if not isinstance(message, StepOutput):
@@ -236,7 +236,7 @@ class Detok:
             self.closed[closed.request_id] = closed
             self.ended.append(closed.seq)
 
-    def _take_replay(self, replay: ReplayText) -> None:
+    def _take_replay(self, replay: StreamReplay) -> None:
         """What was known of it must be a beginning of it."""
         self.replayed.append(replay)
         name, tokens = replay.opening.request_id, unpack_ids(replay.token_ids).tolist()
@@ -306,13 +306,13 @@ class World:
 
     def begin(self) -> None:
         """Nobody else comes: an idle worker gets its step."""
-        self.wake(self.worker.now + MOST_COMPANY_SECONDS)
+        self.wake(self.worker.now + MAX_TOTAL_DELAY_S)
 
     def _acknowledge(self) -> None:
         """The detokenizer says which ends it has handed on."""
         if self.detok.ended:
             ended, self.detok.ended = self.detok.ended, []
-            self.scheduler.iterate([TextsEnded(ended)], [])
+            self.scheduler.iterate([EndsDelivered(ended)], [])
 
     def lose_detok(self) -> None:
         """The detokenizer dies: what it is told gets lost."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 2 << 30
 """Of address space, of which the library and the vocabulary take less than half."""
-LONGEST_ERROR = 500
+MAX_ERROR_CHARS = 500
 """Characters."""
 
 
@@ -75,7 +75,7 @@ def _check(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
         form = to_library_form(grammar, vocabulary)
         check_begins(compile_grammar(vocabulary, form))
     except BaseException as error:  # a panic of the library is no Exception
-        return json.dumps(["", str(error).strip()[:LONGEST_ERROR] or type(error).__name__])
+        return json.dumps(["", str(error).strip()[:MAX_ERROR_CHARS] or type(error).__name__])
     return json.dumps([form, ""])
 
 

@@ -28,7 +28,7 @@ TRIES = 2
 Then = Callable[[asyncio.Future[str]], None]
 
 
-class GrammarDoor:
+class GrammarValidator:
     """Turns grammars into the form that the worker compiles, off the event loop.
 
     Each of its threads has a process that does the work, started when the first grammar comes.

@@ -30,7 +30,7 @@ Then = Callable[[bytes], None]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PrepareJob:
     """A message on its way through the pool."""
 
     client: bytes
@@ -48,8 +48,8 @@ class PreparePool:
     def __init__(self, fork_server: ForkServer, num_workers: int) -> None:
         self._fork_server = fork_server
         self._num_workers = num_workers
-        self._waiting: OrderedDict[bytes, deque[Job]] = OrderedDict()
-        self._running: dict[Job, asyncio.Task[None]] = {}
+        self._waiting: OrderedDict[bytes, deque[PrepareJob]] = OrderedDict()
+        self._running: dict[PrepareJob, asyncio.Task[None]] = {}
         self._idle: list[_Worker] = []
         self._bytes_of_client: dict[bytes, int] = {}
         self._num_bytes = 0
@@ -67,7 +67,7 @@ class PreparePool:
         self._check(client, len(frame))
         self._num_bytes += len(frame)
         self._bytes_of_client[client] = self._bytes_of_client.get(client, 0) + len(frame)
-        self._waiting.setdefault(client, deque()).append(Job(client, frame, then))
+        self._waiting.setdefault(client, deque()).append(PrepareJob(client, frame, then))
         self._start_jobs()
 
     def drop(self, client: bytes) -> None:
@@ -98,7 +98,7 @@ class PreparePool:
                     RETRY_AFTER_S,
                 )
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: PrepareJob) -> None:
         size = len(job.frame)
         self._num_bytes -= size
         self._bytes_of_client[job.client] -= size
@@ -111,7 +111,7 @@ class PreparePool:
         for job in self._startable_jobs():
             self._running[job] = asyncio.get_running_loop().create_task(self._run(job))
 
-    def _startable_jobs(self) -> Iterator[Job]:
+    def _startable_jobs(self) -> Iterator[PrepareJob]:
         """Yield jobs, and take them off the queue, as long as workers and memory allow."""
         while self._waiting and len(self._running) < self._num_workers:
             client, jobs = next(iter(self._waiting.items()))
@@ -124,14 +124,14 @@ class PreparePool:
                 del self._waiting[client]
             yield job
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: PrepareJob) -> None:
         outcome = await self._outcome(job)
         del self._running[job]
         self._forget(job)
         self._start_jobs()
         job.then(outcome)
 
-    async def _outcome(self, job: Job) -> bytes:
+    async def _outcome(self, job: PrepareJob) -> bytes:
         for _ in range(MAX_ATTEMPTS):
             worker = self._idle.pop() if self._idle else await _connect(self._fork_server)
             try:

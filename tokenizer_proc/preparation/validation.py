@@ -26,14 +26,14 @@ PEEKED_BYTES = 1024
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """The first fields of a message, "" where they are missing or of another type."""
 
     tag: str
     request_id: str
 
 
-def peek(frame: bytes) -> Header:
+def peek(frame: bytes) -> FrameHeader:
     """Return the header of a message, in time that does not grow with the message."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(frame[:PEEKED_BYTES])
@@ -41,8 +41,8 @@ def peek(frame: bytes) -> Header:
         num_fields = unpacker.read_array_header()
         tag, _, request_id = [unpacker.unpack() if i < num_fields else "" for i in range(3)]
     except (msgpack.UnpackException, ValueError):
-        return Header("", "")
-    return Header(
+        return FrameHeader("", "")
+    return FrameHeader(
         tag if isinstance(tag, str) else "",
         request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else "",
     )

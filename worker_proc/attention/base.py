@@ -39,7 +39,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchLayout:
     """The rows of one step, in the order in which their tokens lie one after the other.
 
     Row i computes the tokens at positions computed[i] to computed[i] + num_tokens[i] - 1 of its
@@ -75,5 +75,5 @@ class AttentionBackend(ABC):
     shape: AttentionShape
 
     @abstractmethod
-    def begin_step(self, rows: Rows) -> StepAttention:
+    def begin_step(self, rows: BatchLayout) -> StepAttention:
         """Indexes and masks for these rows, once for all layers."""

@@ -18,16 +18,16 @@ from torch import Tensor
 from worker_proc.attention.base import (
     AttentionBackend,
     AttentionShape,
+    BatchLayout,
     Ints,
-    Rows,
     StepAttention,
 )
 
 PADDING_ALLOWANCE = 2048
 """Query-key pairs that a group may waste before the rule below looks at it."""
-MOST_GATHERED_BYTES = 4 * 1024 * 1024
+MAX_GATHERED_BYTES = 4 * 1024 * 1024
 """Keys and values of one group and layer: few enough to stay in the last-level cache."""
-MOST_SCORES = 16 * 1024 * 1024
+MAX_SCORES = 16 * 1024 * 1024
 """Scores (query-key pairs of all heads) that are written out."""
 
 
@@ -79,7 +79,7 @@ class TorchAttention(AttentionBackend):
         self._head_places = heads * page_size
         self._head_parts = heads.view(2, 1, shape.kv_heads, 1)
 
-    def begin_step(self, rows: Rows) -> StepAttention:
+    def begin_step(self, rows: BatchLayout) -> StepAttention:
         first_tokens = np.concatenate(([0], np.cumsum(rows.num_tokens)))
         groups = [
             self._group(rows, start, stop, first_tokens)
@@ -103,7 +103,7 @@ class TorchAttention(AttentionBackend):
         torch.index_select(self._layers[layer].view(-1, part), 0, group.gather, out=gathered)
         return gathered.view(2, group.rows, self.shape.kv_heads, group.keys, self.shape.head_dim)
 
-    def _write_places(self, rows: Rows, first_tokens: Ints) -> Tensor:
+    def _write_places(self, rows: BatchLayout, first_tokens: Ints) -> Tensor:
         """[tokens, 2 * kv_heads]: where a token's keys and values lie in pages of head_dim rows."""
         row_of_token = np.repeat(np.arange(len(rows.slots)), rows.num_tokens)
         ahead = np.arange(first_tokens[-1]) - first_tokens[row_of_token]
@@ -116,7 +116,7 @@ class TorchAttention(AttentionBackend):
         """Runs of rows that are worth computing together: of one kind, little padding, and no more
         keys than the gathering buffer should hold."""
         bytes_per_key = self.shape.bytes_per_token(self.dtype) // self.shape.layers
-        most_keys = MOST_GATHERED_BYTES // bytes_per_key
+        most_keys = MAX_GATHERED_BYTES // bytes_per_key
         kinds = (num_tokens > 1) * 2 + ((num_tokens > 1) & (computed > 0))
         runs: list[tuple[int, int]] = []
         start, queries, keys, needed = 0, 0, 0, 0
@@ -142,7 +142,7 @@ class TorchAttention(AttentionBackend):
         runs.append((start, len(num_tokens)))
         return runs
 
-    def _group(self, rows: Rows, start: int, stop: int, first_tokens: Ints) -> _Group:
+    def _group(self, rows: BatchLayout, start: int, stop: int, first_tokens: Ints) -> _Group:
         num_tokens, computed = rows.num_tokens[start:stop], rows.computed[start:stop]
         count, queries = stop - start, int(num_tokens.max())
         has_past = queries == 1 or bool(computed.max() > 0)
@@ -160,7 +160,7 @@ class TorchAttention(AttentionBackend):
         limits = self._to_device(computed[:, None] + np.arange(queries))
         mask: Tensor | None = torch.arange(keys, device=self.device) <= limits.unsqueeze(-1)
         bias = None
-        if count * self.shape.heads * queries * keys <= MOST_SCORES:
+        if count * self.shape.heads * queries * keys <= MAX_SCORES:
             assert mask is not None
             bias = self._bias(mask)
         elif not has_past:
@@ -178,7 +178,7 @@ class TorchAttention(AttentionBackend):
             bias=bias,
         )
 
-    def _gather_index(self, rows: Rows, start: int, stop: int, pages: int) -> Tensor:
+    def _gather_index(self, rows: BatchLayout, start: int, stop: int, pages: int) -> Tensor:
         """[2 * rows * kv_heads * pages]: parts of pages, so that each head's keys lie together."""
         table = rows.page_table[:, :pages].index_select(0, self._to_device(rows.slots[start:stop]))
         parts = table.view(1, stop - start, 1, pages) * (2 * self.shape.kv_heads)

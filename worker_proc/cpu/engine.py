@@ -10,14 +10,14 @@ from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import StepPlan
-from worker_proc.attention.base import INT8_SCALE_BYTES, Rows
+from worker_proc.attention.base import INT8_SCALE_BYTES, BatchLayout
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.panels import LANES, round_up
 from worker_proc.cpu.pools import Pools
 from worker_proc.cpu.program import (
     SAMPLING_ROW,
     Buffer,
-    Numbers,
+    ComputeType,
     OpKind,
     Program,
     Slots,
@@ -71,7 +71,7 @@ class NativeEngine(Engine):
         check_heads(self._library, model.attention_shape)
         self._dtype = dtype
         self._numbers = fastest_numbers(self._library, dtype)
-        if self._numbers is Numbers.BFLOAT16:
+        if self._numbers is ComputeType.BFLOAT16:
             self._library.quadriga_vector_bits.restype = ctypes.c_int64
             say(
                 "bfloat16 becomes float32 as it is multiplied, by vectors of"
@@ -99,7 +99,7 @@ class NativeEngine(Engine):
         self._forward(self._sampled_body, inputs, inputs.last_tokens)
         return inputs.of_samples(self._hidden(self._sampled_body, inputs))
 
-    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
+    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
         """As a single run, so that the threads are woken but once."""
         self._forward(self._whole, inputs, inputs.last_tokens)
         return self._rows.best[: len(inputs.samples)]
@@ -125,7 +125,7 @@ class NativeEngine(Engine):
             self._point(Buffer.RESIDUAL, residual)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
@@ -219,7 +219,7 @@ class NativeEngine(Engine):
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in of_slots))
         self._table = table
 
-    def _set_rows(self, rows: Rows) -> None:
+    def _set_rows(self, rows: BatchLayout) -> None:
         """Copied to where the kernels look: asking arrays for their addresses takes longer."""
         count = len(rows.slots)
         self._reserve_rows(count)

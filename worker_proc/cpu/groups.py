@@ -12,7 +12,7 @@ from worker_proc.loading.gguf_blocks import BLOCK, Blocks, PackedRows
 
 GROUP = BLOCK
 """Neighbouring inputs that share a scale."""
-LEAST_SCALE = 1e-8
+MIN_SCALE = 1e-8
 """Below it a group is all zeros."""
 GREATEST_HALF = torch.finfo(torch.float16).max
 
@@ -56,14 +56,14 @@ def as_stored(parts: Sequence[PackedRows]) -> Groups:
 
 def _in_8_bits(groups: Tensor) -> Groups:
     scale = _as_half(groups.abs().amax(-1) / 127)
-    numbers = (groups / scale.clamp(min=LEAST_SCALE).unsqueeze(-1)).round().clamp(-127, 127)
+    numbers = (groups / scale.clamp(min=MIN_SCALE).unsqueeze(-1)).round().clamp(-127, 127)
     return Groups((numbers + 128).to(torch.uint8), scale, None)
 
 
 def _in_4_bits(groups: Tensor) -> Groups:
     least = _as_half(groups.amin(-1))
     scale = _as_half((groups.amax(-1) - least) / 15)
-    steps = (groups - least.unsqueeze(-1)) / scale.clamp(min=LEAST_SCALE).unsqueeze(-1)
+    steps = (groups - least.unsqueeze(-1)) / scale.clamp(min=MIN_SCALE).unsqueeze(-1)
     return Groups(steps.round().clamp(0, 15).to(torch.uint8), scale, least)
 
 

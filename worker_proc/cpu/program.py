@@ -47,7 +47,7 @@ class Format(IntEnum):
     INT4 = 2
 
 
-class Numbers(IntEnum):
+class ComputeType(IntEnum):
     """How they are multiplied: see numbers.h."""
 
     FLOAT32 = 0
@@ -57,7 +57,7 @@ class Numbers(IntEnum):
     @property
     def passed(self) -> torch.dtype:
         """Of what operations pass to each other."""
-        return torch.bfloat16 if self is Numbers.BFLOAT16_PAIRS else torch.float32
+        return torch.bfloat16 if self is ComputeType.BFLOAT16_PAIRS else torch.float32
 
 
 class Matrix(ctypes.Structure):
@@ -165,8 +165,8 @@ def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
     """ModelError where the kernels have no room for such heads."""
     shared = shape.heads // shape.kv_heads
     for what, value, most in (
-        ("heads of {}", shape.head_dim, library.quadriga_most_head_dim),
-        ("{} query heads for each key head", shared, library.quadriga_most_shared),
+        ("heads of {}", shape.head_dim, library.quadriga_max_head_dim),
+        ("{} query heads for each key head", shared, library.quadriga_max_shared),
     ):
         most.restype = ctypes.c_int64
         if value > most():
@@ -176,9 +176,9 @@ def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
             )
 
 
-def fastest_numbers(library: ctypes.CDLL, dtype: torch.dtype) -> Numbers:
+def fastest_numbers(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:
     """For this dtype on this CPU, measured."""
     if dtype == torch.float32:
-        return Numbers.FLOAT32
+        return ComputeType.FLOAT32
     library.quadriga_bfloat16.restype = ctypes.c_int64
-    return Numbers(library.quadriga_bfloat16())
+    return ComputeType(library.quadriga_bfloat16())

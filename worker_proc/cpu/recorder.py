@@ -121,11 +121,11 @@ class Recorder(Ops[Buffer]):
     def project_gelu(self, linear: Linear, x: Buffer) -> Buffer:
         return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(linear))
 
-    def project_swiglu(self, linear: Linear, x: Buffer) -> Buffer:
+    def linear_swiglu(self, linear: Linear, x: Buffer) -> Buffer:
         matrix = self._weights.matrix(linear, gated=True)
         return self._multiply(OpKind.MATMUL_SWIGLU, x, Buffer.INNER, matrix)
 
-    def add_projection(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
+    def linear_add(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
         return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(linear))
 
     def attend(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.model_files.resolve import ModelFiles
-from worker_proc.loading.sharding import Part
+from worker_proc.loading.sharding import TPRank
 from worker_proc.models.registry import build_model
 from worker_proc.system.devices import choose_device
 
@@ -26,11 +26,11 @@ TIMEOUT = timedelta(minutes=10)
 """For the others to load their parts. A dead rank is found out by other means."""
 
 
-class Ranks:
+class TPGroup:
     """This process among those that share a model. Every call must be made by all of them, in the
     same order."""
 
-    def __init__(self, part: Part, store: Path, device: torch.device) -> None:
+    def __init__(self, part: TPRank, store: Path, device: torch.device) -> None:
         """Waits for the others, who find each other by a file that is not there yet."""
         self.part = part
         self._device = device
@@ -45,7 +45,7 @@ class Ranks:
             device_id=device if device.type == "cuda" else None,
         )
 
-    def add_up(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of everybody's x, in place, the same bits on each rank."""
         dist.all_reduce(x)
         return x

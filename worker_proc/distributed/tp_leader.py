@@ -23,7 +23,7 @@ from quadriga.wire.sockets import Outbox
 LEAVE_SECONDS = 5.0
 
 
-class Followers:
+class TPLeader:
     """Ranks 1 to tp - 1. died: called in a thread of its own, with which one and how, where one
     ends that was not told to. store: the file by which all ranks find each other."""
 

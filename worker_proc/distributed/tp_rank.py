@@ -35,13 +35,13 @@ def body(child: Child, rank: int, store: Path) -> None:
     inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
     from torch import inference_mode
 
-    from worker_proc.loading.sharding import Part
+    from worker_proc.loading.sharding import TPRank
     from worker_proc.runner import make_runner
     from worker_proc.system.devices import take_cores
 
     take_cores(child.config.worker)
     files = resolve_model(child.config.model)
-    runner = make_runner(child.config, files, Part(rank, child.config.worker.tp), store)
+    runner = make_runner(child.config, files, TPRank(rank, child.config.worker.tp), store)
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled

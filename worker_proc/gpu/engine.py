@@ -13,8 +13,8 @@ from torch import Tensor
 from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, Decoded, DecodeGraphs
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rows import note
-from worker_proc.gpu.ops import Rows, TritonOps
-from worker_proc.gpu.pages import Pages, StepAttention, TritonAttention
+from worker_proc.gpu.ops import Hidden, TritonOps
+from worker_proc.gpu.pages import AttentionPlanner, Pages, TritonAttention
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import draw, first_of_greatest
 from worker_proc.step.engine_base import Engine
@@ -23,7 +23,7 @@ from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import TokenIds
 
 if TYPE_CHECKING:
-    from worker_proc.distributed.tp_group import Ranks
+    from worker_proc.distributed.tp_group import TPGroup
 
 SECONDS_BETWEEN_LINES = 2.0
 """Of the progress of capturing."""
@@ -48,14 +48,14 @@ class TritonEngine(Engine):
         deterministic: bool = False,
         graph_sizes: Sequence[int] = (),
         capture: Capture | None = None,
-        ranks: "Ranks | None" = None,
+        ranks: "TPGroup | None" = None,
         flash: bool = False,
     ) -> None:
         self.model = model
         self._ranks = ranks
         self._multiply = multiply if deterministic else F.linear
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
-        self._attention: StepAttention = TritonAttention(self._pages, deterministic)
+        self._attention: AttentionPlanner = TritonAttention(self._pages, deterministic)
         if flash:
             from worker_proc.gpu.flash import FlashAttention
 
@@ -84,20 +84,20 @@ class TritonEngine(Engine):
             TritonOps(self._pages, places, self._multiply, self._ranks)
         ).settled()
 
-    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
-        return self.forward_and_draw(inputs)
+    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
+        return self.forward_sample(inputs)
 
-    def forward_and_draw(self, inputs: StepInputs) -> TokenIds:
+    def forward_sample(self, inputs: StepInputs) -> TokenIds:
         if (decoded := self._replay(inputs)) is None:
-            return super().forward_and_draw(inputs)
+            return super().forward_sample(inputs)
         self._noted = decoded.token_ids
         return decoded.token_ids
 
     def logits(self, hidden: Tensor) -> Tensor:
         ops = TritonOps(self._pages, multiply=self._multiply)
-        return self.model.head(ops, Rows(hidden)).x
+        return self.model.head(ops, Hidden(hidden)).x
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
 
     def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn_out
 
 from quadriga.errors import ConfigError
-from worker_proc.gpu.pages import Launch, StepAttention, TokenPlaces
+from worker_proc.gpu.pages import AttentionMetadata, AttentionPlanner, Launch
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
@@ -62,11 +62,11 @@ class FlashLaunch(Launch):
         )
 
 
-class FlashAttention(StepAttention):
+class FlashAttention(AttentionPlanner):
     """Rows of one token, which come first in a step, are one launch, and prompts another: its
     kernels choose their blocks by the longest row."""
 
-    def of_step(self, inputs: StepInputs) -> TokenPlaces:
+    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
         rows, table = inputs.rows, inputs.table
         starts = np.concatenate(([0], np.cumsum(rows.num_tokens)))
         lengths = rows.computed + rows.num_tokens
@@ -94,9 +94,9 @@ class FlashAttention(StepAttention):
                         int(lengths[begin:end].max()),
                     )
                 )
-        return TokenPlaces(table.tokens, table.pages, slots, positions, tuple(launches))
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
 
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> TokenPlaces:
+    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
         rows = len(slots)
         launch = FlashLaunch(
             0,
@@ -107,4 +107,4 @@ class FlashAttention(StepAttention):
             1,
             table.context_length,
         )
-        return TokenPlaces(table.tokens, table.pages, slots, positions, (launch,))
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))

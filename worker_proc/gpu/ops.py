@@ -8,27 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, swiglu
-from worker_proc.gpu.pages import Pages, TokenPlaces
+from worker_proc.gpu.pages import AttentionMetadata, Pages
 from worker_proc.models.layers import (
     Embedding,
     HeadNorms,
     LayerNorm,
     Linear,
+    Parallel,
     RMSNorm,
     Rope,
-    Split,
 )
 from worker_proc.models.ops import Ops
 
 if TYPE_CHECKING:
-    from worker_proc.distributed.tp_group import Ranks
+    from worker_proc.distributed.tp_group import TPGroup
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [rows, inputs], weight [outputs, inputs] and bias to [rows, outputs]."""
 
 
 @dataclass(slots=True)
-class Rows:
+class Hidden:
     """A value of the model. added: what is still to be added to a residual stream `x`, which the
     next norm does on its way."""
 
@@ -43,7 +43,7 @@ class Rows:
         return self.x
 
 
-class TritonOps(Ops[Rows]):
+class TritonOps(Ops[Hidden]):
     """The residual stream is in float32, everything else in the dtype of the weights.
 
     places: None where nothing is asked that depends on tokens, positions or pages. ranks: who has
@@ -53,45 +53,45 @@ class TritonOps(Ops[Rows]):
     def __init__(
         self,
         pages: Pages,
-        places: TokenPlaces | None = None,
+        places: AttentionMetadata | None = None,
         multiply: Multiply = F.linear,
-        ranks: "Ranks | None" = None,
+        ranks: "TPGroup | None" = None,
     ) -> None:
         self._ranks = ranks
         self._pages = pages
         self._places = places
         self._multiply = multiply
 
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Rows:
+    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Hidden:
         places = self._places
         assert places is not None
-        return Rows(embed(places.known, places.slots, places.positions, tokens, positions))
+        return Hidden(embed(places.known, places.slots, places.positions, tokens, positions))
 
-    def norm(self, norm: LayerNorm | RMSNorm, x: Rows) -> Rows:
+    def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
         added, x.added = x.added, None
-        return Rows(add_and_norm(x.x, added, norm))
+        return Hidden(add_and_norm(x.x, added, norm))
 
-    def project(self, linear: Linear, x: Rows) -> Rows:
-        return Rows(self._multiply(x.x, linear.weight, linear.bias))
+    def project(self, linear: Linear, x: Hidden) -> Hidden:
+        return Hidden(self._multiply(x.x, linear.weight, linear.bias))
 
-    def project_gelu(self, linear: Linear, x: Rows) -> Rows:
-        return Rows(gelu_(self.project(linear, x).x))
+    def project_gelu(self, linear: Linear, x: Hidden) -> Hidden:
+        return Hidden(gelu_(self.project(linear, x).x))
 
-    def project_swiglu(self, linear: Linear, x: Rows) -> Rows:
-        return Rows(swiglu(self.project(linear, x).x))
+    def linear_swiglu(self, linear: Linear, x: Hidden) -> Hidden:
+        return Hidden(swiglu(self.project(linear, x).x))
 
-    def add_projection(self, residual: Rows, linear: Linear, x: Rows) -> Rows:
+    def linear_add(self, residual: Hidden, linear: Linear, x: Hidden) -> Hidden:
         added = self.project(linear, x).x
-        if self._ranks is not None and linear.split is Split.INPUTS:
-            added = self._ranks.add_up(added)
-        return Rows(residual.settled(), added)
+        if self._ranks is not None and linear.split is Parallel.INPUTS:
+            added = self._ranks.all_reduce(added)
+        return Hidden(residual.settled(), added)
 
     def attend(
-        self, layer: int, qkv: Rows, rope: Rope | None, norms: HeadNorms | None = None
-    ) -> Rows:
+        self, layer: int, qkv: Hidden, rope: Rope | None, norms: HeadNorms | None = None
+    ) -> Hidden:
         assert self._places is not None
         heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
-        return Rows(self._places.attend(self._pages.layers[layer], heads, rope, norms))
+        return Hidden(self._places.attend(self._pages.layers[layer], heads, rope, norms))
 
-    def logits(self, head: Linear | Embedding, x: Rows) -> Rows:
-        return Rows(self._multiply(x.x, head.weight, None))
+    def logits(self, head: Linear | Embedding, x: Hidden) -> Hidden:
+        return Hidden(self._multiply(x.x, head.weight, None))

@@ -17,7 +17,7 @@ from worker_proc.system.transfer import send_all
 
 PROGRAMS_PER_PROCESSOR = 2
 """With fewer on each multiprocessor of a card, keys are split."""
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 
 
 class Pages:
@@ -40,7 +40,7 @@ class Pages:
     def splits(self, rows: int) -> int:
         """Into how many parts the keys of each of so many decode rows are split."""
         splits = 1
-        while splits < MOST_SPLITS and rows * self.shape.kv_heads * splits < self._programs:
+        while splits < MAX_SPLITS and rows * self.shape.kv_heads * splits < self._programs:
             splits *= 2
         return splits
 
@@ -65,7 +65,7 @@ class Launch(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenPlaces:
+class AttentionMetadata:
     """Where the tokens of a step belong. known: [slots, context] int32 what is known of every slot;
     page_table: [slots, pages]; slots, positions: [tokens] int64; launches: for attention. All on
     the device."""
@@ -89,15 +89,15 @@ class TokenPlaces:
         return out
 
 
-class StepAttention(ABC):
+class AttentionPlanner(ABC):
     """How the attention of a step is launched."""
 
     @abstractmethod
-    def of_step(self, inputs: StepInputs) -> TokenPlaces:
+    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
         """A step of any kind."""
 
     @abstractmethod
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> TokenPlaces:
+    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
         """A step of one token for each of these slots [rows], without a question to the host. A
         slot of -1 stands for nothing."""
 
@@ -114,14 +114,14 @@ class TritonLaunch(Launch):
         attend_over_pages(q, pool, self.page_table, self.blocks, out, self.splits)
 
 
-class TritonAttention(StepAttention):
+class TritonAttention(AttentionPlanner):
     """always_alike: every query is computed in the same way, whatever else is in the step."""
 
     def __init__(self, pages: Pages, always_alike: bool) -> None:
         self._pages = pages
         self._always_alike = always_alike
 
-    def of_step(self, inputs: StepInputs) -> TokenPlaces:
+    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
         rows, table = inputs.rows, inputs.table
         single = 0 if self._always_alike else int((rows.num_tokens == 1).sum())
         group = self._pages.shape.heads // self._pages.shape.kv_heads
@@ -138,16 +138,16 @@ class TritonAttention(StepAttention):
             launches.append(TritonLaunch(0, single, table.pages, decode, splits))
         if single < len(slots):
             launches.append(TritonLaunch(single, len(slots), table.pages, blocks, 1))
-        return TokenPlaces(table.tokens, table.pages, slots, positions, tuple(launches))
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
 
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> TokenPlaces:
+    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
         rows = len(slots)
         blocks, splits = [slots, positions], self._pages.splits(rows)
         if self._always_alike:
             index = torch.arange(rows, device=slots.device)
             blocks, splits = [*blocks, index, torch.ones_like(index)], 1
         launch = TritonLaunch(0, rows, table.pages, torch.stack(blocks), splits)
-        return TokenPlaces(table.tokens, table.pages, slots, positions, (launch,))
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
 
 
 def blocks_of(slots: Ints, computed: Ints, num_tokens: Ints, first_row: int, group: int) -> Ints:

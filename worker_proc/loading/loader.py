@@ -14,12 +14,12 @@ from worker_proc.loading.checkpoints import (
     from_safetensors,
 )
 from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.loading.sharding import WHOLE, Part, Shares, memory_of
+from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.registry import build_model
 
-MOST_NAMES_SHOWN = 5
+MAX_NAMES_SHOWN = 5
 
 
 @torch.inference_mode()
@@ -28,7 +28,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     packed: bool = False,
-    part: Part = WHOLE,
+    part: TPRank = WHOLE,
 ) -> Model:
     """Read the weights straight into their places: fused, transposed and converted on the way.
 
@@ -63,16 +63,16 @@ def _source(files: ModelFiles, packed: bool, device: torch.device) -> NamedTenso
     return from_safetensors(files.weights, device)
 
 
-def fill(model: Model, source: NamedTensors, location: str, part: Part = WHOLE) -> None:
+def fill(model: Model, source: NamedTensors, location: str, part: TPRank = WHOLE) -> None:
     """Copy each tensor, or this part of it, to its place, or keep it packed. Every place must be
     filled, and no tensor left over."""
     places = model.checkpoint_tensors()
-    shares = Shares(model, part)
+    shares = WeightSharder(model, part)
     filled: set[str] = set()
     unexpected = []
     packed: list[tuple[Tensor, PackedRows]] = []
     for stored_name, tensor in source:
-        name = model.canonical_name(stored_name)
+        name = model.map_weight_name(stored_name)
         if name is None:
             continue
         if name not in places:
@@ -126,5 +126,5 @@ def _layers(model: Model) -> list[Linear | Embedding]:
 
 
 def _shown(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES_SHOWN
-    return ", ".join(names[:MOST_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

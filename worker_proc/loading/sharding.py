@@ -5,24 +5,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker_proc.models.base import Model
-from worker_proc.models.layers import Linear, Split
+from worker_proc.models.layers import Linear, Parallel
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TPRank:
     """Which part of a model is here, of how many."""
 
     rank: int = 0
     count: int = 1
 
 
-WHOLE = Part()
+WHOLE = TPRank()
 
 
-class Shares:
+class WeightSharder:
     """Finds the layer of a parameter, and cuts by what its layer says."""
 
-    def __init__(self, model: Model, part: Part) -> None:
+    def __init__(self, model: Model, part: TPRank) -> None:
         self._part = part
         self._weights: dict[int, Linear] = {}
         self._biases: dict[int, Linear] = {}
@@ -40,13 +40,13 @@ class Shares:
         memory = memory_of(place)
         if (layer := self._weights.get(memory)) is not None:
             outputs = 0 if place.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
-            if layer.split is Split.OUTPUTS:
+            if layer.split is Parallel.OUTPUTS:
                 return self._cut(tensor, outputs, layer.fused)
-            return self._cut(tensor, 1 - outputs, 1) if layer.split is Split.INPUTS else tensor
+            return self._cut(tensor, 1 - outputs, 1) if layer.split is Parallel.INPUTS else tensor
         if (layer := self._biases.get(memory)) is not None:
-            if layer.split is Split.OUTPUTS:
+            if layer.split is Parallel.OUTPUTS:
                 return self._cut(tensor, 0, layer.fused)
-            if layer.split is Split.INPUTS and self._part.rank > 0:
+            if layer.split is Parallel.INPUTS and self._part.rank > 0:
                 return tensor.new_zeros(tensor.shape)
         return tensor
 

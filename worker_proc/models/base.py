@@ -34,7 +34,7 @@ class Model(nn.Module):
         a part of a fused one, or a transposed one."""
 
     @abstractmethod
-    def canonical_name(self, name: str) -> str | None:
+    def map_weight_name(self, name: str) -> str | None:
         """A checkpoint's name as `checkpoint_tensors` has it; None for one that is not needed."""
 
     def finish_loading(self, context_length: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model, check_shares, require, setting
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, Split
+from worker_proc.models.layers import Embedding, LayerNorm, Linear, Parallel
 from worker_proc.models.ops import Ops, Value
 
 
@@ -64,21 +64,21 @@ class GPT2(Model):
         self.tied = config.tied
         self.token_embedding = Embedding(config.vocab_size, config.hidden)
         self.position_embedding = Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
         self.final_norm = LayerNorm(config.hidden, config.epsilon)
         self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
 
     def body(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.token_embedding, self.position_embedding)
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, GPT2Block)
             x = block.run(ops, layer, x)
         return x
 
     def head(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self.lm_head or self.token_embedding, ops.norm(self.final_norm, hidden))
 
-    def canonical_name(self, name: str) -> str | None:
+    def map_weight_name(self, name: str) -> str | None:
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             return None  # the causal mask of old checkpoints
@@ -94,28 +94,28 @@ class GPT2(Model):
         if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.weight
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, GPT2Block)
             for name, tensor in block.checkpoint_tensors().items():
                 tensors[f"h.{layer}.{name}"] = tensor
         return tensors
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         hidden, attended = config.hidden, config.heads * config.head_dim
         self.attention_norm = LayerNorm(hidden, config.epsilon)
-        self.qkv_proj = Linear(hidden, 3 * attended, True, Split.OUTPUTS, fused=3)
-        self.out_proj = Linear(attended, hidden, True, Split.INPUTS)
+        self.qkv_proj = Linear(hidden, 3 * attended, True, Parallel.OUTPUTS, fused=3)
+        self.out_proj = Linear(attended, hidden, True, Parallel.INPUTS)
         self.mlp_norm = LayerNorm(hidden, config.epsilon)
-        self.up_proj = Linear(hidden, config.inner, True, Split.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, True, Split.INPUTS)
+        self.up_proj = Linear(hidden, config.inner, True, Parallel.OUTPUTS)
+        self.down_proj = Linear(config.inner, hidden, True, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
-        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope=None))
+        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope=None))
         inner = ops.project_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
-        return ops.add_projection(x, self.down_proj, inner)
+        return ops.linear_add(x, self.down_proj, inner)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

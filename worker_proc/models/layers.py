@@ -13,7 +13,7 @@ def parameter(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
-class Split(enum.Enum):
+class Parallel(enum.Enum):
     """What of a layer a rank of a model has that is spread over several.
 
     OUTPUTS: some rows of its weight, and so a part of what comes out. INPUTS: some columns, for a
@@ -35,7 +35,7 @@ class Linear(nn.Module):
         inputs: int,
         outputs: int,
         bias: bool = False,
-        split: Split = Split.NOTHING,
+        split: Parallel = Parallel.NOTHING,
         fused: int = 1,
     ) -> None:
         super().__init__()

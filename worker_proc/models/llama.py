@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model, check_shares, require, setting
-from worker_proc.models.layers import Embedding, HeadNorms, Linear, RMSNorm, Rope, Split
+from worker_proc.models.layers import Embedding, HeadNorms, Linear, Parallel, RMSNorm, Rope
 from worker_proc.models.ops import Ops, Value
 
 
@@ -81,7 +81,7 @@ class Llama(Model):
         inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
         self.embedding = Embedding(config.vocab_size, config.hidden)
         self.blocks = nn.ModuleList(
-            Block(config, self.qkv_bias, self.head_norms) for _ in range(config.layers)
+            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.layers)
         )
         self.final_norm = RMSNorm(config.hidden, config.epsilon)
         self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
@@ -90,7 +90,7 @@ class Llama(Model):
     def body(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.embedding)
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, LlamaBlock)
             x = block.run(ops, layer, x, self.rope)
         return x
 
@@ -101,7 +101,7 @@ class Llama(Model):
         frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
         self.rope = Rope(frequencies, context_length, self.embedding.weight.device)
 
-    def canonical_name(self, name: str) -> str | None:
+    def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
             return None  # a constant that old checkpoints carry
         return None if name == "lm_head.weight" and self.config.tied else name
@@ -114,7 +114,7 @@ class Llama(Model):
         if self.lm_head is not None:
             tensors["lm_head.weight"] = self.lm_head.weight
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, LlamaBlock)
             for name, tensor in block.checkpoint_tensors().items():
                 tensors[f"model.layers.{layer}.{name}"] = tensor
         return tensors
@@ -128,7 +128,7 @@ class Qwen3(Llama):
     head_norms = True
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, qkv_bias: bool, head_norms: bool) -> None:
         super().__init__()
         self.q_size = config.heads * config.head_dim
@@ -137,18 +137,18 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden, config.epsilon)
         hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
-        self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Split.OUTPUTS)
+        self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Parallel.OUTPUTS)
         self.head_norms = _head_norms(config) if head_norms else None
-        self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Split.INPUTS)
+        self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Parallel.INPUTS)
         self.mlp_norm = RMSNorm(hidden, config.epsilon)
-        self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Split.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, config.mlp_bias, Split.INPUTS)
+        self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Parallel.OUTPUTS)
+        self.down_proj = Linear(config.inner, hidden, config.mlp_bias, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
-        x = ops.add_projection(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
-        inner = ops.project_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
-        return ops.add_projection(x, self.down_proj, inner)
+        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
+        inner = ops.linear_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
+        return ops.linear_add(x, self.down_proj, inner)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {

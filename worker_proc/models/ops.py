@@ -34,12 +34,12 @@ class Ops(ABC, Generic[Value]):
         """gelu(x Wᵀ + b), by the tanh approximation."""
 
     @abstractmethod
-    def project_swiglu(self, linear: Linear, x: Value) -> Value:
+    def linear_swiglu(self, linear: Linear, x: Value) -> Value:
         """silu(gate) * up, of x Wᵀ + b = [gate, up] (Shazeer 2020,
         https://arxiv.org/abs/2002.05202)."""
 
     @abstractmethod
-    def add_projection(self, residual: Value, linear: Linear, x: Value) -> Value:
+    def linear_add(self, residual: Value, linear: Linear, x: Value) -> Value:
         """residual + x Wᵀ + b; the residual given is not used again."""
 
     @abstractmethod

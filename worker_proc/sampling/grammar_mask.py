@@ -78,7 +78,7 @@ class Constrained(NamedTuple):
     grammar: SlotGrammar
 
 
-def bar_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
+def mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
     """Set to -inf what their grammars do not allow in these rows of scores [rows, vocab_size]."""
     if not rows:
         return

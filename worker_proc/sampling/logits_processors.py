@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quadriga.wire.messages.worker import SlotRules
+from quadriga.wire.messages.worker import SlotSamplingParams
 from worker_proc.attention.base import Ints
-from worker_proc.sampling.grammar_mask import BARRED, Constrained, SlotGrammar, bar_by_grammar
+from worker_proc.sampling.grammar_mask import BARRED, Constrained, SlotGrammar, mask_by_grammar
 
 ANY_TOKEN = -1
 """In the beginning of a bad word: the place before its first token."""
 NO_TOKEN = -2
 
 
-class Rules:
-    """SlotRules of one slot, their lists on the device.
+class SlotLogits:
+    """SlotSamplingParams of one slot, their lists on the device.
 
     bad_word_beginnings: [words, longest - 1], filled up with ANY_TOKEN from the left;
     bad_word_ends: [words]. grammar: of the slot, where it has one.
     """
 
     def __init__(
-        self, rules: SlotRules, device: torch.device, grammar: SlotGrammar | None = None
+        self, rules: SlotSamplingParams, device: torch.device, grammar: SlotGrammar | None = None
     ) -> None:
         self.grammar = grammar
         self.num_prompt = rules.num_prompt
@@ -54,16 +54,16 @@ class Rules:
         )
 
 
-class RowRules(NamedTuple):
+class RowLogits(NamedTuple):
     """One row of a step: its place, its slot and its rules."""
 
     row: int
     slot: int
-    rules: Rules
+    rules: SlotLogits
 
 
-def apply_rules(
-    logits: Tensor, rows: Sequence[RowRules], positions: Ints, tokens: Tensor
+def apply_logits_processors(
+    logits: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens: Tensor
 ) -> Tensor:
     """A float32 copy of logits [rows, vocab_size] with the rules of these rows applied.
 
@@ -74,20 +74,20 @@ def apply_rules(
     _add_bias(scores, [one for one in rows if len(one.rules.bias_ids)])
     _penalise(scores, [one for one in rows if one.rules.penalises], positions, tokens)
     _bar_all_but_allowed(scores, [one for one in rows if len(one.rules.allowed_ids)])
-    bar_by_grammar(scores, constrained(rows))
+    mask_by_grammar(scores, constrained(rows))
     _bar_bad_words(scores, [one for one in rows if len(one.rules.bad_word_ends)], positions, tokens)
     _bar_stops(scores, [one for one in rows if _is_too_short(one, int(positions[one.row]))])
     return scores
 
 
-def _add_bias(scores: Tensor, rows: Sequence[RowRules]) -> None:
+def _add_bias(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
         ids = [one.rules.bias_ids for one in rows]
         bias = torch.cat([one.rules.bias for one in rows])
         scores.index_put_((_row_of_each(rows, ids), torch.cat(ids)), bias, accumulate=True)
 
 
-def _penalise(scores: Tensor, rows: Sequence[RowRules], positions: Ints, tokens: Tensor) -> None:
+def _penalise(scores: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens: Tensor) -> None:
     """Every place of a row's tokens reads, changes and writes the logit of its token; those of
     one token all write the same, and places past the end stand for the first token."""
     if not rows:
@@ -111,7 +111,7 @@ def _penalise(scores: Tensor, rows: Sequence[RowRules], positions: Ints, tokens:
     scores[index, seen] = there
 
 
-def _bar_all_but_allowed(scores: Tensor, rows: Sequence[RowRules]) -> None:
+def _bar_all_but_allowed(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
         ids = [one.rules.allowed_ids for one in rows]
         barred = torch.ones(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
@@ -120,13 +120,13 @@ def _bar_all_but_allowed(scores: Tensor, rows: Sequence[RowRules]) -> None:
         scores[index] = scores[index].masked_fill_(barred, BARRED)
 
 
-def constrained(rows: Sequence[RowRules]) -> list[Constrained]:
+def constrained(rows: Sequence[RowLogits]) -> list[Constrained]:
     """Those that have a grammar."""
     return [Constrained(r, g) for r, _, rules in rows if (g := rules.grammar) is not None]
 
 
 def _bar_bad_words(
-    scores: Tensor, rows: Sequence[RowRules], positions: Ints, tokens: Tensor
+    scores: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens: Tensor
 ) -> None:
     """The last token of each word whose other tokens are the last ones of its row."""
     if not rows:
@@ -144,17 +144,17 @@ def _bar_bad_words(
     scores.index_put_((_row_of_each(rows, ends), torch.cat(ends)), change, accumulate=True)
 
 
-def _is_too_short(one: RowRules, position: int) -> bool:
+def _is_too_short(one: RowLogits, position: int) -> bool:
     return position - one.rules.num_prompt < one.rules.min_new_tokens
 
 
-def _bar_stops(scores: Tensor, rows: Sequence[RowRules]) -> None:
+def _bar_stops(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
         ids = [one.rules.stop_ids for one in rows]
         scores[_row_of_each(rows, ids), torch.cat(ids)] = BARRED
 
 
-def _row_of_each(rows: Sequence[RowRules], ids: Sequence[Tensor]) -> Tensor:
+def _row_of_each(rows: Sequence[RowLogits], ids: Sequence[Tensor]) -> Tensor:
     return _repeated([one.row for one in rows], ids)
 
 
@@ -164,7 +164,7 @@ def _repeated(values: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.repeat(np.array(values, dtype=np.int64), counts)).to(parts[0].device)
 
 
-def _column(rows: Sequence[RowRules], name: str, device: torch.device) -> Tensor:
+def _column(rows: Sequence[RowLogits], name: str, device: torch.device) -> Tensor:
     """[rows, 1]"""
     return torch.tensor([getattr(one.rules, name) for one in rows], device=device).unsqueeze(1)
 

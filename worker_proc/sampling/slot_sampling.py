@@ -11,7 +11,7 @@ from quadriga.sampling.params import GREEDY_BELOW_TEMPERATURE
 from quadriga.wire.messages.worker import NewSlot
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.grammar_mask import SlotGrammar
-from worker_proc.sampling.logits_processors import RowRules, Rules
+from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
 from worker_proc.sampling.sampler import SamplingRows
 from worker_proc.system.transfer import send
 
@@ -40,8 +40,8 @@ class SamplingState:
         self.plain = np.zeros(num_slots, dtype=np.bool_)
         self.simple = np.zeros(num_slots, dtype=np.bool_)
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
-        self.prompts_to_tell: dict[int, Rules] = {}
-        self._rules: dict[int, Rules] = {}
+        self.prompts_to_tell: dict[int, SlotLogits] = {}
+        self._rules: dict[int, SlotLogits] = {}
         self.compiled: Mapping[bytes, LLMatcher] = {}
 
     def admit(self, new: Sequence[NewSlot]) -> None:
@@ -55,7 +55,7 @@ class SamplingState:
             self.simple[slot] = rules is None and (greedy or unfiltered)
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
-                self._admit_rules(slot, Rules(rules, self._device, self._grammar(one)))
+                self._admit_rules(slot, SlotLogits(rules, self._device, self._grammar(one)))
         slots = send(np.array([one.slot for one in new], dtype=np.int64), self._device)
         for table, values, dtype in (
             (self.temperature, [one.temperature for one in new], np.float32),
@@ -77,7 +77,7 @@ class SamplingState:
         matcher = self.compiled[rules.grammar].deep_copy()
         return SlotGrammar(matcher, stop_ids, generated, rules.jumps)
 
-    def _admit_rules(self, slot: int, rules: Rules) -> None:
+    def _admit_rules(self, slot: int, rules: SlotLogits) -> None:
         self._rules[slot] = rules
         if rules.prompt_logprobs is not None:
             self.prompts_to_tell[slot] = rules
@@ -106,11 +106,11 @@ class SamplingState:
             position=positions,
         )
 
-    def rules(self, slots: Ints) -> list[RowRules]:
+    def rules(self, slots: Ints) -> list[RowLogits]:
         """The rows that have rules, with them."""
         if not self._rules:
             return []
         of = self._rules.get
         return [
-            RowRules(row, slot, r) for row, slot in enumerate(slots.tolist()) if (r := of(slot))
+            RowLogits(row, slot, r) for row, slot in enumerate(slots.tolist()) if (r := of(slot))
         ]

@@ -35,7 +35,7 @@ def pages_of(plan: StepPlan) -> int:
     return sum(len(one.pages) // 4 for one in plan.new)
 
 
-def bytes_on_card(run: Callable[[], object], device: torch.device) -> int:
+def peak_gpu_bytes(run: Callable[[], object], device: torch.device) -> int:
     """That running this takes for a while."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -16,8 +16,8 @@ OF_THE_RUNNER = ("launch",)
 OF_THE_ENGINE = (
     "forward",
     "forward_sampled",
-    "forward_and_choose",
-    "forward_and_draw",
+    "forward_argmax",
+    "forward_sample",
     "decode",
     "logits",
     "sample",

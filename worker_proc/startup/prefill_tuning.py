@@ -21,7 +21,7 @@ ENOUGH_SECONDS = 0.3
 """Nothing more is tried after so long: the start would be late for it."""
 
 
-def saturating_tokens(runner: "Runner", ranks: int = 1) -> int:
+def tune_prefill_size(runner: "Runner", ranks: int = 1) -> int:
     """Tokens of a prefill step that reaches GOOD_RATE of what this machine does with more.
 
     Measured on a CPU, where the worker is one process: of several each would measure something

@@ -44,16 +44,16 @@ class Engine(ABC):
         which stand until the next call."""
 
     @abstractmethod
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         """The token of the greatest logit, the first of equals, for each row: [rows] int64."""
 
-    def forward_and_choose(self, inputs: StepInputs) -> TokenIds:
+    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
         """Compute the step's tokens; what `likeliest` says of the rows that sample [samples],
         which stands until the next call."""
-        return self.likeliest(self.forward_sampled(inputs))
+        return self.argmax(self.forward_sampled(inputs))
 
-    def forward_and_draw(self, inputs: StepInputs) -> TokenIds:
-        """As `forward_and_choose`, of rows that are greedy, or drawn by nothing but a temperature
+    def forward_sample(self, inputs: StepInputs) -> TokenIds:
+        """As `forward_argmax`, of rows that are greedy, or drawn by nothing but a temperature
         and a seed."""
         logits = self.logits(self.forward_sampled(inputs))
         table, slots = inputs.table, inputs.sampled_slots

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from quadriga.wire.messages.worker import StepPlan
-from worker_proc.attention.base import Ints, Rows
+from worker_proc.attention.base import BatchLayout, Ints
 from worker_proc.step.slot_table import SlotTable
 
 Value = TypeVar("Value")
@@ -40,7 +40,7 @@ class StepInputs:
     """
 
     table: SlotTable
-    rows: Rows
+    rows: BatchLayout
     reached: Ints
     plan_rows: Ints
     slot_of_token: Ints
@@ -118,7 +118,7 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
     samples = (reached == known).nonzero()[0]
     return StepInputs(
         table=table,
-        rows=Rows(table.pages, slots, computed, num_tokens),
+        rows=BatchLayout(table.pages, slots, computed, num_tokens),
         reached=reached,
         plan_rows=order,
         slot_of_token=slot_of_token,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
-from worker_proc.attention.base import Ints, Rows
-from worker_proc.sampling.logits_processors import RowRules
+from worker_proc.attention.base import BatchLayout, Ints
+from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.slot_table import SlotTable
 
 ROWS_AT_ONCE = 64
@@ -36,7 +36,7 @@ class Untold(NamedTuple):
     width: int
 
 
-def observe(logits: Tensor, rows: Sequence[RowRules]) -> Observed | None:
+def observe(logits: Tensor, rows: Sequence[RowLogits]) -> Observed | None:
     """Keep what clients want to know of the logits, before anything changes them."""
     asking = [one for one in rows if one.rules.logprobs is not None]
     if not asking:
@@ -55,7 +55,7 @@ def tell_sampled(observed: Observed, sampled: Tensor, plan_rows: Ints) -> Sample
     return SampledLogprobs(plan_rows[observed.rows].astype("<i4").tobytes(), block)
 
 
-def untold_prompts(rows: Rows, table: SlotTable) -> list[Untold]:
+def untold_prompts(rows: BatchLayout, table: SlotTable) -> list[Untold]:
     """The prompt tokens that follow those of this step, where clients asked for them."""
     asking = table.sampling.prompts_to_tell
     if not asking:

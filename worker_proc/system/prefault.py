@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LARGE_PAGE = 1 << 21
-MOST_MEANWHILE = 1 << 30
+MAX_MEANWHILE = 1 << 30
 
 
 def in_large_pages(length: int) -> mmap.mmap:
@@ -21,7 +21,7 @@ def in_large_pages(length: int) -> mmap.mmap:
 
 @contextmanager
 def memory_meanwhile(size: int) -> Iterator[None]:
-    """While the body runs, a thread writes to so many bytes of memory (at most MOST_MEANWHILE), and
+    """While the body runs, a thread writes to so many bytes of memory (at most MAX_MEANWHILE), and
     gives them back at its end.
 
     On a virtual machine the first write to memory that the host had lent to others takes 20 times
@@ -29,7 +29,7 @@ def memory_meanwhile(size: int) -> Iterator[None]:
     seconds, and goes to whoever asks next.
     """
     enough = threading.Event()
-    wanted = min(size, MOST_MEANWHILE)
+    wanted = min(size, MAX_MEANWHILE)
     thread = threading.Thread(target=_write_to, args=(wanted, enough), name="memory", daemon=True)
     if wanted:
         thread.start()

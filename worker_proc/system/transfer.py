@@ -32,7 +32,7 @@ def send_all(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tenso
     return [part.view(values.shape) for part, values in zip(parts, arrays, strict=True)]
 
 
-class Landing:
+class DeviceToHostCopier:
     """Where results come down. A card copies them on a stream of their own, so that its next step
     does not wait for it, and whoever fetches them sleeps until they are there."""
 

@@ -10,7 +10,7 @@ from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info
 
 
-class ToldPrompt(msgspec.Struct, array_like=True, frozen=True):
+class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     """A prompt whose log-probabilities a client asked for. token_ids: int32 bytes, all of it;
     width: of the likeliest; blocks: for all tokens but the first, in order."""
 
@@ -19,7 +19,7 @@ class ToldPrompt(msgspec.Struct, array_like=True, frozen=True):
     blocks: list[LogprobBlock]
 
 
-class OpenText(msgspec.Struct, array_like=True, frozen=True):
+class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     """A request gave its first token: what the detokenizer must know of it from now on.
 
     index: of the choice, where several were asked for. keeps_stop: what stops the text is its end.
@@ -38,10 +38,10 @@ class OpenText(msgspec.Struct, array_like=True, frozen=True):
     keeps_stop: bool = False
     min_new_tokens: int = 0
     logprobs: int | None = None
-    prompt: ToldPrompt | None = None
+    prompt: PromptLogprobsData | None = None
 
 
-class CloseText(msgspec.Struct, array_like=True, frozen=True):
+class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     """A request ends, for `finish_reason`; the detokenizer adds the time and sends the End.
 
     prompt_tokens: int; the count of completion tokens is the detokenizer's own.
@@ -62,16 +62,16 @@ class CloseText(msgspec.Struct, array_like=True, frozen=True):
     index: int = 0
 
 
-class ReplayText(msgspec.Struct, array_like=True, frozen=True):
+class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
     """All of a request up to now, for a detokenizer that has not seen it, or a client that has
     missed some of it. token_ids: what was generated; logprobs: of these tokens, in order, where
     they are told; closing: None where it goes on.
     """
 
-    opening: OpenText
+    opening: StreamStart
     token_ids: bytes
     logprobs: list[LogprobBlock]
-    closing: CloseText | None
+    closing: StreamEnd | None
 
 
 class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
@@ -86,14 +86,14 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     """
 
     time: float
-    opened: list[OpenText]
+    opened: list[StreamStart]
     seqs: list[int]
     token_ids: bytes
-    closed: list[CloseText]
+    closed: list[StreamEnd]
     logprobs: SampledLogprobs | None = None
     waiting: int = 0
     session: int = 0
-    replayed: list[ReplayText] = []
+    replayed: list[StreamReplay] = []
 
 
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
@@ -107,7 +107,7 @@ class NewScheduler(msgspec.Struct, tag="scheduler", array_like=True, frozen=True
     """Forget every text, and answer with a DetokReady of a new session."""
 
 
-class AllTold(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
+class Drained(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
     """Every request has ended, and the front door is to know that it has heard of all."""
 
 
@@ -130,4 +130,4 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     inspected: bool = False
 
 
-DetokMessage = StepOutput | InfoReply | NewScheduler | AllTold | StopDetok
+DetokMessage = StepOutput | InfoReply | NewScheduler | Drained | StopDetok

@@ -57,17 +57,17 @@ class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
     session: int
 
 
-class TextsEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     """The front door has the ends of these requests."""
 
     seqs: list[int]
 
 
-class NewFrontDoor(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
+class FrontendRestarted(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
     """The one before it died, perhaps with ends that nobody was told of."""
 
 
-class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
+class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
     """A client's GetInfo, on its way round the ring: each process adds what it knows.
 
     flush_cache: forget the cached prefixes that nobody uses before that.
@@ -80,10 +80,10 @@ class Inspect(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
-    """Nothing new will come: finish what is there, then say AllTold."""
+    """Nothing new will come: finish what is there, then say Drained."""
 
 
-class Leave(msgspec.Struct, tag="leave", array_like=True, frozen=True):
+class Shutdown(msgspec.Struct, tag="leave", array_like=True, frozen=True):
     """The clients have everything, and the front door leaves: so does everybody."""
 
 
@@ -98,10 +98,10 @@ SchedulerMessage = (
     | AbortRequest
     | StopFound
     | DetokReady
-    | TextsEnded
-    | NewFrontDoor
-    | Inspect
+    | EndsDelivered
+    | FrontendRestarted
+    | InfoRequest
     | Drain
-    | Leave
+    | Shutdown
     | AbortAll
 )

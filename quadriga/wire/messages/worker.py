@@ -11,7 +11,7 @@ EXTEND, DECODE, MIXED = 0, 1, 2
 """ForwardMode on the wire."""
 
 
-class SlotRules(msgspec.Struct, array_like=True, frozen=True):
+class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """What a slot's tokens are chosen by beyond NewSlot's own fields, as in SamplingParams.
 
     num_prompt: how many of its tokens are the prompt; the others were generated. The rules depend
@@ -56,7 +56,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     top_k: int
     top_p: float
     seed: int
-    rules: SlotRules | None = None
+    rules: SlotSamplingParams | None = None
 
 
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):

@@ -4,14 +4,14 @@ import pytest
 
 from bench.client.resources import Cost
 from bench.compare import table, variants_of
-from bench.metrics.metrics import Record, summarize
+from bench.metrics.metrics import RequestRecord, summarize
 from bench.report.report import Result
 from quadriga.errors import ConfigError
 
 
 def result(tokens_per_second: float) -> Result:
     times = [100.0 + i / tokens_per_second for i in range(1, 11)]
-    record = Record(
+    record = RequestRecord(
         0, submit_start=100.0, submit_end=100.0, received=100.0, tokenized=100.0,
         admitted=100.0, first_token=times[0], finished=times[-1], token_times=times, arrivals=times,
         prompt_tokens=5, completion_tokens=10, finish_reason="length",

@@ -8,7 +8,7 @@ import pytest
 
 from bench.client.load_generator import Run, drive
 from bench.load.trace import TraceRequest
-from bench.load.workload import Job, Prompt
+from bench.load.workload import PlannedRequest, Prompt
 from quadriga.client import Completion, StreamChunk, Timings
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.sampling.params import SamplingParams
@@ -66,13 +66,13 @@ class FakeClient:
         yield StreamChunk("r", "bc", [2, 3], [1.5, 1.6], 3.0, done)
 
 
-def job(prompt: Prompt, at: float = 0.0, **changes: Any) -> Job:
-    return Job(TraceRequest(at, (), **{"max_new_tokens": 3, **changes}), prompt)
+def job(prompt: Prompt, at: float = 0.0, **changes: Any) -> PlannedRequest:
+    return PlannedRequest(TraceRequest(at, (), **{"max_new_tokens": 3, **changes}), prompt)
 
 
 def run(jobs: list[Any], *clients: FakeClient, **options: Any) -> Run:
     """Drive the jobs; a mere prompt is one due at once."""
-    made = [item if isinstance(item, Job) else job(item) for item in jobs]
+    made = [item if isinstance(item, PlannedRequest) else job(item) for item in jobs]
     return asyncio.run(drive(clients or [FakeClient()], made, PARAMS, **options))
 
 

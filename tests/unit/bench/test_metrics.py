@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.metrics.metrics import Goodput, Record, Sizes, Slo, summarize
+from bench.metrics.metrics import Goodput, RequestRecord, Sizes, Slo, summarize
 from bench.metrics.percentiles import percentile, spread
 
 
-def record(index: int = 0, **changes: object) -> Record:
+def record(index: int = 0, **changes: object) -> RequestRecord:
     """Sent at 100 s; 10 ms to the server, 20 tokenising, 30 waiting, 40 prefill, 50 delivery."""
     values: dict[str, object] = {
         "submit_start": 100.0,
@@ -26,7 +26,7 @@ def record(index: int = 0, **changes: object) -> Record:
         "completion_tokens": 3,
         "cached_tokens": 2,
     }
-    return Record(index, **{**values, **changes})  # type: ignore[arg-type]
+    return RequestRecord(index, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_percentile_interpolates_between_the_nearest_ranks() -> None:
@@ -136,7 +136,7 @@ def test_stamps_out_of_order_show_in_the_sum_of_the_parts() -> None:
 
 
 def test_a_request_that_could_not_be_sent_is_failed_and_nothing_else() -> None:
-    unsent = Record(1, error="not sent", finished=100.2)
+    unsent = RequestRecord(1, error="not sent", finished=100.2)
     summary = summarize([record(), unsent], 0.0)
     assert (summary.requests, summary.failed) == (2, 1)
     assert summary.duration == pytest.approx(0.5)

@@ -17,8 +17,8 @@ from bench.client.openai_client import OpenAIClient
 from bench.client.transport import OpenAIServer
 from bench.load.spelling import Speller
 from bench.load.trace import TraceRequest
-from bench.load.workload import Job, Prompt
-from bench.metrics.metrics import Record
+from bench.load.workload import PlannedRequest, Prompt
+from bench.metrics.metrics import RequestRecord
 from bench.serving import EXIT_FAILED_REQUESTS, EXIT_NO_SERVER, EXIT_OK, main
 from quadriga.errors import ConfigError, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
@@ -142,15 +142,15 @@ class FakeServer:
 
 async def measure(
     server: FakeServer, *prompts: Prompt, **how: Any
-) -> tuple[list[Record], dict[str, Any]]:
+) -> tuple[list[RequestRecord], dict[str, Any]]:
     async with server.serving(), OpenAIClient(OpenAIServer(server.url, **how)) as client:
         await client.info()
-        jobs = [Job(TraceRequest(0.0, (), 4), prompt) for prompt in prompts]
+        jobs = [PlannedRequest(TraceRequest(0.0, (), 4), prompt) for prompt in prompts]
         run = await drive([client], jobs, PARAMS)
         return run.records, await client.info()
 
 
-def only(reply: Reply, **how: Any) -> Record:
+def only(reply: Reply, **how: Any) -> RequestRecord:
     return asyncio.run(measure(FakeServer(reply), "x", **how))[0][0]
 
 

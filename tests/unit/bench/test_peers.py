@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.cli.options import parse
-from bench.metrics.metrics import Record, Summary, summarize
+from bench.metrics.metrics import RequestRecord, Summary, summarize
 from bench.peers import comparison as bench_contest
 from bench.peers import models, recipes
 from bench.peers.checkpoint import Checkpoint, Field
@@ -166,7 +166,7 @@ def test_an_installation_that_fails_says_why(
 
 def summary(seconds: float) -> Summary:
     """Of one request of 11 tokens."""
-    record = Record(0, 100.0, 100.0, finished=100.0 + seconds, completion_tokens=11)
+    record = RequestRecord(0, 100.0, 100.0, finished=100.0 + seconds, completion_tokens=11)
     record.arrivals = [100.0 + seconds * share for share in (0.5, 1.0)]
     return summarize([record], 0.0)
 

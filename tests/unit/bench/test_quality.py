@@ -9,7 +9,7 @@ import pytest
 from bench.quality import command as quality
 from bench.quality.command import parse, table, texts_of
 from bench.quality.measure import score_reference, score_variant
-from bench.quality.metrics import Score, Surprise, Texts, common_prefix, divergences
+from bench.quality.metrics import Score, ScoredTexts, Surprise, common_prefix, divergences
 from bench.quality.text import manual_prose
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
@@ -45,11 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServerConfig:
 
 
 @pytest.fixture(scope="module")
-def texts(model: ServerConfig) -> Texts:
+def texts(model: ServerConfig) -> ScoredTexts:
     return texts_of(resolve_model(model.model), " ".join(SENTENCES) * 40)
 
 
-def test_a_text_is_cut_into_windows_and_prompts(texts: Texts) -> None:
+def test_a_text_is_cut_into_windows_and_prompts(texts: ScoredTexts) -> None:
     assert {len(window) for window in texts.windows[:-1]} == {256}
     assert len(texts.prompts) == 32
     assert {len(prompt) for prompt in texts.prompts} == {64}
@@ -57,9 +57,9 @@ def test_a_text_is_cut_into_windows_and_prompts(texts: Texts) -> None:
 
 
 def test_the_reference_held_against_itself_is_the_same(
-    model: ServerConfig, texts: Texts, tmp_path: Path
+    model: ServerConfig, texts: ScoredTexts, tmp_path: Path
 ) -> None:
-    few = Texts(texts.windows[:2], texts.prompts[:4], continued=6)
+    few = ScoredTexts(texts.windows[:2], texts.prompts[:4], continued=6)
     reference = score_reference(model, few, tmp_path / "kept.npy")
     same = score_variant(model, few, tmp_path / "kept.npy", reference)
     assert same.perplexity == reference.perplexity
@@ -67,9 +67,9 @@ def test_the_reference_held_against_itself_is_the_same(
 
 
 def test_a_coarser_variant_diverges_a_little(
-    model: ServerConfig, texts: Texts, tmp_path: Path
+    model: ServerConfig, texts: ScoredTexts, tmp_path: Path
 ) -> None:
-    few = Texts(texts.windows[:2], texts.prompts[:4], continued=6)
+    few = ScoredTexts(texts.windows[:2], texts.prompts[:4], continued=6)
     reference = score_reference(model, few, tmp_path / "kept.npy")
     coarse = score_variant(model.replace(dtype="bfloat16"), few, tmp_path / "kept.npy", reference)
     assert coarse.divergence is not None
@@ -78,12 +78,12 @@ def test_a_coarser_variant_diverges_a_little(
 
 
 def test_what_is_measured_is_what_transformers_makes_of_the_text(
-    model: ServerConfig, texts: Texts, tmp_path: Path
+    model: ServerConfig, texts: ScoredTexts, tmp_path: Path
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    few = Texts(texts.windows[:1], texts.prompts[:1], continued=1)
+    few = ScoredTexts(texts.windows[:1], texts.prompts[:1], continued=1)
     ids = torch.tensor(few.windows)
     theirs = AutoModelForCausalLM.from_pretrained(model.model.model, dtype=torch.float32)
     with torch.inference_mode():

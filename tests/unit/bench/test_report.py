@@ -18,7 +18,7 @@ from bench.client.resources import (
     pids_of,
     resident_bytes,
 )
-from bench.metrics.metrics import Record, summarize
+from bench.metrics.metrics import RequestRecord, summarize
 from bench.report.report import Result, block, over_runs
 from bench.report.report_files import write_json
 
@@ -61,7 +61,7 @@ INFO: dict[str, Any] = {
 
 def result(info: dict[str, Any] = INFO, error: str | None = None, flags: str = "",
            clients: int = 1) -> Result:  # fmt: skip
-    record = Record(0, 100.0, 100.0005, received=100.01, tokenized=100.03, admitted=100.06,
+    record = RequestRecord(0, 100.0, 100.0005, received=100.01, tokenized=100.03, admitted=100.06,
                     first_token=100.1, finished=100.5, token_times=[100.1, 100.2],
                     arrivals=[100.15, 100.25], prompt_tokens=7, completion_tokens=2,
                     cached_tokens=4, error=error)  # fmt: skip

@@ -9,8 +9,8 @@ from bench.roofline import command as roofline
 from bench.roofline.command import Line, line_of, part_table, step_table
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
 from bench.roofline.model_work import work_of
-from bench.roofline.roofline_model import Part, Product, Speed, Work, at_the_rate, floor
-from bench.roofline.steps import PARTS, REST, Kind, Round, StepTime, measure
+from bench.roofline.roofline_model import Product, Speed, StepPart, Work, at_the_rate, floor
+from bench.roofline.steps import PARTS, REST, Kind, MeasuredRound, StepTime, measure
 from bench.simulate import measure_steps
 from bench.simulate.measure_steps import Bench, Row
 from quadriga.config.server_config import ServerConfig
@@ -28,12 +28,12 @@ ONE_ROW = [Row(context=10, tokens=1)]
 
 
 def test_a_product_of_few_rows_takes_as_long_as_its_weights_are_read() -> None:
-    assert floor(WORK, ONE_ROW, SPEED)[Part.LINEARS] == pytest.approx(100 * 50 * 2 / 1e6)
+    assert floor(WORK, ONE_ROW, SPEED)[StepPart.LINEARS] == pytest.approx(100 * 50 * 2 / 1e6)
 
 
 def test_a_product_of_many_rows_takes_as_long_as_its_operations() -> None:
     rows = ONE_ROW * 64
-    assert floor(WORK, rows, SPEED)[Part.LINEARS] == pytest.approx(2 * 64 * 5000 / 1e7)
+    assert floor(WORK, rows, SPEED)[StepPart.LINEARS] == pytest.approx(2 * 64 * 5000 / 1e7)
     assert at_the_rate(WORK, rows, SPEED) == pytest.approx(2 * 64 * (5000 / 1e7 + 100_000 / 2e7))
 
 
@@ -47,16 +47,18 @@ def test_only_rows_that_sample_are_multiplied_after_the_last_attention() -> None
 
 def test_attention_reads_keys_and_values_of_every_layer() -> None:
     rows = [Row(context=1000, tokens=1), Row(context=500, tokens=1)]
-    assert floor(WORK, rows, SPEED)[Part.ATTENTION] == pytest.approx(2 * (2 * 32 * 2 * 1500 / 1e6))
+    assert floor(WORK, rows, SPEED)[StepPart.ATTENTION] == pytest.approx(
+        2 * (2 * 32 * 2 * 1500 / 1e6)
+    )
 
 
 def test_attention_of_a_prompt_counts_what_each_token_sees() -> None:
     seen, seen_by_the_last = 3 * 2 + (1 + 2 + 3), 2 + 3
     speed = Speed(bytes_per_s=1e12, rates={LINEAR: 1e3, HEAD: 1})
     least = floor(WORK, [Row(context=2, tokens=3)], speed)
-    assert least[Part.ATTENTION] == pytest.approx(4 * 64 * (seen + seen_by_the_last) / 1e3)
+    assert least[StepPart.ATTENTION] == pytest.approx(4 * 64 * (seen + seen_by_the_last) / 1e3)
     chunk = floor(WORK, [Row(context=2, tokens=3, ends=False)], speed)
-    assert chunk[Part.ATTENTION] == pytest.approx(4 * 64 * seen / 1e3, rel=1e-3)
+    assert chunk[StepPart.ATTENTION] == pytest.approx(4 * 64 * seen / 1e3, rel=1e-3)
 
 
 def test_the_work_of_a_model_is_that_of_its_layers() -> None:
@@ -94,7 +96,7 @@ def test_matrices_of_several_sizes_are_refused() -> None:
 
 def line(ms: float, rows: int | None, share: float = 0.0) -> Line:
     parts = {name: ms / len(PARTS) for name in PARTS}
-    return Line("a step", ms, {Part.LINEARS: 6.0}, ms / 10, share, parts, rows)
+    return Line("a step", ms, {StepPart.LINEARS: 6.0}, ms / 10, share, parts, rows)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +122,12 @@ def test_each_round_is_held_against_the_speed_of_its_own_time() -> None:
         speed = Speed(bytes_per_s=1e6 / slowdown, rates=SPEED.rates)
         ms = 1.5 * slowdown * 1000 * 210_000 / 1e6
         steps = [StepTime(ms * noise, {"linears": ms * noise / 2}) for noise in (1, 0.5, 9)]
-        rounds.append(Round(steps, speed))
+        rounds.append(MeasuredRound(steps, speed))
     found = line_of(Kind(rows=1, context=10), rounds, work)
     assert found.ratio == pytest.approx(1.5)
-    assert found.least == pytest.approx({Part.LINEARS: 20, Part.HEAD: 400, Part.ATTENTION: 0})
+    assert found.least == pytest.approx(
+        {StepPart.LINEARS: 20, StepPart.HEAD: 400, StepPart.ATTENTION: 0}
+    )
     assert found.ms == pytest.approx(630)
     assert "| 315.00 (20.00) |" in part_table([found])
 

@@ -14,8 +14,8 @@ from bench import serving
 from bench.client.load_generator import Run
 from bench.client.server import free_port
 from bench.load.trace import TraceRequest, prompt_ids, write_trace
-from bench.load.workload import Job
-from bench.metrics.metrics import Record
+from bench.load.workload import PlannedRequest
+from bench.metrics.metrics import RequestRecord
 from bench.serving import (
     EXIT_FAILED_REQUESTS,
     EXIT_INTERRUPTED,
@@ -158,10 +158,10 @@ def test_a_saved_trace_sends_the_same_again(
 
 def test_times_of_their_own_are_saved_for_requests_without_any() -> None:
     jobs = [
-        Job(TraceRequest(0.0, (), 3), [7]),
-        Job(TraceRequest(0.5, ((1, 4),), 3, follows=0), [8]),
+        PlannedRequest(TraceRequest(0.0, (), 3), [7]),
+        PlannedRequest(TraceRequest(0.5, ((1, 4),), 3, follows=0), [8]),
     ]
-    records = [Record(0, 100.25, 100.5), Record(1, 0.0, 0.0)]
+    records = [RequestRecord(0, 100.25, 100.5), RequestRecord(1, 0.0, 0.0)]
     assert as_sent(jobs, Run(records, 100.0, 0.5)) == [
         TraceRequest(0.25, (), 3, ids=(7,)),
         jobs[1].request,

@@ -8,9 +8,9 @@ import pytest
 
 from bench.cli.options import parse
 from bench.client.resources import Cost
-from bench.metrics.metrics import Record, summarize
+from bench.metrics.metrics import RequestRecord, summarize
 from bench.metrics.timeline import awaiting_first_token, in_flight, token_rates
-from bench.report import sglang_format as conventional
+from bench.report import sglang_format as sglang_format
 from bench.report.report import Result
 from bench.report.report_files import append_json
 from bench.serving import EXIT_USAGE, main
@@ -18,12 +18,12 @@ from bench.serving import EXIT_USAGE, main
 NO_COST = Cost(None, None, None, None, {})
 
 
-def record(index: int, start: float, **changes: object) -> Record:
+def record(index: int, start: float, **changes: object) -> RequestRecord:
     """A first token after 100 ms, two more in a chunk 200 ms later, and the end 10 ms after it."""
     first, last = start + 0.1, start + 0.3
     fields = {"submit_end": start, "finished": last + 0.01, "arrivals": [first, last, last],
               "chunks": [first, last], "prompt_tokens": 7, "completion_tokens": 3}  # fmt: skip
-    return Record(index, start, **(fields | changes))  # type: ignore[arg-type]
+    return RequestRecord(index, start, **(fields | changes))  # type: ignore[arg-type]
 
 
 def result(flags: str = "", failed: bool = False) -> Result:
@@ -35,7 +35,7 @@ def result(flags: str = "", failed: bool = False) -> Result:
 
 
 def test_the_definitions_are_the_conventional_ones() -> None:
-    found = conventional.figures(result(), parse([]).slo)
+    found = sglang_format.figures(result(), parse([]).slo)
     assert found["median_ttft_ms"] == pytest.approx(100)
     assert found["mean_tpot_ms"] == pytest.approx(105), "to the end, over the tokens but one"
     assert found["mean_itl_ms"] == pytest.approx(200), "between chunks, not tokens"
@@ -50,7 +50,7 @@ def test_the_definitions_are_the_conventional_ones() -> None:
 
 def test_the_block_has_the_lines_that_scripts_look_for() -> None:
     flags = "--request-rate 5 --max-concurrency 2 --goodput ttft:200 tpot:30"
-    lines = conventional.block(parse(flags.split()), result(flags)).splitlines()
+    lines = sglang_format.block(parse(flags.split()), result(flags)).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-1] == "=" * 50
     values = dict(line.rsplit(None, 1) for line in lines if ":" in line)
@@ -68,7 +68,7 @@ def test_each_run_is_a_line_with_the_conventional_keys(tmp_path: Path) -> None:
     options = parse(f"--num-prompts 3 --output-file {path} --output-details".split())
     assert options.result_path == path
     for failed in (False, True):
-        document = conventional.document(options, result(failed=failed), "today")
+        document = sglang_format.document(options, result(failed=failed), "today")
         append_json(path, [document])
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["completed"], first["total_input_tokens"], first["model_id"]) == (3, 21, "m")
@@ -85,9 +85,9 @@ def test_a_result_can_name_its_file_itself() -> None:
 
 
 def test_a_run_in_which_nothing_finished_has_figures_too() -> None:
-    records = [Record(0, 100.0, 100.0, finished=101.0, error="x")]
+    records = [RequestRecord(0, 100.0, 100.0, finished=101.0, error="x")]
     nothing = Result(summarize(records, 0.0), NO_COST, records, {})
-    found = conventional.figures(nothing, parse([]).slo)
+    found = sglang_format.figures(nothing, parse([]).slo)
     assert (found["completed"], found["output_throughput"], found["p99_itl_ms"]) == (0, 0, 0)
 
 

@@ -16,7 +16,7 @@ from bench.simulate import cost_model
 from bench.simulate import simulator as simulate
 from bench.simulate.cost_model import CostModel, Delays, MeasuredOn
 from bench.simulate.report import Figures, figures
-from bench.simulate.run import MOST_SAMPLES, World
+from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
 from quadriga.config.server_config import ServerConfig
 
@@ -192,7 +192,7 @@ def test_memory_of_samples_is_bounded() -> None:
     world = world_of()
     world._sample_seconds = 1e-6
     run(world, requests(400))
-    assert 100 < len(world.samples) <= MOST_SAMPLES
+    assert 100 < len(world.samples) <= MAX_SAMPLES
     times = [sample.time for sample in world.samples]
     assert times == sorted(times)
     assert times[0] >= START

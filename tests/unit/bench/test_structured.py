@@ -8,7 +8,7 @@ import pytest
 
 from bench import structured
 from bench.load.schemas import complaint, schemas
-from bench.structured import Measured, Turn
+from bench.structured import Measured, TimedTurn
 from quadriga.client import Completion, SamplingParams, Timings
 from quadriga.wire.messages.public import Usage
 
@@ -81,6 +81,6 @@ def test_every_request_is_sent_with_and_without_its_schema_and_no_prompt_twice(
 
 def test_the_ratio_is_over_all_turns() -> None:
     slow, fast = (structured.Pass([answer("", 10)], seconds, 5) for seconds in (2.0, 1.0))
-    measured = Measured([], [Turn(slow, fast), Turn(fast, fast)])
+    measured = Measured([], [TimedTurn(slow, fast), TimedTurn(fast, fast)])
     assert measured.ratio == pytest.approx((20 / 3) / 10)
     assert measured.steps("obeying") == 10

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.load.trace import TraceRequest
-from bench.load.workload import Job, Prompt, Workload, pretokenize, word
+from bench.load.workload import PlannedRequest, Prompt, Workload, pretokenize, word
 from quadriga.errors import ConfigError
 
 REQUEST = [TraceRequest(0.0, (), 1)]
@@ -93,6 +93,6 @@ def test_pretokenize_encodes_equal_texts_once_and_leaves_ids_alone() -> None:
         return [len(text)]
 
     prompts: list[Prompt] = ["ab", "ab", [7, 8], "abc"]
-    jobs = pretokenize([Job(REQUEST[0], prompt) for prompt in prompts], encode)
+    jobs = pretokenize([PlannedRequest(REQUEST[0], prompt) for prompt in prompts], encode)
     assert [job.prompt for job in jobs] == [[2], [2], [7, 8], [3]]
     assert calls == ["ab", "abc"]

@@ -12,7 +12,7 @@ from quadriga.wire.messages.public import PROTOCOL_VERSION, Ping, Pong, Refused,
 from quadriga.wire.messages.public import ErrorInfo as Error
 from quadriga.wire.sockets import encode
 
-LAST_WORDS = 500
+FLUSH_TIMEOUT_S = 500
 
 
 def serve(router: "zmq.Socket[bytes]") -> None:
@@ -20,7 +20,7 @@ def serve(router: "zmq.Socket[bytes]") -> None:
     client, _ = router.recv_multipart()
     router.send_multipart([client, encode(Pong(PROTOCOL_VERSION, "it", 1 << 24))])
     router.recv_multipart()
-    for number in range(LAST_WORDS):
+    for number in range(FLUSH_TIMEOUT_S):
         router.send_multipart([client, encode(Refused(str(number), Error("failed", "")))])
     router.close(linger=2000)
 
@@ -56,4 +56,4 @@ def test_what_came_before_the_connection_broke_is_taken_in_before_it_counts_as_b
         server = threading.Thread(target=serve, args=[router])
         server.start()
         heard = asyncio.run(listen(f"tcp://127.0.0.1:{port}", server))
-    assert heard == [*map(str, range(LAST_WORDS)), "interrupted"]
+    assert heard == [*map(str, range(FLUSH_TIMEOUT_S)), "interrupted"]

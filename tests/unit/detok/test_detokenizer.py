@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from detok_proc.detokenizer import Detokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.public import ErrorInfo, StageTimes, Usage
-from quadriga.wire.messages.to_detok import CloseText, OpenText, ReplayText, StepOutput
+from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0
@@ -37,11 +37,11 @@ def detokenizer(interval=1):
 
 
 def opening(seq=1, client=ALICE, stream=True, skip=True, stops=()):
-    return OpenText(seq, client, f"r{seq}", stream, skip, list(stops))
+    return StreamStart(seq, client, f"r{seq}", stream, skip, list(stops))
 
 
 def closing(seq=1, client=ALICE, reason="length", matched=None, error=None):
-    return CloseText(seq, client, f"r{seq}", reason, matched, error, 7, 3, 1.0, 2.0, 3.0, 4.0)
+    return StreamEnd(seq, client, f"r{seq}", reason, matched, error, 7, 3, 1.0, 2.0, 3.0, 4.0)
 
 
 def step(opened=(), tokens=(), closed=(), time=5.0):
@@ -242,14 +242,14 @@ def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(tokens, stops, inte
 
 
 def replay(text, close=None, **options):
-    return ReplayText(opening(**options), pack_ids(ids(text)), [], close)
+    return StreamReplay(opening(**options), pack_ids(ids(text)), [], close)
 
 
 def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
     for cut in range(1, 6):
         steps = text_run("häßlich", closing(), stops=["ich"])
         tokens = [output.token_ids for output in steps[:cut]]
-        whole = ReplayText(opening(stops=["ich"]), b"".join(tokens), [], None)
+        whole = StreamReplay(opening(stops=["ich"]), b"".join(tokens), [], None)
         core = detokenizer()
         first = core.process(StepOutput(9.0, [], [], b"", [], replayed=[whole]))
         (again,) = first.again[ALICE]
@@ -267,7 +267,7 @@ def test_a_text_that_has_ended_is_told_again_with_its_end():
     core = detokenizer()
     tokens = pack_ids([*ids("hey"), EOS])
     close = closing(reason="stop", matched=EOS)
-    again = ReplayText(opening(skip=False), tokens, [], close)
+    again = StreamReplay(opening(skip=False), tokens, [], close)
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[again]))
     (chunk,) = deliveries.again[ALICE]
     assert (chunk.text, chunk.end.finish_reason, chunk.end.matched_stop) == ("hey", "stop", EOS)

@@ -13,13 +13,13 @@ from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import Info, ServerMessage
 from quadriga.wire.messages.to_detok import (
-    AllTold,
-    CloseText,
     Delivered,
+    Drained,
     InfoReply,
-    OpenText,
     StepOutput,
     StopDetok,
+    StreamEnd,
+    StreamStart,
 )
 from quadriga.wire.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound
 from quadriga.wire.sockets import encode
@@ -75,8 +75,11 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring):
     hello = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
     assert isinstance(hello, DetokReady)
     session = hello.session
-    opened = [OpenText(1, b"me", "a", True, True, ["b"]), OpenText(2, b"you", "b", True, True, [])]
-    close = CloseText(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
+    opened = [
+        StreamStart(1, b"me", "a", True, True, ["b"]),
+        StreamStart(2, b"you", "b", True, True, []),
+    ]
+    close = StreamEnd(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
     info = Info("i", {"running": 1})
     for message in (
         StepOutput(0.5, [], [], b"", [close], session=session - 1),  # for one that died
@@ -84,7 +87,7 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring):
         StepOutput(2.0, [], [1], ids("ab"), [], session=session),
         StepOutput(3.0, [], [], b"", [close], session=session),
         InfoReply(b"me", info),
-        AllTold(),
+        Drained(),
         StopDetok(),
     ):
         neighbours["detok"].send(encode(message))

@@ -118,9 +118,9 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at by hand, each time when it has just taken enough: no clock decides."""
-    watches: list[watch.Watch] = []
+    watches: list[watch.SlowClientGuard] = []
 
-    class Known(watch.Watch):
+    class Known(watch.SlowClientGuard):
         def __enter__(self) -> None:
             super().__enter__()
             watches.append(self)
@@ -128,7 +128,7 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
             own = self._transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
 
-    monkeypatch.setattr(access, "Watch", Known)
+    monkeypatch.setattr(access, "SlowClientGuard", Known)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
             taken += len(piece)
             await asyncio.sleep(0)
             waits, now = watches[0].progress()
-            if waits and now - sent >= watch.LEAST_BYTES:
+            if waits and now - sent >= watch.MIN_BYTES_PER_INTERVAL:
                 watches[0]._look()
                 sent, looks = now, looks + 1
         assert gateway.metrics.slow_readers == 0
@@ -203,7 +203,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_BYTES", 1500)
+    monkeypatch.setattr(bodies, "MAX_BYTES", 1500)
 
     async def test(gateway: Any) -> None:
         large = ASK | {"prompt": "a" * 900}
@@ -295,7 +295,7 @@ def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
         loop, connection = asyncio.get_running_loop(), Stalled()
         suspended = 0.0
         monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
-        observer = watch.Watch(connection, RequestMetrics())  # type: ignore[arg-type]
+        observer = watch.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
         with observer:
             for seconds in (watch.STALL_SECONDS, 1000.0):
                 suspended += seconds

@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.runtime import cpu_affinity as module
-from quadriga.runtime.cpu_affinity import Cpus, Shares, parse_cpus, share_out, shares, show_cpus
+from quadriga.runtime.cpu_affinity import CpuPlan, Cpus, parse_cpus, share_out, shares, show_cpus
 
 ON_CPU = WorkerArgs(device="cpu")
 NOBODY: Cpus = frozenset()
@@ -43,7 +43,7 @@ def test_the_worker_has_what_the_others_can_do_without(
 
 
 def test_a_core_is_given_away_with_both_of_its_hardware_threads() -> None:
-    assert share_out(cores_of(4, 2), math.inf, ON_CPU) == Shares(
+    assert share_out(cores_of(4, 2), math.inf, ON_CPU) == CpuPlan(
         threads=3, worker=frozenset({1, 2, 3, 5, 6, 7}), others=frozenset({0, 4})
     )
 
@@ -54,9 +54,9 @@ def test_ranks_share_what_one_worker_would_have() -> None:
 
 
 def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places() -> None:
-    assert share_out(cores_of(64), 2.5, ON_CPU) == Shares(threads=2)
-    assert share_out(cores_of(64), 0.5, ON_CPU) == Shares(threads=1)
-    assert share_out(cores_of(64), 8.0, ON_CPU) == Shares(threads=7)
+    assert share_out(cores_of(64), 2.5, ON_CPU) == CpuPlan(threads=2)
+    assert share_out(cores_of(64), 0.5, ON_CPU) == CpuPlan(threads=1)
+    assert share_out(cores_of(64), 8.0, ON_CPU) == CpuPlan(threads=7)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places()
     ],
 )
 def test_places_are_left_open_where_they_are_not_wanted(args: WorkerArgs, threads: int) -> None:
-    assert share_out(cores_of(8), math.inf, args) == Shares(threads, NOBODY, NOBODY)
+    assert share_out(cores_of(8), math.inf, args) == CpuPlan(threads, NOBODY, NOBODY)
 
 
 def test_fewer_threads_leave_more_cores_to_the_others() -> None:
@@ -115,7 +115,7 @@ def test_where_processes_cannot_keep_to_cpus_none_is_told_to(
     monkeypatch.setattr(module, "_quota", lambda: math.inf)
     assert shares(ON_CPU).worker
     monkeypatch.delattr(module.os, "sched_setaffinity")
-    assert shares(ON_CPU) == Shares(threads=7)
+    assert shares(ON_CPU) == CpuPlan(threads=7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")

@@ -39,7 +39,7 @@ def test_memory_is_taken_while_the_body_runs_and_given_back_after_it(pages: str)
 
 @pytest.mark.parametrize("size", [1 << 33, 1 << 60])
 def test_the_body_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(memory, "MOST_MEANWHILE", size)
+    monkeypatch.setattr(memory, "MAX_MEANWHILE", size)
     with memory_meanwhile(size):
         pass
     assert "memory" not in {thread.name for thread in threading.enumerate()}

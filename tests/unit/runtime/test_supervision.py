@@ -12,13 +12,13 @@ import pytest
 from quadriga.config.fault_args import parse_faults
 from quadriga.errors import ConfigError
 from quadriga.runtime import fault_injection as faults
-from quadriga.runtime.child import BEAT, Lifeline
+from quadriga.runtime.child import BEAT, ControlChannel
 from quadriga.supervisor import supervisor as children
 from quadriga.supervisor.restart_policy import WINDOW, Restarts
 from quadriga.supervisor.watchdog import Watchdog
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot, StepPlan
-from scheduler_proc.step_watchdog import StepDeadline
+from scheduler_proc.step_watchdog import StepWatchdog
 
 
 def test_the_first_restart_comes_at_once_and_each_further_one_later_up_to_the_limit() -> None:
@@ -42,7 +42,7 @@ class AskedChild:
         self.orders.append(word)
 
 
-class Watch:
+class SlowClientGuard:
     """A watchdog of 4 s and two children, at a clock that is set by hand."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Watch:
 
 
 def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> None:
-    watch = Watch()
+    watch = SlowClientGuard()
     found: list[Any] = []
     while not found:
         found = watch.ask()
@@ -75,7 +75,7 @@ def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> No
 
 
 def test_who_was_suspended_together_with_the_watchdog_is_not_to_blame() -> None:
-    watch = Watch()
+    watch = SlowClientGuard()
     for _ in range(20):
         assert watch.ask() == []
         watch.now += 1000.0  # everything stands still; then the launcher goes on first
@@ -86,7 +86,7 @@ def test_who_was_suspended_together_with_the_watchdog_is_not_to_blame() -> None:
 
 
 def test_a_child_that_stays_silent_after_a_suspension_is_found_within_the_timeout() -> None:
-    watch = Watch()
+    watch = SlowClientGuard()
     watch.ask()
     watch.now += 1000.0
     went_on_at = watch.now
@@ -110,7 +110,7 @@ class StepWatch:
         self.now = 100.0
         self.step_since: float | None = None
         self.reports: list[str] = []
-        self.deadline = StepDeadline(seconds, self, self, lambda: self.now)  # type: ignore[arg-type]
+        self.deadline = StepWatchdog(seconds, self, self, lambda: self.now)  # type: ignore[arg-type]
 
     def report(self, kind: str, process: str, why: str) -> None:
         self.reports.append(f"{kind} {process}: {why}")
@@ -172,20 +172,20 @@ def test_without_a_timeout_no_step_is_reported_and_nothing_is_woken_for() -> Non
 def test_an_attended_process_answers_only_where_it_takes_its_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lifeline, "_leave", lambda self: None)
+    monkeypatch.setattr(ControlChannel, "_leave", lambda self: None)
     ours, theirs = socket.socketpair()
     ours.settimeout(5)
-    lifeline = Lifeline(theirs, tmp_path)
+    control = ControlChannel(theirs, tmp_path)
     ours.sendall(b"beat\n")
     assert b"beat" in ours.recv(100)
-    lifeline.attend()
+    control.attend()
     ours.sendall(b"beat\ndrain\n")
     ours.settimeout(0.05)
     with pytest.raises(TimeoutError):
         ours.recv(100)
     orders: list[tuple[str, str]] = []
     while not orders:
-        orders = lifeline.take_orders()
+        orders = control.read_commands()
     assert orders == [("drain", "")]
     ours.settimeout(5)
     assert b"beat" in ours.recv(100)
@@ -266,7 +266,7 @@ def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(
 def test_a_process_that_the_system_cannot_start_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ring = object.__new__(children.Children)
+    ring = object.__new__(children.Supervisor)
     ring._due = {"detok_proc": 5.0}
     starts: list[str] = []
 
@@ -279,5 +279,5 @@ def test_a_process_that_the_system_cannot_start_now_is_tried_again(
     assert ring._start_due("detok_proc", 5.0) is None
     assert ring._due == {"detok_proc": 5.0 + children.START_RETRY_S}
     assert "detok_proc cannot be started now ([Errno 11]" in capsys.readouterr().err
-    assert ring._start_due("detok_proc", 6.0) is children.Order.STARTED
+    assert ring._start_due("detok_proc", 6.0) is children.SupervisorEvent.STARTED
     assert (ring._due, len(starts)) == ({}, 2)

@@ -13,7 +13,7 @@ from quadriga.wire.messages.public import ErrorInfo
 from scheduler_proc.durability import journal as journal_module
 from scheduler_proc.durability import journal_file
 from scheduler_proc.durability.journal_recovery import restored
-from scheduler_proc.state.request import Status
+from scheduler_proc.state.request import RequestStatus
 from tests.unit.journal_runs import EOS, Run, outline
 
 
@@ -39,7 +39,7 @@ def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path)
     assert found[0].message.params.logit_bias == {5: 1.0}
     going_on, ended = restored(found[0], EOS), restored(found[2], EOS)
     assert (going_on.tokens.tolist(), going_on.known) == ([7, 8, 5, 6], 4)
-    assert (going_on.status, going_on.first_token) == (Status.WAITING, 3.0)
+    assert (going_on.status, going_on.first_token) == (RequestStatus.WAITING, 3.0)
     assert (ended.finish_reason, ended.matched_stop, ended.error) == ("stop", 4, c.error)
     assert ended.params.seed == 2, "each choice has a seed of its own"
 
@@ -88,7 +88,7 @@ def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_AT", 20_000)
-    monkeypatch.setattr(journal_module, "MOST_ENDED", 10)
+    monkeypatch.setattr(journal_module, "MAX_ENDED", 10)
     run = Run(tmp_path)
     (long,) = run.accept("long")
     (late,) = run.accept("late")
@@ -116,7 +116,7 @@ def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
 def test_an_end_that_is_handed_on_twice_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MOST_ENDED", 2)
+    monkeypatch.setattr(journal_module, "MAX_ENDED", 2)
     run = Run(tmp_path)
     for name in "abcd":
         (request,) = run.accept(name)

@@ -22,19 +22,19 @@ from scheduler_proc.durability.journal_records import (
     MAGIC,
     Accepted,
     Ended,
-    Round,
-    Tokens,
-    Told,
+    JournalRecord,
+    LogprobRecord,
+    TokenRecord,
     make_frame,
 )
-from scheduler_proc.durability.journal_recovery import Found, restored
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
 from tests.unit.journal_runs import EOS, Run, header, let_go
 
 START = len(MAGIC) + 8
 State = list[tuple[object, ...]]
 
 
-def state_of(found: list[Found]) -> State:
+def state_of(found: list[RecoveredRequest]) -> State:
     """All of it, also what the scheduler makes of it."""
     requests = [restored(one, EOS) for one in found]
     assert all(request.known == len(request.tokens) for request in requests)
@@ -187,27 +187,49 @@ def accepted(run: Run, **fields: object) -> Accepted:
 
 
 BLOCK = LogprobBlock(b"1234", 2, b"1234", b"1234")
-NONSENSE: dict[str, Callable[[Run], Round]] = {
-    "tokens of an unknown request": lambda _: Round(tokens=[Tokens([9], pack_ids([5]), 1.0)]),
-    "more tokens than requests": lambda _: Round(tokens=[Tokens([0], pack_ids([5, 6]), 1.0)]),
-    "half a token": lambda _: Round(tokens=[Tokens([0], b"\1\0\0", 1.0)]),
-    "a token outside the vocabulary": lambda _: Round(tokens=[Tokens([0], pack_ids([100]), 1.0)]),
-    "a negative token": lambda _: Round(tokens=[Tokens([0], pack_ids([-1]), 1.0)]),
-    "too many tokens": lambda _: Round(tokens=[Tokens([0] * 5000, pack_ids([5] * 5000), 1.0)]),
-    "tokens after the end": lambda _: Round(tokens=[Tokens([1], pack_ids([5]), 1.0)]),
-    "a second end": lambda _: Round(ended=[Ended(1, "stop", None, None, 0, 0.0)]),
-    "an end of an unknown request": lambda _: Round(ended=[Ended(9, "stop", None, None, 0, 0.0)]),
-    "log-probabilities of an unknown request": lambda _: Round(told=[Told(9)]),
-    "half of log-probabilities": lambda _: Round(told=[Told(0, [BLOCK])]),
-    "a request twice": lambda run: Round([msgspec.structs.replace(accepted(run), seq=0)]),
-    "a negative number": lambda run: Round([msgspec.structs.replace(accepted(run), seq=-1)]),
-    "choice 1 of 1": lambda run: Round([msgspec.structs.replace(accepted(run), indexes=[1])]),
-    "no max_new_tokens": lambda run: Round([accepted(run, params={"max_new_tokens": None})]),
-    "no seed for choices": lambda run: Round([accepted(run, params={"seed": None, "n": 2})]),
-    "half a prompt": lambda run: Round([accepted(run, prompt_ids=b"\1\0\0\0\1")]),
-    "a prompt of other words": lambda run: Round([accepted(run, prompt_ids=pack_ids([1000]))]),
-    "half a bad word": lambda run: Round([accepted(run, bad_words=[b"\1"])]),
-    "a bias that is no id": lambda run: Round([accepted(run, params={"logit_bias": {1 << 40: 1}})]),
+NONSENSE: dict[str, Callable[[Run], JournalRecord]] = {
+    "tokens of an unknown request": lambda _: JournalRecord(
+        tokens=[TokenRecord([9], pack_ids([5]), 1.0)]
+    ),
+    "more tokens than requests": lambda _: JournalRecord(
+        tokens=[TokenRecord([0], pack_ids([5, 6]), 1.0)]
+    ),
+    "half a token": lambda _: JournalRecord(tokens=[TokenRecord([0], b"\1\0\0", 1.0)]),
+    "a token outside the vocabulary": lambda _: JournalRecord(
+        tokens=[TokenRecord([0], pack_ids([100]), 1.0)]
+    ),
+    "a negative token": lambda _: JournalRecord(tokens=[TokenRecord([0], pack_ids([-1]), 1.0)]),
+    "too many tokens": lambda _: JournalRecord(
+        tokens=[TokenRecord([0] * 5000, pack_ids([5] * 5000), 1.0)]
+    ),
+    "tokens after the end": lambda _: JournalRecord(tokens=[TokenRecord([1], pack_ids([5]), 1.0)]),
+    "a second end": lambda _: JournalRecord(ended=[Ended(1, "stop", None, None, 0, 0.0)]),
+    "an end of an unknown request": lambda _: JournalRecord(
+        ended=[Ended(9, "stop", None, None, 0, 0.0)]
+    ),
+    "log-probabilities of an unknown request": lambda _: JournalRecord(told=[LogprobRecord(9)]),
+    "half of log-probabilities": lambda _: JournalRecord(told=[LogprobRecord(0, [BLOCK])]),
+    "a request twice": lambda run: JournalRecord([msgspec.structs.replace(accepted(run), seq=0)]),
+    "a negative number": lambda run: JournalRecord(
+        [msgspec.structs.replace(accepted(run), seq=-1)]
+    ),
+    "choice 1 of 1": lambda run: JournalRecord(
+        [msgspec.structs.replace(accepted(run), indexes=[1])]
+    ),
+    "no max_new_tokens": lambda run: JournalRecord(
+        [accepted(run, params={"max_new_tokens": None})]
+    ),
+    "no seed for choices": lambda run: JournalRecord(
+        [accepted(run, params={"seed": None, "n": 2})]
+    ),
+    "half a prompt": lambda run: JournalRecord([accepted(run, prompt_ids=b"\1\0\0\0\1")]),
+    "a prompt of other words": lambda run: JournalRecord(
+        [accepted(run, prompt_ids=pack_ids([1000]))]
+    ),
+    "half a bad word": lambda run: JournalRecord([accepted(run, bad_words=[b"\1"])]),
+    "a bias that is no id": lambda run: JournalRecord(
+        [accepted(run, params={"logit_bias": {1 << 40: 1}})]
+    ),
 }
 
 
@@ -223,10 +245,10 @@ def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_co
     before, size = state_of(run.found()), run.path.stat().st_size
     assert len(before) == 2
     nonsense = NONSENSE[what](run)
-    nonsense.tokens.insert(0, Tokens([0], pack_ids([6]), 1.0))
+    nonsense.tokens.insert(0, TokenRecord([0], pack_ids([6]), 1.0))
     nonsense.settled.append(0)
     run.journal._file.append(encode(nonsense))
-    run.journal._file.append(encode(Round(tokens=[Tokens([0], pack_ids([7]), 1.0)])))
+    run.journal._file.append(encode(JournalRecord(tokens=[TokenRecord([0], pack_ids([7]), 1.0)])))
     caplog.clear()
     contents = read_journal(run.path)
     assert state_of(contents.found) == before
@@ -237,7 +259,9 @@ def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_co
 
 def test_the_same_frames_without_nonsense_are_read(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.journal._file.append(encode(Round([accepted(run)], [Tokens([7], pack_ids([5]), 1.0)])))
+    run.journal._file.append(
+        encode(JournalRecord([accepted(run)], [TokenRecord([7], pack_ids([5]), 1.0)]))
+    )
     contents = read_journal(run.path)
     assert (len(contents.found), contents.num_unread_bytes) == (1, 0)
     let_go(run.journal)

@@ -14,7 +14,7 @@ from quadriga.errors import ConfigError
 from scheduler_proc.durability import journal_opening
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
-from scheduler_proc.durability.journal_recovery import Found
+from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from tests.unit.journal_runs import Run, faulty_os, full_disk, header, let_go, outline
 
 
@@ -30,7 +30,7 @@ def left_by(directory: Path, name: str = "first") -> Run:
 
 def opened(
     directory: Path, run: str, again: bool = False, resume: bool = False, **fields: Any
-) -> list[Found]:
+) -> list[RecoveredRequest]:
     """What a scheduler takes up that dies at once."""
     args = SchedulerArgs(journal=str(directory), resume=resume)
     journal, found = open_journal(args, Path(run), header(run, **fields), again)

@@ -314,9 +314,9 @@ def test_pack_fills_a_step_at_least_as_well_as_any_one_prompt_would(
     queue = pack(sizes)
     filled = 0
     for one in queue.first(100, budget):
-        if filled + one.to_compute > budget:
+        if filled + one.num_uncomputed_tokens > budget:
             break
-        filled += one.to_compute
+        filled += one.num_uncomputed_tokens
     assert filled >= max((size for size in sizes[:32] if size <= budget), default=0)
 
 

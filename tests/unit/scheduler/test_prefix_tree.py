@@ -26,7 +26,7 @@ def run(kv: KVCache, tokens: list[int], seq: int = 0) -> Request:
     one = request(tokens, seq)
     kv.seat(one)
     one.computed = one.known
-    kv.share_computed(one)
+    kv.cache_computed(one)
     return one
 
 
@@ -68,7 +68,7 @@ def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
     kv.seat(two)
     for each in (one, two):
         each.computed = 4
-        kv.share_computed(each)
+        kv.cache_computed(each)
     assert not set(one.pages) & set(two.pages)
     kv.check([one, two])
     kv.release(one)
@@ -86,7 +86,7 @@ def test_sharing_what_is_cached_already_makes_no_page_less_available():
     one.computed = two.computed = 4
     kv.release(one)
     available = kv.num_available
-    kv.share_computed(two)
+    kv.cache_computed(two)
     assert kv.num_available == available
     assert [node.page for node in two.path] == two.pages
     kv.check([two])

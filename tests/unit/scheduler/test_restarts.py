@@ -7,11 +7,11 @@ import pytest
 from quadriga.config.scheduler_args import POLICIES, SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import Drain, Leave, NewFrontDoor, Submit
+from quadriga.wire.messages.to_scheduler import Drain, FrontendRestarted, Shutdown, Submit
 from quadriga.wire.messages.worker import CompileGrammar, GrammarReady, WorkerReady
 from scheduler_proc.durability import detok_outbox as texts
-from scheduler_proc.durability.detok_outbox import Texts
-from scheduler_proc.request_table import LiveRequests
+from scheduler_proc.durability.detok_outbox import DetokOutbox
+from scheduler_proc.request_table import RequestTable
 from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
 from tests.unit.simulation import Detok, World, abort, reference, submit
 
@@ -171,15 +171,15 @@ def test_a_server_whose_front_door_died_does_not_leave_before_its_clients_could_
     assert world.detok.replayed[-1].closing is not None
     world.tell(Drain())
     assert world.detok.all_told == 2
-    world.tell(Leave())
+    world.tell(Shutdown())
     assert world.scheduler.stopped
 
 
 def test_log_probabilities_of_requests_that_ended_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(texts, "MOST_REMEMBERED_BYTES", 20_000)
-    known, told = LiveRequests(frozenset()), Texts(Detok(), lambda: 0.0)
+    monkeypatch.setattr(texts, "MAX_REMEMBERED_BYTES", 20_000)
+    known, told = RequestTable(frozenset()), DetokOutbox(Detok(), lambda: 0.0)
     for number in range(100):
         (request,) = known.add(submit(f"r{number}", [5] * 10))
         if number % 2:
@@ -254,7 +254,7 @@ def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> Non
     world.detok.ended.clear()  # the front door dies with it
     del world.detok.closed["lost"]
     assert not world.detok.all_told
-    world.tell(NewFrontDoor())
+    world.tell(FrontendRestarted())
     assert world.detok.closed["lost"].finish_reason == "length"
     assert [told.opening.request_id for told in world.detok.replayed] == ["lost"]
     world.scheduler.iterate([], [])

@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.to_scheduler import AbortAll, Drain, Leave, StopFound
+from quadriga.wire.messages.to_scheduler import AbortAll, Drain, Shutdown, StopFound
 from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED
 from scheduler_proc.state.kv_cache import KVCache
 from tests.unit.simulation import EOS, World, abort, next_token, reference, submit
@@ -200,7 +200,7 @@ def test_drain_finishes_what_is_there_and_then_stops_worker_and_detokenizer() ->
     world.run()
     assert len(world.detok.tokens["a"]) == 5
     assert world.detok.all_told == 1 and not world.scheduler.stopped
-    world.tell(Leave())
+    world.tell(Shutdown())
     assert world.scheduler.stopped and world.worker.stopped and world.detok.stopped
 
 
@@ -547,10 +547,10 @@ def test_who_is_awaited_in_vain_leaves_nothing_behind() -> None:
     world = World(args())
     world.tell(submit("one", [9], 2))
     world.tell(abort("one"))
-    assert world.scheduler.pipeline.awaits_company(world.worker.now)
+    assert world.scheduler.pipeline.in_batch_delay(world.worker.now)
     world.begin()
     assert not world.worker.plans
-    assert not world.scheduler.pipeline.awaits_company(world.worker.now)
+    assert not world.scheduler.pipeline.in_batch_delay(world.worker.now)
     world.wake(world.worker.now + 1)
     world.tell(submit("other", [9], 2))
     assert not world.worker.plans

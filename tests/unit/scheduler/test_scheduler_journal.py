@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.to_scheduler import DetokReady, Leave, Submit
+from quadriga.wire.messages.to_scheduler import DetokReady, Shutdown, Submit
 from scheduler_proc.durability.journal import NO_JOURNAL, RETRY_INTERVAL_S, Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.request_table import first_number
@@ -76,7 +76,7 @@ def test_streams_go_on_from_their_last_token_when_the_scheduler_dies(tmp_path: P
         assert world.detok.closed[name].finish_reason == "length"
     assert generated == 6 * 12, "no token was computed twice"
     assert world.scheduler.info()["pages_held"] == 0
-    world.tell(Leave())
+    world.tell(Shutdown())
     assert world.scheduler.stopped
     assert not (tmp_path / FILE_NAME).exists()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.observe.stats import RECENT_STEPS, Recent, Statistics
+from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats, SlidingWindow
 from scheduler_proc.state.batch import ScheduleBatch
 from tests.unit.simulation import World, abort, submit
 
@@ -19,7 +19,7 @@ from tests.unit.simulation import World, abort, submit
 def test_a_percentile_is_that_of_the_last_values(
     values: list[float], size: int, share: float
 ) -> None:
-    recent = Recent(size)
+    recent = SlidingWindow(size)
     for value in values:
         recent.add(value)
     last = sorted(values[-size:])
@@ -28,7 +28,7 @@ def test_a_percentile_is_that_of_the_last_values(
 
 
 def test_the_gap_before_a_step_counts_where_its_plan_was_there() -> None:
-    statistics = Statistics()
+    statistics = SchedulerStats()
     for step, (planned_before, gap) in enumerate([(0.5, 0.001), (0.5, 0.001), (-0.5, 0.5)], 1000):
         batch = ScheduleBatch(planned_at=step - planned_before, num_decodes=1)
         statistics.count_step(batch, StepResult(step, b"", step + gap, step + 1.0))
@@ -38,7 +38,7 @@ def test_the_gap_before_a_step_counts_where_its_plan_was_there() -> None:
 
 
 def test_steps_are_counted_by_how_many_tokens_they_have() -> None:
-    statistics = Statistics()
+    statistics = SchedulerStats()
     for step, rows in enumerate([[1], [1] * 8, [1, 20], [20_000]]):
         batch = ScheduleBatch(planned_at=step, num_tokens=rows)
         statistics.count_step(batch, StepResult(step, b"", step, step + 1.0))
@@ -49,7 +49,7 @@ def test_steps_are_counted_by_how_many_tokens_they_have() -> None:
 
 
 def test_a_request_counts_in_the_stages_that_it_passed() -> None:
-    statistics, names = Statistics(), ("received", "tokenized", "admitted", "first_token")
+    statistics, names = SchedulerStats(), ("received", "tokenized", "admitted", "first_token")
     for passed in range(5):
         stamps = [100.0, 100.25, 102.25, 103.25]
         times = dict(zip(names, [*stamps[:passed], *[0.0] * (4 - passed)], strict=True))
@@ -75,7 +75,7 @@ def test_whoever_ends_a_request_is_counted() -> None:
 
 
 def test_gaps_of_long_ago_are_forgotten() -> None:
-    statistics = Statistics()
+    statistics = SchedulerStats()
     for step in range(2 * RECENT_STEPS):
         gap = 0.003 if step < RECENT_STEPS else 0.001
         result = StepResult(step, b"", step + gap, step + 1.0)

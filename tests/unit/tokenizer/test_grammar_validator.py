@@ -11,7 +11,7 @@ import pytest
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.grammar import Grammar
-from tokenizer_proc.grammars.validator import MAX_WAITING, TRIES, GrammarDoor
+from tokenizer_proc.grammars.validator import MAX_WAITING, TRIES, GrammarValidator
 
 Answers = list[str]
 
@@ -31,7 +31,7 @@ sys.stdin.read()
 """Dies at its first request, so many times."""
 
 
-class SlowDoor(GrammarDoor):
+class SlowDoor(GrammarValidator):
     """Answers when it is told to, and keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def test_a_check_whose_process_dies_is_tried_again(
     counted.touch()
 
     async def run() -> None:
-        door, answers = GrammarDoor(MODEL), Answers()
+        door, answers = GrammarValidator(MODEL), Answers()
         door._command = [sys.executable, "-c", CHECKER, str(counted), str(deaths)]
         for _ in range(2):
             door.check(Grammar("regex", "a+"), into(answers), is_new=True)

@@ -30,14 +30,14 @@ from quadriga.wire.messages.to_scheduler import (
     CLIENT_LOST,
     AbortRequest,
     Drain,
-    Leave,
+    EndsDelivered,
+    Shutdown,
     Submit,
-    TextsEnded,
 )
 from quadriga.wire.sockets import Unreachable, encode
 from tests.unit.tokenizer.test_validation import Recorder, make_front_door, model
-from tokenizer_proc.info_requests import EXPIRY_S, MAX_OF_CLIENT, Inspections
-from tokenizer_proc.overload import Load
+from tokenizer_proc.info_requests import EXPIRY_S, MAX_OF_CLIENT, InfoRequests
+from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
 
 
@@ -93,7 +93,7 @@ class Door:
         self.scheduler, self.port = Recorder(), Port()
         args = FrontDoorArgs()
         self.pool = LatePool(Preparer(args, model(), OneTokenEncoder()))  # type: ignore[arg-type]
-        load = Load(max_queued, limit)
+        load = OverloadGuard(max_queued, limit)
         self.door = make_front_door(self.scheduler, args, load, self.pool, replaces)
         self.door.clients.open(self.port)  # type: ignore[arg-type]
 
@@ -172,7 +172,7 @@ def test_a_front_door_leaves_when_all_is_told_on_its_own_demand() -> None:
     door.door.intake.drain()
     door.door.on_delivery([b"", b"", b""])
     assert door.door.ended.is_set()
-    assert [type(message) for message in door.scheduler.sent] == [Drain, Leave]
+    assert [type(message) for message in door.scheduler.sent] == [Drain, Shutdown]
 
 
 def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> None:
@@ -182,7 +182,7 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
         door.ask(name, params=SamplingParams(n=1 + (name == "half")))
     door.ask("of another", client=b"d")
     door.hear(ended=("half", "ended"), settled=(7, 8))
-    assert door.scheduler.sent[-1] == TextsEnded([7, 8])
+    assert door.scheduler.sent[-1] == EndsDelivered([7, 8])
     door.door.on_public([b"c", encode(Abort(1, "aborted"))])
     door.door.intake.drain()
     before = door.scheduler.sent.copy()
@@ -316,7 +316,7 @@ def test_a_client_of_an_earlier_front_door_may_still_come_back() -> None:
 
 def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
     now = 0.0
-    load = Load(40, None, lambda: now)
+    load = OverloadGuard(40, None, lambda: now)
     load.report(40)
     for _ in range(10):
         now += 0.5
@@ -409,7 +409,7 @@ def test_questions_that_travel_the_ring_are_bounded_for_each_client() -> None:
 
 def test_a_question_that_is_never_answered_counts_for_some_seconds() -> None:
     now = 0.0
-    inspections = Inspections(lambda: now)
+    inspections = InfoRequests(lambda: now)
     for _ in range(MAX_OF_CLIENT):
         inspections.begin(b"c")
     with pytest.raises(QueueFull, match="of this client are not answered"):

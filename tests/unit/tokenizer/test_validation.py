@@ -21,9 +21,9 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode
-from tokenizer_proc.frontend import FrontDoor
-from tokenizer_proc.grammars.validator import GrammarDoor
-from tokenizer_proc.overload import Load
+from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.grammars.validator import GrammarValidator
+from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation as requests
 from tokenizer_proc.preparation.prepare import Preparer
 
@@ -215,14 +215,14 @@ class Recorder:
 def make_front_door(
     scheduler: Any,
     args: FrontDoorArgs,
-    load: Load | None = None,
+    load: OverloadGuard | None = None,
     pool: Any = None,
     replaces: bool = False,
-) -> FrontDoor:
+) -> Frontend:
     """Return a front door without sockets, which encodes nothing but token ids."""
-    preparer, grammars = Preparer(args, model(), None), GrammarDoor(model())  # type: ignore[arg-type]
-    load = load or Load(4096, None)
-    return FrontDoor(args, load, preparer, pool, grammars, scheduler, {}, replaces)
+    preparer, grammars = Preparer(args, model(), None), GrammarValidator(model())  # type: ignore[arg-type]
+    load = load or OverloadGuard(4096, None)
+    return Frontend(args, load, preparer, pool, grammars, scheduler, {}, replaces)
 
 
 def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refused:

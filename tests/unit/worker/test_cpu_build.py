@@ -24,7 +24,7 @@ from tests.unit.worker.test_cpu_kernels import (
 from worker_proc.cpu import build
 from worker_proc.cpu import engine as kernels_engine
 from worker_proc.cpu.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
-from worker_proc.cpu.program import Numbers, fastest_numbers
+from worker_proc.cpu.program import ComputeType, fastest_numbers
 from worker_proc.engine_factory import make_engine
 from worker_proc.torch_engine import TorchEngine
 
@@ -71,13 +71,13 @@ def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
             drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=3)
 
 
-@pytest.mark.parametrize("numbers", [Numbers.BFLOAT16, Numbers.BFLOAT16_PAIRS])
+@pytest.mark.parametrize("numbers", [ComputeType.BFLOAT16, ComputeType.BFLOAT16_PAIRS])
 def test_bfloat16_is_multiplied_either_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: Numbers
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: ComputeType
 ) -> None:
     """Which one a server takes depends on the CPU."""
-    if numbers is Numbers.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
-        assert fastest_numbers(load_kernels(print), torch.bfloat16) is Numbers.BFLOAT16
+    if numbers is ComputeType.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
+        assert fastest_numbers(load_kernels(print), torch.bfloat16) is ComputeType.BFLOAT16
         pytest.skip("this CPU has no instruction for pairs of bfloat16")
     monkeypatch.setattr(kernels_engine, "fastest_numbers", lambda *_: numbers)
     directory, dtype = tiny_llama(tmp_path), torch.bfloat16

@@ -55,7 +55,7 @@ class Compared(Engine):
         self._check(logits, reference)
         return logits
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).argmax(-1)
 
     def forward_sampled(self, inputs: StepInputs) -> Tensor:
@@ -66,12 +66,12 @@ class Compared(Engine):
             self._check(sampled, expected)
         return sampled
 
-    def forward_and_choose(self, inputs: StepInputs) -> Tensor:
+    def forward_argmax(self, inputs: StepInputs) -> Tensor:
         """In one go, and again in two."""
-        likeliest = self.native.forward_and_choose(inputs)
-        expected = super().forward_and_choose(inputs)
-        assert likeliest.tolist() == expected.tolist()
-        return likeliest
+        argmax = self.native.forward_argmax(inputs)
+        expected = super().forward_argmax(inputs)
+        assert argmax.tolist() == expected.tolist()
+        return argmax
 
     def _check(self, ours: Tensor, reference: Tensor) -> None:
         difference = (ours - reference).norm().item() / reference.norm().item()

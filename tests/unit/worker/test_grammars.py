@@ -13,7 +13,7 @@ from worker_proc.sampling.grammar_mask import (
     Constrained,
     SlotGrammar,
     advance,
-    bar_by_grammar,
+    mask_by_grammar,
 )
 
 VOCAB_SIZE = 515
@@ -40,7 +40,7 @@ def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
 def allowed(*grammars: SlotGrammar) -> list[set[int]]:
     """Of rows 0, 2, 4, ... of scores; those between have no grammar."""
     scores = torch.zeros(2 * len(grammars), VOCAB_SIZE)
-    bar_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])
+    mask_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])
     assert (scores[1::2] == 0).all()
     return [set((row != BARRED).nonzero().flatten().tolist()) for row in scores[::2]]
 

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
-from quadriga.wire.messages.worker import SlotRules
-from worker_proc.sampling.logits_processors import RowRules, Rules, apply_rules
+from quadriga.wire.messages.worker import SlotSamplingParams
+from worker_proc.sampling.logits_processors import RowLogits, SlotLogits, apply_logits_processors
 from worker_proc.sampling.sampler import SamplingRows, _least_kept
 
 CPU = torch.device("cpu")
@@ -62,9 +62,9 @@ class GeneratedPenalties:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-def rules_of(wanted: dict[str, Any], num_prompt: int) -> SlotRules:
+def rules_of(wanted: dict[str, Any], num_prompt: int) -> SlotSamplingParams:
     bias = wanted.get("bias", {})
-    return SlotRules(
+    return SlotSamplingParams(
         num_prompt=num_prompt,
         repetition_penalty=wanted.get("repetition_penalty", 1.0),
         frequency_penalty=wanted.get("frequency_penalty", 0.0),
@@ -118,10 +118,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def applied(
-    logits: Tensor, known: list[list[int]], rules: list[SlotRules], seed: int = 0
+    logits: Tensor, known: list[list[int]], rules: list[SlotSamplingParams], seed: int = 0
 ) -> Tensor:
-    rows = [RowRules(i, i, Rules(one, CPU)) for i, one in enumerate(rules)]
-    return apply_rules(logits, rows, np.array([len(h) for h in known]), table_of(known, seed))
+    rows = [RowLogits(i, i, SlotLogits(one, CPU)) for i, one in enumerate(rules)]
+    return apply_logits_processors(
+        logits, rows, np.array([len(h) for h in known]), table_of(known, seed)
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -183,8 +185,10 @@ def test_the_filters_keep_what_transformers_warpers_keep(
 
 def test_rows_without_rules_stay_exactly_as_they_are() -> None:
     logits = torch.randn(3, VOCAB, generator=generator(1)).bfloat16()
-    rules = Rules(rules_of({"repetition_penalty": 1.5, "allowed": [3]}, 2), CPU)
-    got = apply_rules(logits, [RowRules(1, 0, rules)], np.array([9, 2, 9]), table_of([[5, 6]], 0))
+    rules = SlotLogits(rules_of({"repetition_penalty": 1.5, "allowed": [3]}, 2), CPU)
+    got = apply_logits_processors(
+        logits, [RowLogits(1, 0, rules)], np.array([9, 2, 9]), table_of([[5, 6]], 0)
+    )
     assert got[0].equal(logits[0].float())
     assert got[2].equal(logits[2].float())
     assert got[1].isfinite().sum() == 1

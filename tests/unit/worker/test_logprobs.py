@@ -8,7 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import EXTEND, MIXED, NewSlot, SlotRules, StepPlan, StepResult
+from quadriga.wire.messages.worker import (
+    EXTEND,
+    MIXED,
+    NewSlot,
+    SlotSamplingParams,
+    StepPlan,
+    StepResult,
+)
 from tests.unit.worker_driver import prompts_of, runner_of
 
 TOLD, PLAIN = 3, 5
@@ -19,7 +26,7 @@ NO_IDS = pack_ids([])
 def test_a_chunked_prompt_is_told_beside_plain_rows(kernels: str, llama_dir: Path) -> None:
     runner = runner_of(llama_dir, attention_backend=kernels)
     told, plain = prompts_of([11, 3])
-    rules = SlotRules(num_prompt=len(told), prompt_logprobs=2)
+    rules = SlotSamplingParams(num_prompt=len(told), prompt_logprobs=2)
     new = [
         NewSlot(TOLD, pack_ids(told), 0, pack_ids([4, 7, 2]), 0.0, -1, 1.0, 0, rules),
         NewSlot(PLAIN, pack_ids(plain), 0, pack_ids([9, 1]), 0.0, -1, 1.0, 0),

@@ -10,7 +10,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.worker import ResultMessage, StepResult
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.result_sender import Later, ResultsBehind
+from worker_proc.result_sender import AsyncResultSender, Later
 from worker_proc.startup.nvtx import mark_steps
 
 SECONDS = 10.0
@@ -30,7 +30,7 @@ def step(number: int, done: threading.Event) -> Later:
 
 def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
     sent: list[ResultMessage] = []
-    results, done = ResultsBehind(sent.append, fail), [threading.Event() for _ in range(3)]
+    results, done = AsyncResultSender(sent.append, fail), [threading.Event() for _ in range(3)]
     for number, event in enumerate(done):
         results.send(step(number, event))
     assert not sent
@@ -46,7 +46,7 @@ def test_what_goes_wrong_in_a_step_is_told() -> None:
     def broken() -> StepResult:
         raise RuntimeError("the card is gone")
 
-    results = ResultsBehind(lambda result: pytest.fail(str(result)), told.append)
+    results = AsyncResultSender(lambda result: pytest.fail(str(result)), told.append)
     results.send(broken)
     results.close()
     assert [str(error) for error in told] == ["the card is gone"]
@@ -64,6 +64,6 @@ def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
     mark_steps(runner, begin)
     driver = Driver(runner)
     driver.generate([driver.add([1, 2, 3])], 1)
-    assert marks == ["launch", "forward_and_choose", "note"]
+    assert marks == ["launch", "forward_argmax", "note"]
     with pytest.raises(ConfigError, match="enable_nvtx is for CUDA, the device is cpu"):
         runner_of(gpt2_dir, enable_nvtx=True)

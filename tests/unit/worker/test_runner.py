@@ -102,7 +102,7 @@ def test_chunked_prompts_beside_decoding_rows_get_the_same_tokens(case: Case, ch
 def test_fused_attention_gets_the_same_tokens_as_written_out_scores(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_reference, "MOST_SCORES", 0)
+    monkeypatch.setattr(torch_reference, "MAX_SCORES", 0)
     driver = Driver(case.runner(), seed=3)
     requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk=9)
@@ -113,7 +113,7 @@ def test_many_small_attention_groups_get_the_same_tokens(
     llama: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_reference, "PADDING_ALLOWANCE", 0)
-    monkeypatch.setattr(torch_reference, "MOST_GATHERED_BYTES", 2048)
+    monkeypatch.setattr(torch_reference, "MAX_GATHERED_BYTES", 2048)
     driver = Driver(llama.runner(), seed=4)
     requests = [driver.add(prompt) for prompt in llama.prompts]
     driver.generate(requests, COUNT, chunk=9)
@@ -195,11 +195,11 @@ def test_a_prompt_may_share_what_another_row_of_the_same_step_computes(case: Cas
     assert first.output == second.output == third.output == expected
 
 
-@pytest.mark.parametrize("most_scores", [torch_reference.MOST_SCORES, 0])
+@pytest.mark.parametrize("most_scores", [torch_reference.MAX_SCORES, 0])
 def test_rows_of_every_kind_in_one_step_get_the_same_tokens_as_alone(
     case: Case, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_reference, "MOST_SCORES", most_scores)
+    monkeypatch.setattr(torch_reference, "MAX_SCORES", most_scores)
     driver = Driver(case.runner(), seed=6)
     prompts, expected = case.prompts, case.expected
     decoding = [driver.add(prompt) for prompt in prompts[:3]]

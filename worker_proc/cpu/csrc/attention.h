@@ -9,8 +9,8 @@
 #include "pages.h"
 #include "tile.h"
 
-constexpr int MOST_SHARED = 128;  // query heads that may share a key head
-constexpr int MOST_QUERIES = std::max(QUERY_BLOCK, MOST_SHARED);
+constexpr int MAX_SHARED = 128;  // query heads that may share a key head
+constexpr int MAX_QUERIES = std::max(QUERY_BLOCK, MAX_SHARED);
 // Of one query. Where the next block is fetched in goes, memory is read the more evenly the smaller
 // the blocks are.
 inline const int KEY_PANELS_OF_ONE = PREFETCHES_WAIT ? KEY_PANELS : 2;
@@ -21,15 +21,15 @@ template <class E>
 struct Scratch {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
-    alignas(64) Passed queries[MOST_QUERIES * MOST_HEAD_DIM];
-    alignas(64) Passed weights[MOST_QUERIES * KEY_BLOCK];
-    alignas(64) float scores[MOST_QUERIES * KEY_BLOCK];
-    alignas(64) float sums[MOST_QUERIES * MOST_HEAD_DIM];
-    alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MOST_HEAD_DIM];
+    alignas(64) Passed queries[MAX_QUERIES * MAX_HEAD_DIM];
+    alignas(64) Passed weights[MAX_QUERIES * KEY_BLOCK];
+    alignas(64) float scores[MAX_QUERIES * KEY_BLOCK];
+    alignas(64) float sums[MAX_QUERIES * MAX_HEAD_DIM];
+    alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MAX_HEAD_DIM];
     // Of each query: its greatest score so far, what that makes of earlier sums, the sum of its
     // weights, lane by lane.
-    alignas(64) float most[MOST_QUERIES], scale[MOST_QUERIES + LANES];
-    Floats total[MOST_QUERIES];
+    alignas(64) float most[MAX_QUERIES], scale[MAX_QUERIES + LANES];
+    Floats total[MAX_QUERIES];
 };
 
 // out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels. ahead: null, or what

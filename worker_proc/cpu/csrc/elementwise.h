@@ -98,8 +98,8 @@ void rotate_write(const Program& program, const Step& step, const Op& op, Place 
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
     pages.fetch(place.row, position);
-    alignas(64) float turned[MOST_HEAD_DIM] = {}, plain[MOST_HEAD_DIM] = {}, normed[MOST_HEAD_DIM];
-    alignas(64) Stored key[MOST_HEAD_DIM], value[MOST_HEAD_DIM];
+    alignas(64) float turned[MAX_HEAD_DIM] = {}, plain[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
+    alignas(64) Stored key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
     auto turn = [&](const float* from, const float* gain) {
         if (gain) {
             float scale = norm_scale(from, 0, dim, op.epsilon);

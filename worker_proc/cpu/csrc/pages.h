@@ -15,7 +15,7 @@
 #include "program.h"
 #include "numbers.h"
 
-constexpr int MOST_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 256;
 
 template <class E>
 struct Pages {
@@ -120,7 +120,7 @@ struct Pages {
 
     void write_int8(long row, long position, long kv_head, const Stored* key,
                     const Stored* value) const {
-        int8_t keys[MOST_HEAD_DIM], values[MOST_HEAD_DIM];
+        int8_t keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
         int8_t* to = int8_panel(row, position, kv_head);
         float* scales = (float*)(to + panel_size()) + position % LANES;
         scales[0] = to_int8(keys, key);

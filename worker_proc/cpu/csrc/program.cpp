@@ -52,8 +52,8 @@ int64_t quadriga_bfloat16() {
 }
 
 // The widest head, and the most query heads that share a key head.
-int64_t quadriga_most_head_dim() { return MOST_HEAD_DIM; }
-int64_t quadriga_most_shared() { return MOST_SHARED; }
+int64_t quadriga_max_head_dim() { return MAX_HEAD_DIM; }
+int64_t quadriga_max_shared() { return MAX_SHARED; }
 
 // So that Python can check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {

@@ -54,7 +54,7 @@ inline void relax() {
 #endif
 }
 
-constexpr long MOST_TOKENS_A_PIECE = 4;
+constexpr long MAX_TOKENS_A_PIECE = 4;
 
 template <class E>
 class Run {
@@ -133,7 +133,7 @@ class Run {
     // most: rows in a piece, if there are enough for all threads.
     template <class Work>
     void each_row(const Op& op, std::atomic<long>& next, int id, Work work,
-                  long most = MOST_TOKENS_A_PIECE) {
+                  long most = MAX_TOKENS_A_PIECE) {
         long rows = rows_of(op), a_thread = (rows + threads - 1) / threads;
         long size = std::clamp<long>(a_thread, 1, most);
         share(next, id, (rows + size - 1) / size, [&](long i, long) {

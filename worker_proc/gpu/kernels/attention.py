@@ -19,7 +19,7 @@ from worker_proc.gpu.kernels.dot import dot
 
 LOG2_E = 1.4426950408889634
 BLOCK_KEYS = 64
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Rows of the smallest product that a card multiplies at once."""
 
 
@@ -109,12 +109,12 @@ def _combine(
 
 def block_dim(head_dim: int) -> int:
     """A power of two that a card's products take."""
-    return max(LEAST_ROWS, triton.next_power_of_2(head_dim))
+    return max(MIN_ROWS, triton.next_power_of_2(head_dim))
 
 
 def rows_of_block(group: int, queries: int) -> int:
     """Rows of a program's products: of one query, or of as many as are worth it."""
-    least = max(LEAST_ROWS, triton.next_power_of_2(group))
+    least = max(MIN_ROWS, triton.next_power_of_2(group))
     return least if queries == 1 else max(least, 64)
 
 
