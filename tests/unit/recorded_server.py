@@ -63,16 +63,16 @@ class Server:
 
     scheduler: SchedulerLike
 
-    def __init__(self, log: FrameLog) -> None:
+    def __init__(self, log: FrameLog, start_us: int = 0) -> None:
         self.worker = Tap(self._take_worker_frame)
         self.detok = Tap(self._take_detok_frame)
         self.stops: dict[str, int] = {}
         self._log = log
-        self._now_us = 0
+        self._now_us = start_us
         self._events: list[tuple[int, int, str, Any]] = []
         self._order = count()
         self._wake_us: int | None = None
-        self._engine = Engine()
+        self._engine = Engine(start_us)
         self._names: dict[int, str] = {}
 
     def clock(self) -> float:
@@ -166,9 +166,9 @@ class Server:
 class Engine:
     """Answers plans with tokens that depend on the seed of a request and on the position."""
 
-    def __init__(self) -> None:
+    def __init__(self, free_us: int) -> None:
         self._slots: dict[int, Slot] = {}
-        self._free_us = 0
+        self._free_us = free_us
 
     def run(self, plan: Wire, now_us: int) -> tuple[int, Wire]:
         """Run a plan.
