@@ -14,7 +14,7 @@ from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.to_scheduler import StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
-from tests.unit.simulation import JUMPING, World, abort, reference, submit
+from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
 PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
@@ -34,8 +34,14 @@ class Asked:
 class Chaos:
     """A World with a memory of everything that was asked of it."""
 
-    def __init__(self, args: SchedulerArgs, num_pages: int, page_size: int) -> None:
-        self.world = World(args, num_pages, page_size)
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        num_pages: int,
+        page_size: int,
+        observe: Observe | None = None,
+    ) -> None:
+        self.world = World(args, num_pages, page_size, observe=observe)
         self.pool_tokens = num_pages * page_size
         self.num_pages = num_pages
         self.asked: dict[str, Asked] = {}
@@ -125,9 +131,11 @@ def random_args(source: random.Random) -> SchedulerArgs:
         return args
 
 
-def random_life(source: random.Random, steps: int) -> Chaos:
-    """Some load on some server, for at least so many steps and then until it is idle."""
-    chaos = Chaos(random_args(source), source.randint(2, 16), source.choice([1, 2, 3, 4, 8]))
+def random_life(source: random.Random, steps: int, observe: Observe | None = None) -> Chaos:
+    """Some load on some server, for at least so many steps and then until it is idle. observe: is
+    shown all that the scheduler sends."""
+    args, num_pages = random_args(source), source.randint(2, 16)
+    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe)
     rate = source.choice([0.1, 0.5, 1.5])
     deadly = source.choice([0.0, 0.0, 0.01, 0.1])
     retracting = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])

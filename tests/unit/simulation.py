@@ -1,6 +1,7 @@
 """A simulated worker and clock, so that the scheduler runs without processes."""
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -252,6 +253,23 @@ class Detok:
             self.ended.append(replay.closing.seq)
 
 
+Observe = Callable[[str, msgspec.Struct], object]
+"""Takes the name of a link, and a message that the scheduler sends on it."""
+
+
+class ObservedLink:
+    """Shows each message to an observer before it passes it on."""
+
+    def __init__(self, name: str, link: SimulatedWorker | Detok, observe: Observe) -> None:
+        self._name = name
+        self._link = link
+        self._observe = observe
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._observe(self._name, message)
+        self._link.send(message)
+
+
 class World:
     """Scheduler, simulated worker and detokenizer in one."""
 
@@ -261,13 +279,17 @@ class World:
         num_pages: int = 64,
         page_size: int = 4,
         prefill_tokens: int = 256,
+        observe: Observe | None = None,
     ) -> None:
         self.checked = True
         self.worker = SimulatedWorker(page_size)
         self.detok = Detok()
-        self.scheduler = Scheduler(
-            args, frozenset({EOS}), self.worker, self.detok, lambda: self.worker.now
-        )
+        worker: SimulatedWorker | ObservedLink = self.worker
+        detok: Detok | ObservedLink = self.detok
+        if observe is not None:
+            worker = ObservedLink("worker", self.worker, observe)
+            detok = ObservedLink("detok", self.detok, observe)
+        self.scheduler = Scheduler(args, frozenset({EOS}), worker, detok, lambda: self.worker.now)
         self._ready = WorkerReady(
             num_pages,
             page_size,

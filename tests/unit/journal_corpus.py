@@ -1,0 +1,180 @@
+"""A journal of a fixed run, to prove that the format and the reading of journals stay as they are.
+
+The run is that of the trace with priorities, ended while requests wait, run and have ended. A
+second scheduler of the same run takes the file up and goes on to the end; a third one belongs to
+another run, and resumes.
+
+python -m tests.unit.journal_corpus --write     write golden/journal* anew
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.sockets import encode
+from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
+from scheduler_proc.durability.journal_reader import read_journal
+from scheduler_proc.durability.journal_records import JournalHeader
+from scheduler_proc.scheduler import Scheduler
+from tests.unit.decision_traces import PAGE_SIZE, priorities
+from tests.unit.frame_log import FrameLog, as_json
+from tests.unit.journal_runs import let_go
+from tests.unit.recorded_server import EOS, NUM_IDS, Server
+
+GOLDEN = Path(__file__).parent / "golden"
+WRITTEN, TAKEN_UP = GOLDEN / "journal", GOLDEN / "journal_taken_up"
+EXPECTED = GOLDEN / "journal.json"
+# An abort of all requests of a client has just ended them, which is not acknowledged yet.
+END_US = 60_100
+RUN, OTHER_RUN = "run-1", "run-2"
+CONTEXT_LENGTH = 4096
+
+
+class Opened(NamedTuple):
+    """A server whose scheduler has taken its journal up, and the journal."""
+
+    server: Server
+    journal: Any
+
+
+def write(directory: Path) -> bytes:
+    """Run a scheduler with a journal in a directory, up to END_US, and return the file."""
+    trace = priorities()
+    server, journal = _open(directory, RUN, FrameLog(), start_us=0)
+    server.stops = trace.stops
+    for at_us, message in trace.messages:
+        server.send(at_us + 1, message)
+    server.run(END_US)
+    return _leave(directory, journal)
+
+
+def take_up(written: bytes, directory: Path) -> bytes:
+    """Let another scheduler of the run take a journal up, and return the file it makes of it."""
+    _put(written, directory)
+    _server, journal = _open(directory, RUN, FrameLog(), END_US)
+    return _leave(directory, journal)
+
+
+def resume(written: bytes, directory: Path) -> bytes:
+    """Let a scheduler of another run resume a journal, and return the file it makes of it."""
+    _put(written, directory)
+    flags = {"journal": str(directory), "resume": True}
+    _server, journal = _open(directory, OTHER_RUN, FrameLog(), END_US, flags)
+    return _leave(directory, journal)
+
+
+def finish(written: bytes, directory: Path) -> dict[str, Any]:
+    """Let another scheduler go on with a journal to the end, and return the summary of its log."""
+    _put(written, directory)
+    log = FrameLog()
+    server, _journal = _open(directory, RUN, log, END_US)
+    server.send(END_US + 1, ["detok", 0])
+    server.send(10_000_000, ["inspect", b"alice", "info", {}])
+    server.send(10_000_001, ["drain"])
+    server.send(10_000_002, ["leave"])
+    server.run()
+    assert not (directory / FILE_NAME).exists(), "every request has ended"
+    return log.summary
+
+
+def contents(path: Path) -> list[dict[str, Any]]:
+    """Read a journal and return what it has of each request, in a form for JSON."""
+    return [
+        {
+            "seq": one.seq,
+            "index": one.index,
+            "submit": _wire(one.message),
+            "max_new_tokens": one.max_new_tokens,
+            "tokens": one.tokens.tolist(),
+            "logprobs": _wire(one.told),
+            "first_token": one.first_token,
+            "ended": None if one.ended is None else _wire(one.ended),
+            "settled": one.settled,
+        }
+        for one in read_journal(path).found
+    ]
+
+
+def header(path: Path) -> Any:
+    """Return the header of a journal as it is on disk."""
+    return _wire(read_journal(path).header)
+
+
+def expected() -> dict[str, Any]:
+    """Return what is committed beside the journal."""
+    document: dict[str, Any] = json.loads(EXPECTED.read_text())
+    return document
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _open(
+    directory: Path,
+    run: str,
+    log: FrameLog,
+    start_us: int,
+    flags: dict[str, Any] | None = None,
+) -> Opened:
+    trace = priorities()
+    args = SchedulerArgs(**trace.flags, **(flags or {}), schedule_policy="priority")
+    own = JournalHeader(run, "tiny", "fingerprint", NUM_IDS, CONTEXT_LENGTH)
+    journal, found = open_journal(args, directory, own, again=start_us > 0 and not flags)
+    server = Server(log, start_us)
+    scheduler = Scheduler(
+        args, frozenset({EOS}), server.worker, server.detok, server.clock, journal
+    )
+    scheduler.arrivals.take_up(found)
+    server.scheduler = scheduler
+    slots = args.max_running_requests
+    ready = ["ready", trace.num_pages, PAGE_SIZE, slots, "float32", "cpu", 0, "", 64]
+    server.report(start_us, ready)
+    return Opened(server, journal)
+
+
+def _put(written: bytes, directory: Path) -> None:
+    (directory / FILE_NAME).write_bytes(written)
+
+
+def _leave(directory: Path, journal: Any) -> bytes:
+    """Give the journal up as the end of a process does, and return the file."""
+    let_go(journal)
+    return (directory / FILE_NAME).read_bytes()
+
+
+def _wire(message: Any) -> Any:
+    return as_json(msgspec.msgpack.decode(encode(message)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.parse_args()
+    directory = Path(tempfile.mkdtemp())
+    try:
+        written = write(directory)
+        WRITTEN.write_bytes(written)
+        TAKEN_UP.write_bytes(take_up(written, directory))
+        document = {
+            "header": header(WRITTEN),
+            "resumed_by_another_run": hash_of(resume(written, directory)),
+            "finished": finish(written, directory),
+            "requests": contents(WRITTEN),
+        }
+    finally:
+        shutil.rmtree(directory)
+    requests = ",\n".join(f"  {json.dumps(one)}" for one in document.pop("requests"))
+    rest = json.dumps(document, indent=1)[:-2]
+    EXPECTED.write_text(f'{rest},\n "requests": [\n{requests}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A scheduler between a simulated worker and detokenizer, which speak in wire frames only.
+
+What goes to the scheduler is decoded from msgpack arrays, and what comes from it is encoded before
+it is read, so that this file knows tags and positions on the wire and no class of a message. All
+times are whole microseconds, which makes every run the same on every machine.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
+
+import msgspec
+
+from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.messages.to_scheduler import SchedulerMessage
+from quadriga.wire.messages.worker import ResultMessage
+from quadriga.wire.sockets import encode
+from tests.unit.frame_log import TO_DETOK, TO_WORKER, FrameLog
+
+Wire = list[Any]
+"""A message as msgpack has it: its tag, then its fields."""
+
+START_S = 1000
+EOS = 2
+NUM_IDS = 1000
+COMPILE_US = 3000
+RESULT_US = 100
+ACKNOWLEDGE_US = 200
+EVENTS_LIMIT = 100_000
+"""Of one run, which ends long before unless the scheduler is woken for ever."""
+
+_decode_message = msgspec.msgpack.Decoder(SchedulerMessage).decode
+_decode_result = msgspec.msgpack.Decoder(ResultMessage).decode
+
+
+class SchedulerLike(Protocol):
+    """What a run needs of a scheduler."""
+
+    wake_at: float | None
+
+    def iterate(self, messages: Iterable[Any], results: Iterable[Any]) -> None: ...
+
+
+class Tap:
+    """A link that hands each message on as the bytes of its frame."""
+
+    def __init__(self, take: Callable[[bytes], object]) -> None:
+        self._take = take
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._take(encode(message))
+
+
+class Server:
+    """Runs a scheduler over simulated time and logs what it sends.
+
+    Attributes:
+        scheduler: set by the caller, with `worker`, `detok` and `clock` of this server.
+        stops: tokens after which the detokenizer finds a stop string, by request id.
+    """
+
+    scheduler: SchedulerLike
+
+    def __init__(self, log: FrameLog, start_us: int = 0) -> None:
+        self.worker = Tap(self._take_worker_frame)
+        self.detok = Tap(self._take_detok_frame)
+        self.stops: dict[str, int] = {}
+        self._log = log
+        self._now_us = start_us
+        self._events: list[tuple[int, int, str, Any]] = []
+        self._order = count()
+        self._wake_us: int | None = None
+        self._engine = Engine(start_us)
+        self._names: dict[int, str] = {}
+
+    def clock(self) -> float:
+        """Return the simulated time in Unix seconds."""
+        return _seconds(self._now_us)
+
+    def send(self, at_us: int, message: Wire) -> None:
+        """Let a message reach the scheduler at a time."""
+        self._at(at_us, "message", message)
+
+    def report(self, at_us: int, result: Wire) -> None:
+        """Let a message of the worker reach the scheduler at a time."""
+        self._at(at_us, "result", result)
+
+    def run(self, until_us: float = math.inf) -> None:
+        """Run until nothing is left to do, or until a time."""
+        for _ in range(EVENTS_LIMIT):
+            if not self._events or self._events[0][0] > until_us:
+                return
+            self._round()
+        raise AssertionError(f"the run is not over after {EVENTS_LIMIT} rounds")
+
+    def _round(self) -> None:
+        """Go on to the next time at which something happens, and run the scheduler once."""
+        self._now_us = self._events[0][0]
+        messages, results, is_woken = [], [], False
+        while self._events and self._events[0][0] == self._now_us:
+            _, _, kind, subject = heappop(self._events)
+            if kind == "message":
+                messages.append(_decode_message(encode(subject)))
+            elif kind == "result":
+                results.append(_decode_result(encode(subject)))
+            elif subject == self._wake_us:
+                self._wake_us, is_woken = None, True
+        if not (messages or results or is_woken):
+            return
+        self.scheduler.iterate(messages, results)
+        self._wake(self.scheduler.wake_at)
+
+    def _wake(self, when: float | None) -> None:
+        """Plan the next round that no message causes, in place of an earlier one."""
+        self._wake_us = None
+        if when is None or when == math.inf:
+            return
+        at_us = max(self._now_us + 1, math.floor((when - START_S) * 1e6))
+        while _seconds(at_us) < when:
+            at_us += 1
+        self._wake_us = at_us
+        self._at(at_us, "wake", at_us)
+
+    def _at(self, at_us: int, kind: str, subject: Any) -> None:
+        heappush(self._events, (at_us, next(self._order), kind, subject))
+
+    # --- what the scheduler sends -----------------------------------------------------------------
+
+    def _take_worker_frame(self, frame: bytes) -> None:
+        self._log.add(TO_WORKER, frame)
+        message = msgspec.msgpack.decode(frame)
+        if message[0] == "plan":
+            at_us, result = self._engine.run(message, self._now_us)
+            self.report(at_us, result)
+        elif message[0] == "compile":
+            key, text = message[1]
+            error = "the grammar is empty" if text == "empty" else ""
+            self.report(self._now_us + COMPILE_US, ["grammar", key, error])
+
+    def _take_detok_frame(self, frame: bytes) -> None:
+        self._log.add(TO_DETOK, frame)
+        message = msgspec.msgpack.decode(frame)
+        if message[0] != "output":
+            return
+        _tag, _time, opened, seqs, _ids, closed, _logprobs, _waiting, _session, replayed = message
+        for seq, _client, name, *_ in opened:
+            if name in self.stops:
+                self._names[seq] = name
+        stopped = []
+        for seq in seqs:
+            name = self._names.get(seq, "")
+            if name:
+                self.stops[name] -= 1
+                if self.stops[name] == 0:
+                    stopped.append(seq)
+        if stopped:
+            self.send(self._now_us + ACKNOWLEDGE_US, ["stop_found", stopped])
+        ended = [one[0] for one in closed]
+        ended += [closing[0] for *_, closing in replayed if closing is not None]
+        if ended:
+            self.send(self._now_us + ACKNOWLEDGE_US, ["ended", ended])
+
+
+class Engine:
+    """Answers plans with tokens that depend on the seed of a request and on the position."""
+
+    def __init__(self, free_us: int) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._free_us = free_us
+
+    def run(self, plan: Wire, now_us: int) -> tuple[int, Wire]:
+        """Run a plan.
+
+        Returns:
+            The microsecond at which the scheduler has the result, and the result.
+        """
+        _tag, step, _mode, slots, counts, new, _released, _grown, session = plan
+        for one in new:
+            self._slots[one[0]] = Slot(one)
+        rows = list(zip(unpack_ids(slots), unpack_ids(counts), strict=True))
+        began = max(now_us + 20, self._free_us)
+        self._free_us = ended = began + 1500 + 5 * len(rows) + 25 * sum(n for _, n in rows)
+        pieces = []
+        for row, (slot, num) in enumerate(rows):
+            block = self._slots[slot].prompt_block(num)
+            if block is not None:
+                pieces.append([row, block])
+        tokens = [self._slots[slot].compute(num) for slot, num in rows]
+        logprobs = self._logprobs(rows, tokens)
+        times = [_seconds(began), _seconds(ended)]
+        result = ["result", step, pack_ids(tokens), *times, logprobs, pieces, [], session]
+        return ended + RESULT_US, result
+
+    def _logprobs(self, rows: list[tuple[int, int]], tokens: list[int]) -> Wire | None:
+        """Return the log-probabilities of the sampled tokens whose clients want them."""
+        asking = [
+            (row, self._slots[slot])
+            for row, (slot, _) in enumerate(rows)
+            if tokens[row] >= 0 and self._slots[slot].logprobs is not None
+        ]
+        if not asking:
+            return None
+        width = max(slot.logprobs or 0 for _, slot in asking)
+        places = [slot.known - 1 for _, slot in asking]
+        return [pack_ids(row for row, _ in asking), _block(places, width)]
+
+
+class Slot:
+    """What the worker keeps of one slot: token counts, and what is asked about its tokens."""
+
+    def __init__(self, new: Wire) -> None:
+        _slot, token_ids, self.computed, _pages, _temperature, _k, _p, self.seed, rules = new
+        self.known = len(token_ids) // 4
+        self.num_prompt: int = rules[0] if rules else 0
+        self.logprobs: int | None = rules[11] if rules else None
+        self.prompt_logprobs: int | None = rules[12] if rules else None
+
+    def prompt_block(self, num_tokens: int) -> Wire | None:
+        """Return the log-probabilities of the prompt tokens after the next ones to compute."""
+        if self.prompt_logprobs is None:
+            return None
+        first = self.computed + 1
+        last = min(first + num_tokens, self.num_prompt)
+        return _block(list(range(first, last)), self.prompt_logprobs) if first < last else None
+
+    def compute(self, num_tokens: int) -> int:
+        """Compute the next tokens; return the sampled one, or -1 where some are still left."""
+        self.computed += num_tokens
+        assert self.computed <= self.known, "a token is computed that is not known"
+        if self.computed < self.known:
+            return -1
+        self.known += 1
+        mixed = (self.seed * 1_000_003 + self.known) * 2_654_435_761 & 0x7FFF_FFFF_FFFF
+        value = mixed >> 13
+        return EOS if value % 41 == 0 else 3 + value % (NUM_IDS - 3)
+
+
+def _block(positions: list[int], width: int) -> Wire:
+    """Return log-probabilities of the tokens at these positions, exact in float32."""
+    top = [(position, rank) for position in positions for rank in range(width)]
+    return [
+        pack_floats(-position / 8 for position in positions),
+        width,
+        pack_ids(3 + (position + rank) % 97 for position, rank in top),
+        pack_floats(-position / 8 - rank for position, rank in top),
+    ]
+
+
+def _seconds(us: int) -> float:
+    return START_S + us / 1e6

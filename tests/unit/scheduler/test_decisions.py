@@ -1,0 +1,23 @@
+"""Every decision of the scheduler on fixed loads is the committed one, down to the bytes it sends.
+
+Where a difference is wanted: `python -m tests.unit.decisions --write`, and say why in the commit.
+"""
+
+import pytest
+
+from tests.unit.decision_traces import TRACES
+from tests.unit.decisions import CHAOS, cases, expected, summaries
+
+
+@pytest.mark.parametrize("group", [*TRACES, CHAOS])
+def test_the_scheduler_decides_and_sends_what_it_did_before(group: str) -> None:
+    names = [name for name in (*cases(), CHAOS) if name.split("/")[0] == group]
+    known = {name: one for name, one in expected().items() if name.split("/")[0] == group}
+    now = summaries(names)
+    assert list(known) == names, "cases were added or left out"
+    changed = [name for name in names if now[name] != known[name]]
+    assert not changed, (
+        f"{len(changed)} of {len(names)} logs differ: compare the output of"
+        f" `python -m tests.unit.decisions --log {changed[0]}` with that of the version before;"
+        f" all of them: {', '.join(changed)}"
+    )
