@@ -72,8 +72,8 @@ def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[f
     """Seconds of each step."""
     worker, now, load = Sink(), 1000.0, SpeedCase(0)
     scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
-    scheduler.iterate([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
-    scheduler.iterate([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
+    scheduler.step([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
+    scheduler.step([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
     computed: dict[int, tuple[int, int]] = {}
     times: list[float] = []
     while len(times) < steps:
@@ -85,10 +85,10 @@ def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[f
         began = time.perf_counter()
         result = decode(frame)
         assert isinstance(result, StepResult)
-        scheduler.iterate([], [result])
+        scheduler.step([], [result])
         times.append(time.perf_counter() - began)
-        missing = waiting - scheduler.arrivals.num_queued
-        scheduler.iterate([load.next(now) for _ in range(missing)], [])
+        missing = waiting - scheduler.num_queued
+        scheduler.step([load.next(now) for _ in range(missing)], [])
     return times
 
 

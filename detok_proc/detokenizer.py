@@ -247,7 +247,13 @@ def _make_end(
     return End(
         "stop" if stopped else reason,
         Usage(closing.prompt_tokens, tokens, closing.cached_tokens),
-        StageTimes(closing.received, closing.tokenized, closing.admitted, closing.first_token, now),
+        StageTimes(
+            closing.received_at,
+            closing.tokenized_at,
+            closing.admitted_at,
+            closing.first_token_at,
+            now,
+        ),
         found if stopped else closing.matched_stop,
         error,
     )

@@ -15,7 +15,7 @@ from quadriga.wire.messages.to_detok import (
     DetokMessage,
     Drained,
     InfoReply,
-    NewScheduler,
+    SchedulerRestarted,
     StepOutput,
     StopDetok,
 )
@@ -65,7 +65,7 @@ def serve(
                 return
             if isinstance(message, Drained):
                 delivery.send_frames(b"", b"", b"")
-            elif isinstance(message, NewScheduler):
+            elif isinstance(message, SchedulerRestarted):
                 session = _begin(detokenizer, scheduler)
             elif isinstance(message, InfoReply):
                 info = encode(_with_own_pid(message.info))

@@ -1,81 +1,77 @@
-"""Which grammars the worker has compiled, and who waits for one.
+"""Grammars that the worker has compiled, and requests that wait for one.
 
-The worker keeps what it is told to keep, so that no request finds its grammar gone.
+The worker keeps a grammar until it is told to forget it, so that no request finds its grammar gone.
 """
 
 from collections import OrderedDict
 
 from quadriga.wire.messages.worker import CompileGrammar, ForgetGrammar, GrammarReady
-from scheduler_proc.durability.step_output import Sender
+from scheduler_proc.sender import Sender
 from scheduler_proc.state.request import Request
 
-KEPT_UNUSED = 128
-"""Grammars that the worker keeps although no request has them, for those that come."""
+MAX_UNUSED = 128  # grammars that the worker keeps for requests to come
 
 
 class GrammarQueue:
-    """Holds requests back until the worker has compiled what their text must obey."""
+    """Hold requests back until the worker has compiled their grammar."""
 
     def __init__(self, worker: Sender) -> None:
         self._worker = worker
-        self._users: dict[bytes, int] = {}
+        self._num_users: dict[bytes, int] = {}
         self._waiting: dict[bytes, dict[int, Request]] = {}
         self._unused: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are held back."""
+        """Number of requests that are held back."""
         return sum(map(len, self._waiting.values())) if self._waiting else 0
 
     def forget_all(self) -> None:
-        """Another worker has none of them."""
-        self._users.clear()
+        """Forget everything: a new worker has no grammar."""
+        self._num_users.clear()
         self._waiting.clear()
         self._unused.clear()
 
-    def arrived(self, request: Request) -> None:
-        """A request that has a grammar: the worker compiles it, if it does not have it."""
+    def add(self, request: Request) -> bool:
+        """Take in a request that has a grammar. Return whether it has to wait for the worker."""
         grammar = request.grammar
         assert grammar is not None
-        if grammar.key not in self._users:
-            self._users[grammar.key] = 0
+        if grammar.key not in self._num_users:
+            self._num_users[grammar.key] = 0
             self._waiting[grammar.key] = {}
             self._worker.send(CompileGrammar(grammar))
-        self._users[grammar.key] += 1
+        self._num_users[grammar.key] += 1
         self._unused.pop(grammar.key, None)
-        if grammar.key in self._waiting:
-            self._waiting[grammar.key][request.seq] = request
+        if grammar.key not in self._waiting:
+            return False
+        self._waiting[grammar.key][request.seq] = request
+        return True
 
-    def is_held_back(self, request: Request) -> bool:
-        grammar = request.grammar
-        return grammar is not None and request.seq in self._waiting.get(grammar.key, ())
-
-    def answered(self, ready: GrammarReady) -> list[Request]:
-        """Those who have waited for it. Nobody has where a worker was asked that died, and then
-        the next one once more."""
+    def on_ready(self, ready: GrammarReady) -> list[Request]:
+        """Return the requests that have waited for a grammar; none for one that was forgotten."""
         if ready.key not in self._waiting:
             return []
         requests = list(self._waiting.pop(ready.key).values())
         if ready.error:
-            del self._users[ready.key]
-        elif not self._users[ready.key]:
+            del self._num_users[ready.key]
+        elif not self._num_users[ready.key]:
             self._keep_unused(ready.key)
         return requests
 
-    def ended(self, request: Request) -> None:
-        """A request ends, wherever it stood."""
+    def remove(self, request: Request) -> None:
+        """Remove a request that ended, wherever it stands."""
         grammar = request.grammar
-        if grammar is None or grammar.key not in self._users:
+        if grammar is None or grammar.key not in self._num_users:
             return
-        self._users[grammar.key] -= 1
+        self._num_users[grammar.key] -= 1
         if grammar.key in self._waiting:
             self._waiting[grammar.key].pop(request.seq, None)
-        elif not self._users[grammar.key]:
+        elif not self._num_users[grammar.key]:
             self._keep_unused(grammar.key)
 
     def _keep_unused(self, key: bytes) -> None:
         self._unused[key] = None
-        if len(self._unused) > KEPT_UNUSED:
+        if len(self._unused) > MAX_UNUSED:
             oldest, _ = self._unused.popitem(last=False)
-            del self._users[oldest]
+            del self._num_users[oldest]
             self._worker.send(ForgetGrammar(oldest))

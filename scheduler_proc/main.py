@@ -13,27 +13,28 @@ from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
 from scheduler_proc.durability.journal_opening import header_of, open_journal
 from scheduler_proc.observe.status_line import status_line
-from scheduler_proc.request_table import first_number
+from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.step_watchdog import StepWatchdog
 
-MESSAGES_A_ROUND = 256
-"""So many requests are taken in before the worker is looked after again."""
+MAX_MESSAGES_PER_STEP = 256  # then the worker is looked after again
+# Between two looks at the inbox in a batch delay. To be woken by each message would take the CPU
+# time of the frontend, which often has the same core.
 POLL_INTERVAL_S = 0.0007
-"""Between two looks at who has come, while others are expected: to be woken for each of them would
-take the time of the front door, which often has the same core."""
 
 
 def main() -> None:
+    """Run the process."""
     run_child("scheduler_proc", serve, low_priority=True)
 
 
 def serve(child: Child) -> None:
+    """Run the scheduler until it stops."""
     inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
     inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = header_of(run_dir, child.config.model.shown_name, model)
-    journal, found = open_journal(child.config.scheduler, run_dir, header, child.again)
+    journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.again)
     scheduler = Scheduler(
         args=child.config.scheduler,
         eos_ids=model.eos_token_ids,
@@ -42,40 +43,41 @@ def serve(child: Child) -> None:
         clock=now,
         journal=journal,
     )
-    strikes = itertools.count()
+    numbers = itertools.count()
     results = faulty_inbox(
         inner,
         "scheduler",
         child.config.launch.fault,
-        retract=lambda: scheduler.retract_one(next(strikes)),
+        retract=lambda: scheduler.retract_one(next(numbers)),
     )
-    scheduler.arrivals.take_up(found, first_number() if child.again else 0)
+    scheduler.restore(recovered, first_seq_after_restart() if child.again else 0)
     if child.again:
-        scheduler.greet()
+        scheduler.announce_restart()
     child.ready()
     child.control.attend()
-    # What the scheduler makes has no reference cycles (a test holds that), so reference counting
-    # frees all of it; looking for cycles among 10,000 requests would cost a step 20 ms.
+    # The scheduler makes no reference cycles (a test holds that), so reference counting frees
+    # everything; a search for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
     poller = Poller(inbox, results, child.control)
-    status = status_line(not child.config.launch.no_status_line, scheduler.info)
     launch = child.config.launch
-    deadline = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
+    status = status_line(not launch.no_status_line, scheduler.info)
+    watchdog = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
+    wake_at: float | None = None
     while not scheduler.stopped:
         if scheduler.pipeline.in_batch_delay(now()):
             time.sleep(POLL_INTERVAL_S)
         else:
-            poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
+            poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
         for order, reason in child.control.read_commands():
             if order == ABORT:
-                scheduler.iterate([AbortAll(reason)], [])
-        scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())
+                scheduler.step([AbortAll(reason)], [])
+        wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
         status.update(now())
-        deadline.check()
+        watchdog.check()
     status.close()
 
 
-def _until(*moments: float | None) -> float | None:
-    """Seconds until the first of them; None where there is none."""
-    first = min((moment for moment in moments if moment is not None), default=None)
+def _seconds_until(*times: float | None) -> float | None:
+    """Return the seconds until the first of the times; None where there is none."""
+    first = min((time for time in times if time is not None), default=None)
     return None if first is None else max(0.0, first - now())

@@ -1,87 +1,175 @@
-"""The steps under way: plans that were sent to the worker and that it has not answered yet."""
+"""The steps in flight, and when to plan the next one: as late as the worker allows.
+
+A plan that is made later knows of more requests: one that arrives while a step runs is then in the
+very next step. A plan that comes too late leaves the worker idle for one round trip (about half a
+millisecond) and no longer, because a result is always answered at once.
+"""
 
 import math
 from collections import deque
 
 from quadriga.wire.messages.worker import ResultMessage, StepResult
-from scheduler_proc.durability.step_output import Sender
+from scheduler_proc.sender import Sender
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
-from scheduler_proc.step_timing import BatchDelay, StepTimePredictor
 
-MAX_OUTSTANDING = 2
-"""The step that runs, and one that the worker begins without waiting for anybody."""
+MAX_OUTSTANDING = 2  # the running step, and one that the worker begins without waiting
+# A plan is sent LEAD_S + LEAD_FRACTION * (duration of the step) before the predicted end: time to
+# wake up, to plan, and for the message to arrive.
+LEAD_S = 0.002
+LEAD_FRACTION = 0.05
+NUM_REMEMBERED_STEPS = 8  # of one kind; a prediction goes by the shortest of them
+DELAY_FRACTION = 0.2  # of the shortest kind of step
+MAX_DELAY_S = 0.002  # after each request
+MAX_TOTAL_DELAY_S = 5 * MAX_DELAY_S
+
+StepKind = tuple[int, int]  # forward mode, and number of tokens in powers of two
 
 
 class Pipeline:
-    """Keeps the worker busy, and each plan as late as the running step's end allows.
-
-    plan_at_once: plans are not late.
-    """
+    """Send plans to the worker, at most two ahead of its results."""
 
     def __init__(self, worker: Sender, plan_at_once: bool) -> None:
+        """Initialize.
+
+        Args:
+            worker: the link to the worker.
+            plan_at_once: plan as soon as fewer than two steps are outstanding, without delays.
+        """
         self._worker = worker
         self._plan_at_once = plan_at_once
         self._outstanding: deque[ScheduleBatch] = deque()
-        self._pace = StepTimePredictor()
-        self._company = BatchDelay()
+        self._predictor = StepTimePredictor()
+        self._batch_delay = BatchDelay()
         self._next_step = 0
         self._session = 0
-        self._worker_since = 0.0
+        self._worker_ready_at = 0.0
 
-    def begin(self, session: int, now: float) -> list[Request]:
-        """A worker is there, the first one or another. Who was in steps that it knows nothing
-        of."""
+    def reset(self, session: int, now: float) -> list[Request]:
+        """Start with a new worker. Return the requests in steps that the one before had not run."""
         lost = [request for batch in self._outstanding for request in batch.requests]
         self._outstanding.clear()
-        self._session, self._worker_since = session, now
+        self._session, self._worker_ready_at = session, now
         return lost
 
-    def is_of_the_dead(self, result: ResultMessage) -> bool:
-        """The last words of a worker that died."""
+    def is_stale(self, result: ResultMessage) -> bool:
+        """Return whether the result belongs to an earlier worker session."""
         return result.session != self._session
 
     @property
     def idle(self) -> bool:
-        """The worker has nothing to do."""
+        """Whether no step is in flight."""
         return not self._outstanding
 
     @property
-    def due(self) -> float:
-        """The clock's time from which another plan is wanted."""
+    def next_plan_at(self) -> float:
+        """Time from which on another plan is wanted; infinite with two steps in flight."""
         if not self._outstanding:
-            return self._company.until
+            return self._batch_delay.ends_at
         if len(self._outstanding) >= MAX_OUTSTANDING:
             return math.inf
-        return 0.0 if self._plan_at_once else self._pace.due(self._outstanding[0])
+        return 0.0 if self._plan_at_once else self._predictor.plan_at(self._outstanding[0])
 
     def start_batch_delay(self, now: float) -> None:
-        """Somebody has come to an idle worker, and others may come with them."""
-        if not self._plan_at_once:
-            self._company.came(now, self._pace.patience)
+        """Delay the next plan of an idle worker, because a request arrived."""
+        if self.idle and not self._plan_at_once:
+            self._batch_delay.on_arrival(now, self._predictor.delay_s)
 
     def in_batch_delay(self, now: float) -> bool:
-        """An idle worker has no step yet because others may come."""
-        return now < self._company.until
+        """Return whether an idle worker waits for requests that arrive together."""
+        return now < self._batch_delay.ends_at
 
-    def run(self, batch: ScheduleBatch, released: list[int], now: float) -> None:
-        """Send a plan. released: slots that the worker may forget first."""
+    def dispatch(self, batch: ScheduleBatch, released: list[int], now: float) -> None:
+        """Send a plan to the worker, which first forgets the slots `released`."""
         batch.step, self._next_step = self._next_step, self._next_step + 1
         batch.planned_at = now
         self._worker.send(batch.to_plan(released, self._session))
         self._outstanding.append(batch)
-        self._company.left()
+        self._batch_delay.reset()
 
-    def answered(self, result: StepResult) -> ScheduleBatch:
-        """The step whose result this is: results come in the order of the plans."""
+    def complete(self, result: StepResult) -> ScheduleBatch:
+        """Return the step of this result. Results come in the order of the plans."""
         batch = self._outstanding.popleft()
         assert batch.step == result.step, f"step {result.step} came, {batch.step} was next"
-        self._pace.learn(batch, result)
+        self._predictor.observe(batch, result)
         return batch
 
     @property
-    def step_since(self) -> float | None:
-        """Since when the step has run that the worker is at; None where it has none."""
+    def current_step_started_at(self) -> float | None:
+        """Time at which the worker's current step began; None without one."""
         if not self._outstanding:
             return None
-        return max(self._outstanding[0].planned_at, self._pace.last_ended, self._worker_since)
+        planned_at, last_ended = self._outstanding[0].planned_at, self._predictor.last_ended
+        return max(planned_at, last_ended, self._worker_ready_at)
+
+
+class StepTimePredictor:
+    """Predict the end of the running step from recent steps of its kind.
+
+    Attributes:
+        last_ended: end of the last step; 0.0 before the first one.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[StepKind, deque[float]] = {}
+        self._shortest: dict[StepKind, float] = {}
+        self._last: dict[StepKind, float] = {}
+        self.last_ended = 0.0
+
+    def observe(self, batch: ScheduleBatch, result: StepResult) -> None:
+        """Take in the duration of a step that ended."""
+        seconds, tokens = result.ended - result.began, sum(batch.num_tokens)
+        kind = _kind(batch, tokens)
+        recent = self._recent.setdefault(kind, deque(maxlen=NUM_REMEMBERED_STEPS))
+        recent.append(seconds / tokens)
+        self._shortest[kind] = min(recent)
+        self._last[kind] = seconds
+        self.last_ended = result.ended
+
+    def predict_s(self, batch: ScheduleBatch) -> float:
+        """Return the seconds of a step, rather too few; 0.0 for a kind not seen before.
+
+        Within a kind, time is taken to grow with the tokens.
+        """
+        tokens = sum(batch.num_tokens)
+        return self._shortest.get(_kind(batch, tokens), 0.0) * tokens
+
+    def plan_at(self, running: ScheduleBatch) -> float:
+        """Return when the step after the running one must be planned."""
+        seconds = self.predict_s(running)
+        began = max(running.planned_at, self.last_ended)
+        return began + seconds - LEAD_S - LEAD_FRACTION * seconds
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds without another arrival after which an idle worker gets a step.
+
+        Short compared with the step that a late request would wait for.
+        """
+        shortest = min(self._last.values(), default=1.0)
+        return min(MAX_DELAY_S, DELAY_FRACTION * shortest)
+
+
+class BatchDelay:
+    """Delay the first plan of an idle worker, so that requests arriving together share a step.
+
+    Attributes:
+        ends_at: time from which on the plan is sent.
+    """
+
+    def __init__(self) -> None:
+        self.ends_at = self._latest_end = 0.0
+
+    def on_arrival(self, now: float, delay_s: float) -> None:
+        """Restart the delay: a request arrived."""
+        if self._latest_end + MAX_TOTAL_DELAY_S < now:  # the requests of then ended without a step
+            self._latest_end = now + MAX_TOTAL_DELAY_S
+        self.ends_at = min(now + delay_s, self._latest_end)
+
+    def reset(self) -> None:
+        """End the delay: a step was planned."""
+        self.ends_at = self._latest_end = 0.0
+
+
+def _kind(batch: ScheduleBatch, tokens: int) -> StepKind:
+    return batch.mode, tokens.bit_length()

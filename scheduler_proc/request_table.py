@@ -1,83 +1,141 @@
-"""Every request that has not ended, by its number and by its client."""
+"""Every request that has not ended: by number, by client, and by deadline."""
 
 import time
 from collections.abc import Iterator
 from itertools import chain
 
+from sortedcontainers import SortedDict
+
+from quadriga.errors import DeadlineExceeded
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
 from scheduler_proc.state.request import Request
 
+QUEUE, TOTAL = "queue", "total"  # kinds of deadlines
 
-def first_number() -> int:
-    """Return a number above all that an earlier scheduler of this run can have given, written down
-    or not: microseconds of a clock that is never set. What the other processes still say of that
-    scheduler's requests must not meet new ones."""
+
+def first_seq_after_restart() -> int:
+    """Return a number above all that an earlier scheduler of this run can have given.
+
+    It is the time in microseconds of a clock that is never set. Messages of the other processes
+    about that scheduler's requests must not meet new ones.
+    """
     return time.monotonic_ns() // 1000
 
 
 class RequestTable:
-    """Numbers requests as they come and forgets them when they end."""
+    """Number requests as they come, and forget them when they end."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
         self._eos_ids = eos_ids
         self._next_seq = 0
         self._by_seq: dict[int, Request] = {}
         self._by_client: dict[bytes, dict[str, list[Request]]] = {}
-
-    def add(self, message: Submit) -> list[Request]:
-        """A request for each choice that a message asks for. None of its name may be under way."""
-        mine = self._by_client.setdefault(message.client, {})
-        choices = mine[message.request_id] = []
-        for index in range(message.params.n):
-            request = Request.from_submit(self._next_seq, message, self._eos_ids, index)
-            self._next_seq += 1
-            self._by_seq[request.seq] = request
-            choices.append(request)
-        return list(choices)
-
-    def number_from(self, seq: int) -> None:
-        """New requests get numbers from this one on, and none of those that were restored."""
-        self._next_seq = max(self._next_seq, seq)
-
-    def restore(self, found: RecoveredRequest) -> Request:
-        """A request of another scheduler, under its number; it is live unless it has ended."""
-        request = restored(found, self._eos_ids)
-        self._next_seq = max(self._next_seq, request.seq + 1)
-        if not request.finished:
-            self._by_seq[request.seq] = request
-            mine = self._by_client.setdefault(request.client, {})
-            mine.setdefault(request.request_id, []).append(request)
-        return request
-
-    def numbered(self, seqs: list[int]) -> list[Request]:
-        """Those of these numbers that have not ended."""
-        return [self._by_seq[seq] for seq in seqs if seq in self._by_seq]
-
-    def of(self, client: bytes, request_id: str = "") -> list[Request]:
-        """One request of a client with all its choices, or with an empty id all of them; unknown
-        ones are left out."""
-        mine = self._by_client.get(client, {})
-        if not request_id:
-            return list(chain.from_iterable(mine.values()))
-        return list(mine.get(request_id, ()))
-
-    def num_names_of(self, client: bytes) -> int:
-        """Return how many requests of a client have not ended, each counted once."""
-        return len(self._by_client.get(client, ()))
-
-    def remove(self, request: Request) -> None:
-        del self._by_seq[request.seq]
-        mine = self._by_client[request.client]
-        choices = mine[request.request_id]
-        choices.remove(request)
-        if not choices:
-            del mine[request.request_id]
-        if not mine:
-            del self._by_client[request.client]
+        self._deadlines: SortedDict = SortedDict()
 
     def __len__(self) -> int:
         return len(self._by_seq)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._by_seq.values()))
+
+    # --- requests come and go ---------------------------------------------------------------------
+
+    def add(self, message: Submit) -> list[Request]:
+        """Add a request for each choice that a message asks for, and return them.
+
+        No request of the same client and id may be in the table.
+        """
+        requests = [
+            Request.from_submit(self._next_seq + index, message, self._eos_ids, index)
+            for index in range(message.params.n)
+        ]
+        self._next_seq += len(requests)
+        for request in requests:
+            self._insert(request)
+        return requests
+
+    def restore(self, recovered: RecoveredRequest) -> Request:
+        """Return a request of an earlier scheduler, with its number; add it unless it has ended."""
+        request = restored(recovered, self._eos_ids)
+        self._next_seq = max(self._next_seq, request.seq + 1)
+        if not request.finished:
+            self._insert(request)
+        return request
+
+    def start_numbering_at(self, seq: int) -> None:
+        """Give no new request a number below `seq`."""
+        self._next_seq = max(self._next_seq, seq)
+
+    def _insert(self, request: Request) -> None:
+        self._by_seq[request.seq] = request
+        by_id = self._by_client.setdefault(request.client, {})
+        by_id.setdefault(request.request_id, []).append(request)
+        for key in _deadlines_of(request):
+            self._deadlines[key] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that ended."""
+        del self._by_seq[request.seq]
+        by_id = self._by_client[request.client]
+        choices = by_id[request.request_id]
+        choices.remove(request)
+        if not choices:
+            del by_id[request.request_id]
+        if not by_id:
+            del self._by_client[request.client]
+        for key in _deadlines_of(request):
+            self._deadlines.pop(key, None)
+
+    # --- lookups ----------------------------------------------------------------------------------
+
+    def with_seqs(self, seqs: list[int]) -> list[Request]:
+        """Return the requests of these numbers that have not ended."""
+        return [self._by_seq[seq] for seq in seqs if seq in self._by_seq]
+
+    def of_client(self, client: bytes, request_id: str = "") -> list[Request]:
+        """Return all choices of a client's request, or with an empty id all of its requests."""
+        by_id = self._by_client.get(client, {})
+        if not request_id:
+            return list(chain.from_iterable(by_id.values()))
+        return list(by_id.get(request_id, ()))
+
+    def num_ids_of(self, client: bytes) -> int:
+        """Return how many requests a client has open; choices of one count once."""
+        return len(self._by_client.get(client, ()))
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The first deadline to pass."""
+        return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
+
+    def on_admitted(self, request: Request) -> None:
+        """Drop the queue deadline of an admitted request. A retraction does not restore it."""
+        if request.queue_deadline is not None:
+            self._deadlines.pop((request.queue_deadline, request.seq, QUEUE), None)
+
+    def expired(self, now: float) -> Iterator[tuple[Request, DeadlineExceeded]]:
+        """Yield the requests whose deadline has passed, with their errors."""
+        while self._deadlines and self._deadlines.peekitem(0)[0][0] <= now:
+            (deadline, _seq, kind), request = self._deadlines.popitem(0)
+            allowed = f"{deadline - request.received_at:.3g} s"
+            if kind == QUEUE:
+                message = (
+                    f"the request was not admitted within {allowed} (queue_timeout); the server is"
+                    " busy: try again later, or allow more"
+                )
+            else:
+                message = (
+                    f"the request did not finish within {allowed} (timeout), after"
+                    f" {request.num_generated} tokens: ask for fewer, or allow more"
+                )
+            yield request, DeadlineExceeded(message)
+
+
+def _deadlines_of(request: Request) -> Iterator[tuple[float, int, str]]:
+    if request.queue_deadline is not None:
+        yield request.queue_deadline, request.seq, QUEUE
+    if request.deadline is not None:
+        yield request.deadline, request.seq, TOTAL

@@ -1,65 +1,42 @@
-"""The scheduler: every request's state, and the loop that decides what the worker runs.
+"""The scheduler: one step, from the messages that came in to the plans that go out.
 
-Read it top to bottom: receive → process input → get_next_batch_to_run → run_batch →
-process_batch_result. It knows no socket and no clock of its own: both are passed in, so that the
-same code runs under test and in the simulator, with a simulated worker and simulated time.
+`step` is all of it: results, messages, deadlines, plans, publish. The core decides (core.py), the
+request table finds (request_table.py), the pipeline times (pipeline.py). What happened is gathered
+in one record (events.py), from which detokenizer and journal are fed. Sockets and clock are passed
+in, so that the same code runs under test and in the simulator.
 """
 
 import math
 from collections.abc import Callable, Iterable
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.errors import QuadrigaError, RequestFailed
-from quadriga.wire.messages import to_detok
+from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed
+from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import ErrorInfo, InfoValues
-from quadriga.wire.messages.to_detok import Drained, StopDetok
-from quadriga.wire.messages.to_scheduler import (
-    SERVER_STOPPING,
-    AbortAll,
-    AbortRequest,
-    DetokReady,
-    Drain,
-    EndsDelivered,
-    FrontendRestarted,
-    InfoRequest,
-    SchedulerMessage,
-    Shutdown,
-    StopFound,
-    Submit,
-)
-from quadriga.wire.messages.worker import (
-    GrammarReady,
-    ResultMessage,
-    StepResult,
-    StopWorker,
-    WorkerReady,
-)
+from scheduler_proc.core import Capacity
 from scheduler_proc.durability.detok_outbox import DetokOutbox
-from scheduler_proc.durability.journal import NO_JOURNAL, Journal, NoJournal
-from scheduler_proc.durability.step_output import Sender
+from scheduler_proc.durability.journal import NoJournal
+from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
-from scheduler_proc.intake import Intake
-from scheduler_proc.observe.server_info import ServerInfoCollector
+from scheduler_proc.observe.server_info import collect_info, info_reply
 from scheduler_proc.observe.stats import SchedulerStats
-from scheduler_proc.output_processor import OutputProcessor
 from scheduler_proc.pipeline import Pipeline
-from scheduler_proc.planning.admission import Admission
-from scheduler_proc.planning.deadlines import Deadlines
-from scheduler_proc.planning.planner import Planner
-from scheduler_proc.planning.quarantine import blame, record_worker_crash
-from scheduler_proc.policies import make_queue
+from scheduler_proc.planning.limits import refusal
+from scheduler_proc.planning.quarantine import poison_error, record_worker_crash
 from scheduler_proc.request_table import RequestTable
-from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.request import Request, RequestStatus
+from scheduler_proc.sender import Sender
+from scheduler_proc.state.request import FinishReason, Request, RequestFailure
+from scheduler_proc.static_core import make_core
 
 
 class Scheduler:
-    """Owns the waiting queue, the running batch and the KV pages.
+    """Every request from its Submit to its end, and the steps of the worker.
 
-    wake_at: the clock's time at which `iterate` wants to be called even if no message comes.
-    pipeline: the steps under way.
+    Attributes:
+        pipeline: the steps in flight.
+        stopped: whether the process may leave.
     """
 
     def __init__(
@@ -69,230 +46,310 @@ class Scheduler:
         worker: Sender,
         detok: Sender,
         clock: Callable[[], float],
-        journal: Journal | NoJournal = NO_JOURNAL,
+        journal: NoJournal | None = None,
     ) -> None:
         self._args = args
-        self._journal = journal
         self._worker = worker
-        self.texts = DetokOutbox(detok, clock)
         self._detok = detok
         self._clock = clock
-        self._requests = RequestTable(eos_ids)
-        self._planner: Planner | None = None
-        self._deadlines = Deadlines()
-        self._grammars = GrammarQueue(worker)
+        self._journal = journal or NoJournal()
+        self.table = RequestTable(eos_ids)
+        self.core = make_core(args, Capacity())
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._said_all_told = False
+        self.outbox = DetokOutbox(detok)
+        self.stats = SchedulerStats()
+        self._grammars = GrammarQueue(worker)
+        self._events = StepEvents()
+        self._ready: to_worker.WorkerReady | None = None
+        self._is_draining = False
+        self._said_drained = False
         self.stopped = False
-        self.wake_at: float | None = None
-        self.statistics = SchedulerStats()
-        self._results = OutputProcessor(self.texts, journal, self.statistics, self)
-        self.arrivals = Intake(
-            args, self._requests, self.texts, journal, self._deadlines, self._grammars, self.fail
-        )
-        self._report = ServerInfoCollector(
-            args, self._requests, self._grammars, self.arrivals, self.statistics, journal
-        )
 
-    def greet(self) -> None:
-        """Another scheduler was here before: worker and detokenizer have to forget what it said."""
-        self._worker.send(to_worker.NewScheduler())
-        self._detok.send(to_detok.NewScheduler())
+    def restore(self, recovered: Iterable[RecoveredRequest], first_seq: int = 0) -> None:
+        """Continue the requests that an earlier scheduler left in the journal.
 
-    # --- the loop ---------------------------------------------------------------------------------
+        Args:
+            recovered: these requests.
+            first_seq: no new request gets a smaller number.
+        """
+        self.table.start_numbering_at(first_seq)
+        for choice in recovered:
+            request = self.table.restore(choice)
+            self._journal.keep(choice.message, [request], choice.acknowledged)
+            if request.finished:
+                self.outbox.finish(request)
+                self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
+        self._journal.compact()
 
-    def iterate(
-        self, messages: Iterable[SchedulerMessage], results: Iterable[ResultMessage]
-    ) -> None:
-        """One round: take in what has arrived, keep the worker busy, pass on what it gave."""
+    def announce_restart(self) -> None:
+        """Make worker and detokenizer forget what an earlier scheduler has sent."""
+        self._worker.send(to_worker.ResetWorker())
+        self._detok.send(to_detok.SchedulerRestarted())
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        messages: Iterable[to_scheduler.SchedulerMessage],
+        results: Iterable[to_worker.ResultMessage],
+    ) -> float | None:
+        """Take in what has arrived, keep the worker busy, and publish what happened.
+
+        Returns:
+            The time at which the next step is due even if no message comes; None for never.
+        """
         for result in results:
-            self._process_result(result)
-        queued = self.arrivals.num_queued
+            self._on_worker(result)
+        num_queued = self.num_queued
         for message in messages:
-            self._process_input(message)
+            self._on_message(message)
         now = self._clock()
-        if self.arrivals.num_queued > queued and self.pipeline.idle:
+        if self.num_queued > num_queued and self.core.has_work:
             self.pipeline.start_batch_delay(now)
-        for request, error in self._deadlines.expired(now):
-            self.fail(request, error)
-        self.wake_at = self._deadlines.next
-        while self._may_plan(now):
-            batch = self._get_next_batch_to_run(now)
-            if batch.is_empty:
-                break
-            self._run_batch(batch, now)
-        self._flush_output()
+        self._fail_all(self.table.expired(now))
+        wake_at = self.table.next_deadline
+        plan_at = self._plan_at(now)
+        while plan_at <= now:
+            plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
+        self._publish()
         self._journal.commit()
-        if self.arrivals.is_draining and not self._said_all_told and self._is_empty:
-            self._said_all_told = True
-            self._detok.send(Drained())
+        self._report_drained()
+        wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
+        return wake_at if wake_at < math.inf else None
 
-    def _may_plan(self, now: float) -> bool:
-        """Whether now is the time for another plan; if it is later, `wake_at` says when."""
-        if self._planner is None or not self._planner.has_work:
+    def _plan_at(self, now: float) -> float:
+        """Return when the next plan is wanted; infinite where something has to arrive first."""
+        if not self.core.has_work:
+            return math.inf
+        plan_at = self.pipeline.next_plan_at
+        is_full = plan_at > now and self.pipeline.idle and not self.core.has_room
+        return now if is_full else plan_at
+
+    def _dispatch_plan(self, now: float) -> bool:
+        """Send the next plan to the worker. Return whether there was something to run."""
+        plan = self.core.plan(now, in_flight=not self.pipeline.idle)
+        for request in plan.admitted:
+            self.table.on_admitted(request)
+        self._fail_all(plan.failed)
+        if plan.batch.is_empty:
             return False
-        due = self.pipeline.due
-        if now >= due or (self.pipeline.idle and not self._planner.has_room):
-            return True
-        if due < math.inf:
-            self.wake_at = due if self.wake_at is None else min(due, self.wake_at)
-        return False
+        self.pipeline.dispatch(plan.batch, self.core.admission.take_released(), now)
+        return True
 
-    def _get_next_batch_to_run(self, now: float) -> ScheduleBatch:
-        assert self._planner is not None
-        return self._planner.next_batch(now, in_flight=not self.pipeline.idle)
-
-    def _run_batch(self, batch: ScheduleBatch, now: float) -> None:
-        assert self._planner is not None
-        self.pipeline.run(batch, self._planner.admission.take_released(), now)
-
-    # --- what the worker gave ---------------------------------------------------------------------
-
-    def _process_result(self, result: ResultMessage) -> None:
-        if isinstance(result, WorkerReady):
-            self._take_worker(result)
-        elif self.pipeline.is_of_the_dead(result):
+    def _publish(self, to_detok: bool = True) -> None:
+        """Hand the record of what happened to detokenizer and journal, and begin a new one."""
+        events = self._events
+        if events.is_empty and to_detok:
             return
-        elif isinstance(result, StepResult):
-            self._process_batch_result(result)
+        was_sent = events.has_output or not to_detok
+        # A step without tokens, as of a chunk, leaves its time to the next message.
+        self._events = StepEvents(time=0.0 if was_sent else events.time)
+        if to_detok:
+            self.outbox.send(events, self._clock(), self.num_waiting)
+        self._journal.append(events)
+
+    # --- from the worker --------------------------------------------------------------------------
+
+    def _on_worker(self, result: to_worker.ResultMessage) -> None:
+        if isinstance(result, to_worker.WorkerReady):
+            self._on_worker_ready(result)
+        elif self.pipeline.is_stale(result):
+            return
+        elif isinstance(result, to_worker.StepResult):
+            self._on_step_result(result)
         else:
-            self._take_grammar(result)
+            self._on_grammar_ready(result)
 
-    def _process_batch_result(self, result: StepResult) -> None:
-        assert self._planner is not None
-        self._results.take(self.pipeline.answered(result), result, self._planner)
-        # One output message a step: its tokens all carry this step's time.
-        self._flush_output()
+    def _on_step_result(self, result: to_worker.StepResult) -> None:
+        batch = self.pipeline.complete(result)
+        for row in result.failed:
+            self.fail(batch.requests[row.row], InvalidRequest(row.error))
+        update = self.core.complete(batch, result)
+        self.stats.on_step(batch, result, update)
+        self._events.add_update(update, result.ended)
+        for request in update.finished:
+            self._close(request)
+        self._fail_all(update.failed)
+        if result.logprobs is not None:
+            self._events.add_logprobs(result.logprobs, batch.requests)
+        self._publish()  # one message a step: its tokens all carry this step's time
 
-    def _take_worker(self, ready: WorkerReady) -> None:
-        """A worker is there, the first one or another: everything is sent to it anew."""
-        to_blame = record_worker_crash(self.pipeline.begin(ready.session, self._clock()))
+    def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
+        """Start with a new worker, the first one or another: it gets every request anew."""
+        poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._grammars.forget_all()
-        self._make_planner(ready)
-        for request in self._requests:
-            request.lose_worker()
-        if to_blame is not None:
-            self.fail(to_blame, blame(to_blame))
-        for request in self._requests:
-            self.arrivals.hold_or_enqueue(request)
+        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
+        self.core = make_core(self._args, capacity, self.core.num_retractions)
+        self._ready = ready
+        for request in self.table:
+            request.reset_for_new_worker()
+        if poison is not None:
+            self.fail(poison, poison_error(poison))
+        for request in self.table:
+            self._enqueue(request)
 
-    def _make_planner(self, ready: WorkerReady) -> None:
-        kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
-        admission = Admission(self._args, kv)
-        self._planner = Planner(
-            self._args,
-            ready.prefill_tokens,
-            admission,
-            make_queue(self._args, kv.locate, ready.page_size),
-            self._deadlines,
-            self.fail,
-        )
-        if self.arrivals.planner is not None:
-            earlier = self.arrivals.planner.giving_way.retractions
-            self._planner.giving_way.retractions = earlier
-        self.arrivals.planner, self._report.worker = self._planner, ready
-
-    def _take_grammar(self, ready: GrammarReady) -> None:
-        for request in self._grammars.answered(ready):
+    def _on_grammar_ready(self, ready: to_worker.GrammarReady) -> None:
+        for request in self._grammars.on_ready(ready):
             if ready.error:
                 self.fail(request, RequestFailed(ready.error))
             else:
-                self.arrivals.enqueue(request)
+                self._add_to_core(request)
 
-    # --- what the clients want --------------------------------------------------------------------
+    # --- from frontend and detokenizer ------------------------------------------------------------
 
-    def _process_input(self, message: SchedulerMessage) -> None:
+    def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:
         match message:
-            case Submit():
-                self.arrivals.accept(message)
-            case AbortRequest():
-                for request in self._requests.of(message.client, message.request_id):
-                    self.statistics.aborts[message.by] += 1
-                    self.finish(request, "abort")
-            case StopFound():
-                for stopped in self._requests.numbered(message.seqs):
-                    self.finish(stopped, "stop")
-            case DetokReady():
-                self.texts.take_detok(message, self._requests, self.arrivals.num_waiting)
-                self._said_all_told = False
-            case EndsDelivered():
-                self.texts.settle(message.seqs)
-                self._journal.settled(message.seqs)
-            case FrontendRestarted():
-                self.texts.tell_ends(self.arrivals.num_waiting)
-            case InfoRequest():
-                self._detok.send(self._report.answer(message))
-            case Drain():
-                self.arrivals.is_draining = True
-                self._said_all_told = False
-            case Shutdown():
-                self._stop()
-            case AbortAll():
-                error = ErrorInfo("server_stopping", message.reason)
-                for request in self._requests:
-                    self.statistics.aborts[SERVER_STOPPING] += 1
-                    self.finish(request, "abort", error=error)
+            case to_scheduler.Submit():
+                self._on_submit(message)
+            case to_scheduler.AbortRequest():
+                for request in self.table.of_client(message.client, message.request_id):
+                    self._abort(request, message.by)
+            case to_scheduler.StopFound():
+                for request in self.table.with_seqs(message.seqs):
+                    self.finish(request, FinishReason.STOP)
+            case to_scheduler.DetokReady():
+                self._publish(to_detok=False)  # the replay has it
+                self.outbox.on_detok_restarted(message.session)
+                self._said_drained = False
+                self._replay(self.table, self.outbox.seqs_to_replay)
+            case to_scheduler.EndsDelivered():
+                self.outbox.acknowledge(message.seqs)
+                self._events.acknowledged += message.seqs
+            case to_scheduler.FrontendRestarted():
+                self._replay([], self.outbox.seqs_to_replay)
+            case to_scheduler.InfoRequest():
+                flushed = {"flushed_pages": self.core.kv.flush()} if message.flush_cache else {}
+                self._detok.send(info_reply(message, flushed | self.info(), self._ready))
+            case to_scheduler.Drain():
+                self._is_draining = True
+                self._said_drained = False
+            case to_scheduler.AbortAll():
+                for request in self.table:
+                    error = ErrorInfo("server_stopping", message.reason)
+                    self._abort(request, to_scheduler.SERVER_STOPPING, error)
+            case to_scheduler.Shutdown():
+                self._worker.send(to_worker.StopWorker())
+                self._detok.send(to_detok.StopDetok())
+                self._journal.close()
+                self.stopped = True
 
-    # --- the one way out --------------------------------------------------------------------------
-
-    def fail(self, request: Request, error: QuadrigaError) -> None:
-        """End a request with an error, as `finish`."""
-        self.statistics.errors[error.code] += not request.finished
-        self.finish(request, "error", error=ErrorInfo.of(error))
-
-    def finish(
-        self,
-        request: Request,
-        reason: str,
-        matched_stop: int | None = None,
-        error: ErrorInfo | None = None,
-    ) -> None:
-        """End a request, wherever it stands: exactly one terminal message, for the first reason."""
-        if request.finished:
+    def _on_submit(self, message: to_scheduler.Submit) -> None:
+        """Take in a request, unless it is known. One that may not come in ends at once."""
+        if self._is_known(message):
             return
-        if self._planner is not None:
-            self._planner.forget(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason, request.matched_stop, request.error = reason, matched_stop, error
-        self.statistics.count_end(request, reason, self._clock())
-        self.texts.close(request)
-        self._journal.ended(request)
-        self._deadlines.forget(request)
-        self._grammars.ended(request)
-        self._requests.remove(request)
-        if request.in_flight == 0 and self._planner is not None:
-            self._planner.release(request)
+        num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
+        self.outbox.forget_name(message.client, message.request_id)
+        requests = self.table.add(message)
+        self._events.accepted.append((message, requests))
+        if message.client_retry or message.frontend_retry:
+            # The client may have tokens from a scheduler that died before it wrote them down.
+            self._replay(requests, [])
+        error = None
+        if not message.frontend_retry:
+            num_choices = len(requests)
+            error = refusal(self._args, self._is_draining, num_waiting, num_choices, num_open)
+        for request in requests:
+            if error is not None:
+                self.fail(request, error)
+            else:
+                self._enqueue(request)
 
-    def _flush_output(self) -> None:
-        self.texts.flush(self.arrivals.num_waiting)
+    def _is_known(self, message: to_scheduler.Submit) -> bool:
+        """Return whether a request was accepted before; a client that retries it gets a replay."""
+        name = (message.client, message.request_id)
+        live = self.table.of_client(*name)
+        if not message.client_retry:
+            return bool(live) or (
+                message.frontend_retry and self.outbox.has_ended(*name, message.received_at)
+            )
+        ended = self.outbox.ended_seqs(*name)
+        self._replay(live, ended)
+        return bool(live or ended)
 
-    @property
-    def _is_empty(self) -> bool:
-        """Nobody waits for anything: every end was handed on."""
-        return not self._requests and self.pipeline.idle and self.texts.settled
+    def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
+        """Send the whole streams of live requests, and of ended ones by their numbers."""
+        self._publish()
+        self._events.replayed = self.outbox.replays(live, ended)
+        self._publish()
 
-    def _stop(self) -> None:
-        self._worker.send(StopWorker())
-        self._detok.send(StopDetok())
-        self._journal.close()
-        self.stopped = True
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request, at once or when the worker has compiled its grammar."""
+        if request.grammar is None or not self._grammars.add(request):
+            self._add_to_core(request)
+
+    def _add_to_core(self, request: Request) -> None:
+        failure = self.core.add(request)
+        if failure is not None:
+            self.fail(*failure)
 
     def retract_one(self, number: int) -> None:
-        """One of those that run gives way, though nobody needs its pages: a fault on purpose.
-        number: which of them, counted around."""
-        if self._planner is not None:
-            self._planner.retract_one(number)
+        """Retract running request `number`, modulo their count (fault injection)."""
+        self._fail_all(self.core.retract_any(number))
 
-    # --- what it says of itself -------------------------------------------------------------------
+    # --- ends: the one way out --------------------------------------------------------------------
+
+    def finish(
+        self, request: Request, reason: FinishReason, error: ErrorInfo | None = None
+    ) -> None:
+        """End a request, wherever it stands, with one terminal message, for the first reason."""
+        if not request.finished:
+            self.core.remove(request)
+            request.finish(reason, error=error)
+            self._close(request)
+
+    def fail(self, request: Request, error: QuadrigaError) -> None:
+        """End a request with an error."""
+        self.finish(request, FinishReason.ERROR, ErrorInfo.of(error))
+
+    def _fail_all(self, failures: Iterable[RequestFailure]) -> None:
+        for request, error in failures:
+            self.fail(request, error)
+
+    def _abort(self, request: Request, by: str, error: ErrorInfo | None = None) -> None:
+        self.stats.aborts[by] += 1
+        self.finish(request, FinishReason.ABORT, error)
+
+    def _close(self, request: Request) -> None:
+        """Report the end of a request that the core has removed."""
+        self.stats.on_finish(request, self._clock())
+        self._events.finished.append(request)
+        self.outbox.finish(request)
+        self._grammars.remove(request)
+        self.table.remove(request)
+
+    def _report_drained(self) -> None:
+        """Report once that every request has ended and every end was acknowledged."""
+        is_empty = not self.table and self.pipeline.idle and self.outbox.all_acknowledged
+        if self._is_draining and is_empty and not self._said_drained:
+            self._said_drained = True
+            self._detok.send(to_detok.Drained())
+
+    # --- info -------------------------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        """Number of requests in the waiting queue."""
+        return len(self.core.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a slot, also those whose grammar is being compiled."""
+        if self._ready is None:
+            return len(self.table)
+        return self.core.num_waiting + self._grammars.num_waiting
 
     def info(self) -> InfoValues:
-        """Gauges and counters, as docs/protocol.md lists them."""
-        return self._report.info()
+        """Return gauges and counters, as docs/protocol.md lists them."""
+        values: InfoValues = {
+            "running": len(self.table) - self.num_waiting,
+            "waiting": self.num_waiting,
+            "waiting_for_grammar": self._grammars.num_waiting,
+            "journal": self._journal.state,
+        }
+        return values | collect_info(self._args, self._ready, self.core) | self.stats.info()
 
     def check(self) -> None:
-        """The invariant, for tests: free + cached + held = all pages, and none held by nobody."""
-        if self._planner is not None:
-            admission = self._planner.admission
-            admission.kv.check(admission.seated.values())
-            if not self._requests and self.pipeline.idle:
-                assert admission.kv.num_held == 0, "pages are held by nobody"
+        """Raise AssertionError where pages are lost, or held by no request (for tests)."""
+        self.core.kv.check(self.core.admission.holders.values())
+        if not self.table and self.pipeline.idle:
+            assert self.core.kv.num_held == 0, "pages are held by no request"

@@ -28,16 +28,16 @@ class StepWatchdog:
         self._clock = clock
         self._interval = seconds / CHECKS_PER_TIMEOUT
         self._time = RunningTime(self._interval, clock)
-        self._step_since: float | None = None
+        self._current_step_started_at: float | None = None
         self._ends_at = math.inf
         self.wake_at: float | None = None
         """When `check` wants to be called, by the scheduler's clock; None: with the next step."""
 
     def check(self) -> None:
         """Tell the launcher, once for each step. Call it after every round."""
-        now, since = self._time.now(), self._pipeline.step_since
-        if since != self._step_since:
-            self._step_since = since
+        now, since = self._time.now(), self._pipeline.current_step_started_at
+        if since != self._current_step_started_at:
+            self._current_step_started_at = since
             self._ends_at = now + self._seconds if self._seconds and since is not None else math.inf
         if now >= self._ends_at:
             self._ends_at = math.inf

@@ -175,14 +175,14 @@ class RequestIntake:
             prompt_ids=request.prompt_token_ids or b"",
             params=request.params,
             stream=request.stream,
-            received=received,
-            tokenized=clock.now(),
+            received_at=received,
+            tokenized_at=clock.now(),
             priority=request.priority,
             queue_deadline=requests.deadline(received, request.queue_timeout, args.queue_timeout),
             deadline=requests.deadline(received, request.timeout, args.request_timeout),
             bad_words=prepared.bad_words,
             grammar=grammar,
-            resent=incoming.resent,
+            client_retry=incoming.resent,
         )
         self._outstanding.submit(message, incoming.aborted_by)
         self._leave(incoming)

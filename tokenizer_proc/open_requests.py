@@ -56,9 +56,9 @@ class OpenRequests:
 
     def submit(self, message: Submit, aborted_by: str) -> None:
         """Send a request to the scheduler. One that is open is sent again only where the client
-        has done so (`message.resent`), and then all of its choices are to end once more."""
+        has done so (`message.client_retry`), and then all of its choices are to end once more."""
         requests = self._open.setdefault(message.client, {})
-        if message.request_id in requests and not message.resent:
+        if message.request_id in requests and not message.client_retry:
             return
         requests[message.request_id] = OpenRequest(message, message.params.n, aborted_by)
         self._scheduler.send(message)
@@ -106,6 +106,6 @@ class OpenRequests:
                 self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
         for client, requests in self._open.items():
             for request_id, request in requests.items():
-                self._scheduler.send(msgspec.structs.replace(request.submit, again=True))
+                self._scheduler.send(msgspec.structs.replace(request.submit, frontend_retry=True))
                 if request.aborted_by:
                     self._scheduler.send(AbortRequest(client, request_id, request.aborted_by))

@@ -16,7 +16,7 @@ from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
-    NewScheduler,
+    ResetWorker,
     StepPlan,
     StopWorker,
     WorkerMessage,
@@ -77,7 +77,7 @@ def body(child: Child) -> None:
                     grammars.compile(message.grammar, ready.session)
                 case ForgetGrammar():
                     grammars.forget(message.key)
-                case NewScheduler():
+                case ResetWorker():
                     runner.table.release_all()
                     ready = again = msgspec.structs.replace(ready, session=new_session())
                     send(lambda again=again: again)  # type: ignore[misc]

@@ -74,8 +74,8 @@ class Records:
 
     def end(self, index: int, closed: StreamEnd, delivered: float) -> None:
         self["finished"][index] = delivered
-        self["admitted"][index] = closed.admitted
-        self["first_token"][index] = closed.first_token
+        self["admitted"][index] = closed.admitted_at
+        self["first_token"][index] = closed.first_token_at
         self["prompt_tokens"][index] = closed.prompt_tokens
         self["cached_tokens"][index] = closed.cached_tokens
         if closed.error is not None:

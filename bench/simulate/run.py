@@ -102,7 +102,7 @@ class World:
             self._continued[index] = ids
         replica = self._replica()
         replica.load += 1
-        self._clock.at(message.tokenized, replica.take_message, message)
+        self._clock.at(message.tokenized_at, replica.take_message, message)
 
     def _replica(self) -> Replica:
         if self._turns is not None:

@@ -26,7 +26,7 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
-from scheduler_proc.main import MESSAGES_A_ROUND
+from scheduler_proc.main import MAX_MESSAGES_PER_STEP
 from scheduler_proc.scheduler import Scheduler
 from worker_proc.startup.prefill_tuning import ON_A_GPU, SIZES, choose
 
@@ -101,8 +101,8 @@ class SimulatedFrontend:
                 max_new_tokens=most, temperature=0.0, seed=index, ignore_eos=True
             ),
             stream=True,
-            received=now,
-            tokenized=tokenized,
+            received_at=now,
+            tokenized_at=tokenized,
             priority=request.priority,
             queue_deadline=None if queue is None else now + queue,
             deadline=None if whole is None else now + whole,
@@ -226,7 +226,7 @@ class Replica:
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device)
         ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))
-        self.scheduler.iterate([], [ready])
+        self.scheduler.step([], [ready])
 
     def take_message(self, message: SchedulerMessage) -> None:
         self._messages.append(message)
@@ -240,10 +240,10 @@ class Replica:
         """What the process does when it is woken."""
         messages, self._messages = self._messages, []
         results, self._results = self._results, []
-        self.scheduler.iterate(messages[:MESSAGES_A_ROUND], results)
-        for first in range(MESSAGES_A_ROUND, len(messages), MESSAGES_A_ROUND):
-            self.scheduler.iterate(messages[first : first + MESSAGES_A_ROUND], [])
-        self._wake(self.scheduler.wake_at)
+        wake_at = self.scheduler.step(messages[:MAX_MESSAGES_PER_STEP], results)
+        for first in range(MAX_MESSAGES_PER_STEP, len(messages), MAX_MESSAGES_PER_STEP):
+            wake_at = self.scheduler.step(messages[first : first + MAX_MESSAGES_PER_STEP], [])
+        self._wake(wake_at)
 
     def _wake(self, when: float | None) -> None:
         """The next round without a message; an earlier wish is forgotten."""
@@ -268,7 +268,7 @@ class Replica:
         for closed in message.closed:
             self.load -= 1
             self._on_close(closed, message.time)
-        self.scheduler.texts.settle([closed.seq for closed in message.closed])
+        self.scheduler.outbox.acknowledge([closed.seq for closed in message.closed])
 
     @property
     def info(self) -> dict[str, Any]:

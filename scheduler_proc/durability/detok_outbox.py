@@ -1,164 +1,137 @@
-"""The detokenizer as the scheduler sees it: what it is told, and what it must be told again.
+"""The outbox to the detokenizer: ends until they are acknowledged, and replays.
 
-Another detokenizer knows nothing, and what was on its way to or from the one that died is lost. So
-a request that has ended is kept until the front door has its end, and then a while longer, for
-clients whose connection was lost.
+A new detokenizer knows nothing, and messages on their way to or from the one that died are lost.
+So a request that has ended is kept until the frontend has acknowledged its end, and then a while
+longer, for clients that reconnect.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
-from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_detok import StreamReplay
-from quadriga.wire.messages.to_scheduler import DetokReady
-from scheduler_proc.durability.step_output import Sender, StepOutputBuilder, close_text, open_text
-from scheduler_proc.state.request import Request
+from scheduler_proc.events import StepEvents, stream_replay
+from scheduler_proc.sender import Sender
+from scheduler_proc.state.request import FinishReason, Request
 
 REFUSALS = (QueueFull.code, ServerStopping.code)
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 1 << 26
-"""Requests whose end was handed on are remembered as far as these reach."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(StreamReplay).decode
 
 
-class Remembered(NamedTuple):
-    """A request that has ended, as its client would be told of it: encoded, which takes a fraction
-    of the memory."""
+class AcknowledgedEnd(NamedTuple):
+    """A request whose end was acknowledged: its replay is encoded, which takes less memory."""
 
     name: tuple[bytes, str]
-    received: float
+    received_at: float
     replay: bytes
 
 
 class DetokOutbox:
-    """output: what the present round has for the detokenizer. clock: Unix seconds."""
+    """Send step records to the detokenizer, and replay what it or a client has missed."""
 
-    def __init__(self, link: Sender, clock: Callable[[], float]) -> None:
-        self.output = StepOutputBuilder()
-        self._link = link
-        self._clock = clock
+    def __init__(self, detok: Sender) -> None:
+        self._detok = detok
         self._session = 0
-        self._unsettled: dict[int, Request] = {}
-        self._remembered: OrderedDict[int, Remembered] = OrderedDict()
-        self._remembered_bytes = 0
-        self._asked: set[int] = set()
-        self._numbers: dict[tuple[bytes, str], list[int]] = {}
+        self._unacknowledged: dict[int, Request] = {}
+        self._acknowledged: OrderedDict[int, AcknowledgedEnd] = OrderedDict()
+        self._acknowledged_bytes = 0
+        self._replaying: set[int] = set()
+        self._seqs_by_name: dict[tuple[bytes, str], list[int]] = {}
 
-    @property
-    def settled(self) -> bool:
-        """Every end has been handed on."""
-        return not self._unsettled and not self._asked
-
-    def flush(self, waiting: int) -> None:
-        """Send what there is. waiting: requests in the waiting queue."""
-        if not self.output.is_empty:
-            self._link.send(self.output.to_message(self._clock, waiting, self._session))
-            self.output = StepOutputBuilder()
+    def send(self, events: StepEvents, now: float, num_waiting: int) -> None:
+        """Send a record, if it has anything for the detokenizer."""
+        if events.has_output:
+            self._detok.send(events.to_detok(now, num_waiting, self._session))
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def close(self, request: Request) -> None:
-        """It has ended; its reason is set."""
-        self.output.closed.append(close_text(request))
-        self._keep(request)
+    @property
+    def all_acknowledged(self) -> bool:
+        """Whether the frontend has every end, and every replay of one."""
+        return not self._unacknowledged and not self._replaying
 
-    def recall(self, request: Request, settled: bool) -> None:
-        """It ended at another scheduler. settled: its end was handed on."""
-        self._keep(request)
-        if settled:
-            self.settle([request.seq])
+    def finish(self, request: Request) -> None:
+        """Keep a request that has ended until its end is acknowledged."""
+        self._unacknowledged[request.seq] = request
+        if _is_replayable(request):
+            name = (request.client, request.request_id)
+            self._seqs_by_name.setdefault(name, []).append(request.seq)
 
-    def _keep(self, request: Request) -> None:
-        self._unsettled[request.seq] = request
-        if _is_remembered(request):
-            self._numbers.setdefault((request.client, request.request_id), []).append(request.seq)
-
-    def settle(self, seqs: list[int]) -> None:
-        """The front door has these ends."""
-        self._asked.difference_update(seqs)
+    def acknowledge(self, seqs: list[int]) -> None:
+        """Take in that the frontend has these ends."""
+        self._replaying.difference_update(seqs)
         for seq in seqs:
-            request = self._unsettled.pop(seq, None)
-            if request is not None and _is_remembered(request):
+            request = self._unacknowledged.pop(seq, None)
+            if request is not None and _is_replayable(request):
                 self._remember(request)
 
     def _remember(self, request: Request) -> None:
-        replay = _encode(replay_text(request))
+        replay = _encode(stream_replay(request))
         name = (request.client, request.request_id)
-        self._remembered[request.seq] = Remembered(name, request.received, replay)
-        self._remembered_bytes += len(replay)
+        self._acknowledged[request.seq] = AcknowledgedEnd(name, request.received_at, replay)
+        self._acknowledged_bytes += len(replay)
         while (
-            len(self._remembered) > MAX_REMEMBERED or self._remembered_bytes > MAX_REMEMBERED_BYTES
+            len(self._acknowledged) > MAX_REMEMBERED
+            or self._acknowledged_bytes > MAX_REMEMBERED_BYTES
         ):
-            seq, forgotten = self._remembered.popitem(last=False)
-            self._remembered_bytes -= len(forgotten.replay)
-            self._asked.discard(seq)
-            if seq in (numbers := self._numbers.get(forgotten.name, [])):
-                numbers.remove(seq)
-            if not numbers:
-                self._numbers.pop(forgotten.name, None)
+            seq, oldest = self._acknowledged.popitem(last=False)
+            self._acknowledged_bytes -= len(oldest.replay)
+            self._replaying.discard(seq)
+            if seq in (seqs := self._seqs_by_name.get(oldest.name, [])):
+                seqs.remove(seq)
+            if not seqs:
+                self._seqs_by_name.pop(oldest.name, None)
 
-    def ended(self, client: bytes, request_id: str) -> list[int]:
-        """The numbers of a request's choices that have ended, as far as they are remembered."""
-        return list(self._numbers.get((client, request_id), ()))
+    def ended_seqs(self, client: bytes, request_id: str) -> list[int]:
+        """Return the numbers of a request's ended choices, as far as they are kept."""
+        return list(self._seqs_by_name.get((client, request_id), ()))
 
-    def has_ended(self, client: bytes, request_id: str, received: float) -> bool:
-        """Whether one did of the request that came at this time."""
-        known = (
-            self._unsettled.get(n) or self._remembered[n] for n in self.ended(client, request_id)
+    def has_ended(self, client: bytes, request_id: str, received_at: float) -> bool:
+        """Return whether a choice of the request that was received at this time has ended."""
+        return any(
+            (self._unacknowledged.get(seq) or self._acknowledged[seq]).received_at == received_at
+            for seq in self.ended_seqs(client, request_id)
         )
-        return any(one.received == received for one in known)
 
-    def begins(self, client: bytes, request_id: str) -> None:
-        """A request of this name: nobody asks any more for what ended under it before."""
-        self._numbers.pop((client, request_id), None)
+    def forget_name(self, client: bytes, request_id: str) -> None:
+        """Forget ended requests of this name: a new one begins."""
+        self._seqs_by_name.pop((client, request_id), None)
 
-    # --- again ------------------------------------------------------------------------------------
+    # --- replays ----------------------------------------------------------------------------------
 
-    def take_detok(self, ready: DetokReady, live: Iterable[Request], waiting: int) -> None:
-        """A detokenizer is there, the first one or another. What was not sent yet goes with the
-        rest: `live` requests as far as they have come, and the ends that were not handed on. Of a
-        request without a token its client may know one all the same, which a scheduler that died
-        had told and not written down: it hears that the telling begins anew. And whoever had asked
-        for his requests, while no detokenizer was there, is answered."""
-        self.output = StepOutputBuilder()
-        self._session = ready.session
-        self.tell(live, [*self._unsettled, *self._asked], waiting)
+    def on_detok_restarted(self, session: int) -> None:
+        """Address a new detokenizer from now on."""
+        self._session = session
 
-    def tell_ends(self, waiting: int) -> None:
-        """Those that were not handed on, once more: a front door has died."""
-        self.tell([], [*self._unsettled, *self._asked], waiting)
+    @property
+    def seqs_to_replay(self) -> list[int]:
+        """Numbers of ended requests that a new detokenizer or frontend has to see again."""
+        return [*self._unacknowledged, *self._replaying]
 
-    def tell(self, live: Iterable[Request], ended: list[int], waiting: int) -> None:
-        """All that there is of these requests, from their first token on. ended: by number."""
-        self.flush(waiting)
-        self.output.replayed += [replay_text(request) for request in live]
+    def replays(self, live: Iterable[Request], ended: Iterable[int]) -> list[StreamReplay]:
+        """Return the whole streams of live requests, and of ended ones by their numbers."""
+        replays = [stream_replay(request) for request in live]
         for seq in ended:
-            if seq in self._unsettled:
-                self.output.replayed.append(replay_text(self._unsettled[seq]))
+            if seq in self._unacknowledged:
+                replays.append(stream_replay(self._unacknowledged[seq]))
             else:
-                self._asked.add(seq)
-                self.output.replayed.append(_decode(self._remembered[seq].replay))
-        self.flush(waiting)
+                self._replaying.add(seq)
+                replays.append(_decode(self._acknowledged[seq].replay))
+        return replays
 
 
-def _is_remembered(request: Request) -> bool:
-    """Return whether a client that sends a request again is given its end. One that was aborted
-    when its client was lost begins anew, and one that was refused is tried again."""
+def _is_replayable(request: Request) -> bool:
+    """Return whether a client that sends the request again gets its end.
+
+    A request that was aborted when its client was lost begins anew, and a refused one is tried
+    again.
+    """
     refused = request.error is not None and request.error.code in REFUSALS
-    return request.finish_reason != "abort" and not refused
-
-
-def replay_text(request: Request) -> StreamReplay:
-    """All that there is of a request up to now."""
-    return StreamReplay(
-        opening=open_text(request),
-        token_ids=pack_ids(request.tokens[request.num_prompt :]),
-        logprobs=request.told,
-        closing=close_text(request) if request.finished else None,
-    )
+    return request.finish_reason is not FinishReason.ABORT and not refused

@@ -1,14 +1,14 @@
-"""What was accepted, what came of it: on disk, so that another scheduler can go on with it.
+"""The journal: what was accepted and what came of it, on disk, for a scheduler that takes over.
 
-One file of frames (journal_records.py), appended to after each round of the scheduler, when the
-worker has its plan. A frame has all of its round, so that a tail torn off by a crash loses whole
-rounds: what they gave is computed again, and is the same. The system's cache holds what was written
-however the process ends; against a loss of power a file that is meant to outlive its run
-(--journal) is also synced, once a second.
+One file of frames (journal_records.py), appended to after each step of the scheduler, when the
+worker has its plan. A frame holds everything of its step, so that a tail torn off by a crash loses
+whole steps: what they gave is computed again, and is the same. The system's page cache holds what
+was written however the process ends; against a loss of power a file that is meant to outlive its
+run (--journal) is also synced, once a second.
 
-A file that has grown is written anew with what still matters: requests that go on, and the last
-ones that ended, for clients whose connection was lost. So is one that could not be written, as soon
-as it can be again: until then the server goes on without it.
+A file that has grown is compacted: written anew with the requests that go on, and the last ones
+that ended, for clients that reconnect. So is one that could not be written, as soon as it can be
+again: until then the server goes on without it.
 """
 
 import logging
@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
@@ -28,39 +27,58 @@ from scheduler_proc.durability.journal_records import (
     JournalRecord,
     LogprobRecord,
     TokenRecord,
-    ended_of,
+    ended_record,
 )
+from scheduler_proc.events import StepEvents
 from scheduler_proc.state.request import Request
 
-COMPACT_AT = 16 * 1024 * 1024
-"""Bytes from which on a file is written anew, if that makes it a quarter."""
-MAX_ENDED = 1024
+COMPACT_BYTES = 16 * 1024 * 1024  # a larger file is compacted, if that makes it a quarter
+MAX_ENDED = 1024  # ended requests that stay
 MAX_ENDED_TOKENS = 1 << 20
-"""Ended requests that stay, and their tokens."""
 RETRY_INTERVAL_S = 10.0
-"""Between two attempts to write a file anew that cannot be written."""
-ON, OFF, FAILED = "on", "off", "failed"
-"""States of a journal, as the server's info has them."""
+ON, OFF, FAILED = "on", "off", "failed"  # states of a journal, as the server's info has them
 
 
 class JournaledRequest(NamedTuple):
-    """A request that stays in the journal: as it came, and as it is."""
+    """A request that stays in the journal: as it was submitted, and as it is."""
 
     message: Submit
     request: Request
 
 
-class Journal:
-    """Writes. What is told between two commits becomes one frame. Nothing is written before the
-    first `compact`, which takes the place of what was there. No failure of the disk reaches the
-    caller.
+class NoJournal:
+    """A journal that keeps nothing: for tests, the simulator, and --no-journal."""
+
+    state = OFF
+
+    def append(self, events: StepEvents) -> None:
+        """Do nothing."""
+
+    def keep(self, message: Submit, requests: Iterable[Request], acknowledged: bool) -> None:
+        """Do nothing."""
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+    def compact(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Journal(NoJournal):
+    """Write the journal. What is appended between two commits becomes one frame.
+
+    Nothing is written before the first `compact`, which replaces an earlier file. No failure of
+    the disk reaches the caller.
 
     Attributes:
         state: ON, or FAILED while the file cannot be written.
     """
 
     def __init__(self, file: JournalFile, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds that never jump."""
+        """Initialize. clock: seconds that never jump."""
         self.state = ON
         self._file = file
         self._clock = clock
@@ -68,65 +86,72 @@ class Journal:
         self._kept: dict[int, JournaledRequest] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._ended_tokens = 0
-        self._round = JournalRecord()
-        self._compact_at = COMPACT_AT
+        self._record = JournalRecord()
+        self._compact_at = COMPACT_BYTES
 
     # --- what happens -----------------------------------------------------------------------------
-    def accepted(self, message: Submit, requests: list[Request]) -> None:
-        """Its choices have numbers that follow each other."""
-        if requests:
-            indexes = [request.index for request in requests]
-            self._round.accepted.append(Accepted(requests[0].seq, message, indexes))
-            self.keep(message, requests)
 
-    def keep(self, message: Submit, requests: Iterable[Request]) -> None:
-        """These are in the journal, and stay there."""
+    def append(self, events: StepEvents) -> None:
+        """Take in what happened, for the next frame."""
+        record = self._record
+        for message, requests in events.accepted:
+            indexes = [request.index for request in requests]
+            record.accepted.append(Accepted(requests[0].seq, message, indexes))
+            self.keep(message, requests)
+        if events.seqs:
+            token_ids = pack_ids(events.token_ids)
+            record.tokens.append(TokenRecord(events.seqs, token_ids, events.time))
+        for request in events.started:
+            if request.prompt_logprobs:
+                record.logprobs.append(
+                    LogprobRecord(request.seq, [], list(request.prompt_logprobs))
+                )
+        for request in events.logprob_requests:
+            record.logprobs.append(LogprobRecord(request.seq, [request.logprobs[-1]]))
+        record.ended += map(ended_record, events.finished)
+        record.acknowledged += events.acknowledged
+        self._acknowledge(events.acknowledged)
+
+    def keep(
+        self, message: Submit, requests: Iterable[Request], acknowledged: bool = False
+    ) -> None:
+        """Keep requests in every compacted file from now on.
+
+        Args:
+            message: as it was submitted.
+            requests: its choices.
+            acknowledged: they have ended, and their clients have the ends.
+        """
         for request in requests:
             self._kept[request.seq] = JournaledRequest(message, request)
+            if acknowledged:
+                self._record.acknowledged.append(request.seq)
+                self._acknowledge([request.seq])
 
-    def produced(self, seqs: list[int], tokens: list[int], time: float) -> None:
-        """The tokens of a step, which ended at `time` (Unix seconds)."""
-        if seqs:
-            self._round.tokens.append(TokenRecord(seqs, pack_ids(tokens), time))
-
-    def told(self, seq: int, logprobs: LogprobBlock) -> None:
-        """The log-probability of the last token of a request, once that is produced."""
-        self._round.told.append(LogprobRecord(seq, [logprobs]))
-
-    def told_prompt(self, seq: int, logprobs: list[LogprobBlock]) -> None:
-        """Those of all of its prompt."""
-        self._round.told.append(LogprobRecord(seq, [], list(logprobs)))
-
-    def ended(self, request: Request) -> None:
-        """Its reason is set."""
-        self._round.ended.append(ended_of(request))
-
-    def settled(self, seqs: list[int]) -> None:
-        """The ends of these were handed on."""
-        self._round.settled += seqs
+    def _acknowledge(self, seqs: list[int]) -> None:
+        """Keep the last acknowledged requests only."""
         for seq in seqs:
-            # An end that was told again is handed on again.
+            # An end that was replayed is acknowledged again.
             if seq in self._kept and seq not in self._ended:
                 self._ended[seq] = None
                 self._ended_tokens += self._kept[seq].request.size
         while len(self._ended) > MAX_ENDED or self._ended_tokens > MAX_ENDED_TOKENS:
             seq, _ = self._ended.popitem(last=False)
-            kept = self._kept.pop(seq)
-            self._ended_tokens -= kept.request.size
+            self._ended_tokens -= self._kept.pop(seq).request.size
 
     # --- the file ---------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write what was told since the last time."""
-        if self._round.is_empty:
+        """Write what was appended since the last commit."""
+        if self._record.is_empty:
             return
-        told, self._round = self._round, JournalRecord()
+        record, self._record = self._record, JournalRecord()
         if self.state == FAILED:
             if self._clock() >= self._retry_at:
                 self.compact()
             return
         try:
-            self._file.append(encode(told))
+            self._file.append(encode(record))
         except OSError as error:
             self._give_up(error)
         else:
@@ -134,13 +159,13 @@ class Journal:
                 self.compact()
 
     def compact(self) -> None:
-        """Write the file anew, with what still matters."""
+        """Write the file anew, with the requests that are kept."""
         try:
             self._file.rewrite(map(encode, self._snapshot()))
         except OSError as error:
             self._give_up(error)
             return
-        self._compact_at = max(COMPACT_AT, 4 * self._file.size)
+        self._compact_at = max(COMPACT_BYTES, 4 * self._file.size)
         if self.state == FAILED:
             self.state = ON
             logging.warning("the journal %s is written again, with all requests", self._file.path)
@@ -169,55 +194,23 @@ class Journal:
             logging.error("%s cannot be removed (%s): remove it", self._file.path, error)
 
     def _snapshot(self) -> Iterator[JournalRecord]:
-        """A round for each message: all in one would leave holes of its size in the heap."""
-        by_number = sorted(self._kept.items())
-        for first, kept in groupby(by_number, lambda one: one[0] - one[1].request.index):
-            everything = JournalRecord()
-            for seq, (message, request) in kept:
-                if not everything.accepted:
-                    everything.accepted.append(Accepted(first, message, []))
-                everything.accepted[0].indexes.append(request.index)
-                generated = request.tokens[request.num_prompt :]
-                if generated:
-                    seqs = [seq] * len(generated)
-                    everything.tokens.append(
-                        TokenRecord(seqs, pack_ids(generated), request.first_token)
-                    )
-                if request.told or (request.first_token and request.prompt_logprobs):
-                    everything.told.append(
-                        LogprobRecord(seq, request.told, request.prompt_logprobs)
+        """Yield a record for each message: one for all would leave holes in the heap."""
+        by_seq = sorted(self._kept.items())
+        for first_seq, choices in groupby(by_seq, lambda item: item[0] - item[1].request.index):
+            record = JournalRecord()
+            for seq, (message, request) in choices:
+                if not record.accepted:
+                    record.accepted.append(Accepted(first_seq, message, []))
+                record.accepted[0].indexes.append(request.index)
+                if generated := request.generated:
+                    seqs, token_ids = [seq] * len(generated), pack_ids(generated)
+                    record.tokens.append(TokenRecord(seqs, token_ids, request.first_token_at))
+                if request.logprobs or (request.first_token_at and request.prompt_logprobs):
+                    record.logprobs.append(
+                        LogprobRecord(seq, request.logprobs, request.prompt_logprobs)
                     )
                 if request.finished:
-                    everything.ended.append(ended_of(request))
+                    record.ended.append(ended_record(request))
                 if seq in self._ended:
-                    everything.settled.append(seq)
-            yield everything
-
-
-class NoJournal:
-    """Remembers nothing: for tests, the simulator, and --no-journal."""
-
-    state = OFF
-
-    def accepted(self, message: Submit, requests: list[Request]) -> None: ...
-
-    def keep(self, message: Submit, requests: Iterable[Request]) -> None: ...
-
-    def produced(self, seqs: list[int], tokens: list[int], time: float) -> None: ...
-
-    def told(self, seq: int, logprobs: LogprobBlock) -> None: ...
-
-    def told_prompt(self, seq: int, logprobs: list[LogprobBlock]) -> None: ...
-
-    def ended(self, request: Request) -> None: ...
-
-    def settled(self, seqs: list[int]) -> None: ...
-
-    def compact(self) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-NO_JOURNAL = NoJournal()
+                    record.acknowledged.append(seq)
+            yield record

@@ -14,7 +14,7 @@ from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_reader import Contents, read_journal
 from scheduler_proc.durability.journal_records import JournalHeader, tag
-from scheduler_proc.durability.journal_recovery import RecoveredRequest, number_anew
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, renumber
 
 FILE_NAME = "journal"
 LOCK_TIMEOUT_S = 2.0
@@ -122,7 +122,7 @@ def _left_behind(file: JournalFile, resume: bool) -> list[RecoveredRequest]:
     _check_earlier_run(path, contents, contents.header, own, resume)
     if not resume or _difference(contents.header, own):
         return []
-    number_anew(contents.found)
+    renumber(contents.found)
     return contents.found
 
 

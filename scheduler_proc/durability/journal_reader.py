@@ -20,7 +20,7 @@ from scheduler_proc.durability.journal_records import (
 from scheduler_proc.durability.journal_recovery import JournalState, RecoveredRequest
 
 _decode_header = msgspec.msgpack.Decoder(JournalHeader).decode
-_decode_round = msgspec.msgpack.Decoder(JournalRecord).decode
+_decode_record = msgspec.msgpack.Decoder(JournalRecord).decode
 
 
 class Contents(NamedTuple):
@@ -61,14 +61,14 @@ def _read(file: BinaryIO, path: Path) -> Contents:
     frames = _Frames(file)
     given_up_by = frames.read_start()
     header: JournalHeader | None = None
-    rounds = JournalState(0)
+    state = JournalState(0)
     for payload in frames:
         try:
             if header is None:
                 header = _decode_header(payload)
-                rounds = JournalState(header.vocab_size)
+                state = JournalState(header.vocab_size)
             else:
-                rounds.take(_decode_round(payload))
+                state.take(_decode_record(payload))
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             frames.reject(str(error))
             break
@@ -79,9 +79,9 @@ def _read(file: BinaryIO, path: Path) -> Contents:
             frames.offset,
             frames.problem,
             frames.num_unread_bytes,
-            len(rounds.found),
+            len(state.found),
         )
-    in_order = [rounds.found[seq] for seq in sorted(rounds.found)]
+    in_order = [state.found[seq] for seq in sorted(state.found)]
     return Contents(header, in_order, frames.num_unread_bytes, given_up_by)
 
 

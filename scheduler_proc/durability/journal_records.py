@@ -1,6 +1,6 @@
 """The format of the journal's file.
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 8 | MAGIC, which has the format's version |
 | 8 | zeros; once its writer has given the file up, that run's `tag` |
@@ -8,7 +8,7 @@
 
 The checksum of a frame is the CRC-32 of its payload, started with the checksum of the frame before,
 so that a frame that is missing, repeated or moved is noticed like a damaged one. Payloads are
-msgpack: first a Header, then Rounds.
+msgpack: first a JournalHeader, then JournalRecords.
 """
 
 import hashlib
@@ -29,9 +29,11 @@ FRAME_HEAD = struct.Struct("<II")
 
 
 class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
-    """Which run wrote the file, and for which model: requests cannot go on with another one.
+    """The run that wrote the file, and its model: requests cannot go on with another one.
 
-    model: what the user called it. fingerprint: of its files.
+    Attributes:
+        model: name that the user gave.
+        fingerprint: of the model's files.
     """
 
     run: str
@@ -42,7 +44,12 @@ class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Accepted(msgspec.Struct, array_like=True):
-    """seq: of its first choice; the others have the numbers after it. indexes: of its choices."""
+    """A request that was accepted.
+
+    Attributes:
+        seq: number of choice 0; choice i has seq + i.
+        indexes: its choices that the journal has.
+    """
 
     seq: int
     message: Submit
@@ -50,7 +57,7 @@ class Accepted(msgspec.Struct, array_like=True):
 
 
 class TokenRecord(msgspec.Struct, array_like=True):
-    """As in StepOutput."""
+    """The tokens of a step, as in StepOutput."""
 
     seqs: list[int]
     token_ids: bytes
@@ -58,8 +65,7 @@ class TokenRecord(msgspec.Struct, array_like=True):
 
 
 class LogprobRecord(msgspec.Struct, array_like=True):
-    """Log-probabilities of a request, where its client wants them: of tokens that it generated, a
-    block each, and of its prompt."""
+    """Logprobs of a request: of generated tokens, a block each, and of its prompt."""
 
     seq: int
     tokens: list[LogprobBlock] = []
@@ -74,36 +80,42 @@ class Ended(msgspec.Struct, array_like=True):
     matched_stop: int | None
     error: ErrorInfo | None
     cached_tokens: int
-    admitted: float
+    admitted_at: float
 
 
 class JournalRecord(msgspec.Struct, array_like=True):
-    """All of a round, in this order. settled: those whose end the detokenizer has handed on."""
+    """Everything of one step of the scheduler, in this order.
+
+    Attributes:
+        acknowledged: numbers of ended requests whose clients have their ends.
+    """
 
     accepted: list[Accepted] = []
     tokens: list[TokenRecord] = []
-    told: list[LogprobRecord] = []
+    logprobs: list[LogprobRecord] = []
     ended: list[Ended] = []
-    settled: list[int] = []
+    acknowledged: list[int] = []
 
     @property
     def is_empty(self) -> bool:
-        return not (self.accepted or self.tokens or self.told or self.ended or self.settled)
+        return not any((self.accepted, self.tokens, self.logprobs, self.ended, self.acknowledged))
 
 
-def ended_of(request: Request) -> Ended:
+def ended_record(request: Request) -> Ended:
+    """Return how a request ended."""
+    assert request.finish_reason is not None
     return Ended(
         request.seq,
-        request.finish_reason,
+        request.finish_reason.value,
         request.matched_stop,
         request.error,
         request.cached_tokens,
-        request.admitted,
+        request.admitted_at,
     )
 
 
 def tag(run: str) -> bytes:
-    """Return what stands in a file that this run has given up."""
+    """Return the mark in a file that this run has given up."""
     return hashlib.sha256(run.encode()).digest()[:TAG_BYTES]
 
 

@@ -1,4 +1,4 @@
-"""What the rounds of a journal say of requests: each is taken in whole, or not at all."""
+"""The requests that the records of a journal describe; a record counts whole, or not at all."""
 
 import itertools
 from array import array
@@ -10,7 +10,7 @@ from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability.journal_records import Accepted, Ended, JournalRecord, LogprobRecord
-from scheduler_proc.state.request import Request, RequestStatus
+from scheduler_proc.state.request import FinishReason, Request
 
 BYTES_OF_NUMBER = 4
 """Of a token id or a log-probability."""
@@ -18,25 +18,25 @@ BYTES_OF_NUMBER = 4
 
 @dataclass(slots=True)
 class RecoveredRequest:
-    """A choice of a request, as far as the journal knows it. first_token: Unix seconds."""
+    """A choice of a request, as far as the journal has it. first_token_at: Unix seconds."""
 
     seq: int
     index: int
     message: Submit
     max_new_tokens: int
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    told: LogprobRecord = field(default_factory=lambda: LogprobRecord(-1, [], []))
-    first_token: float = 0.0
+    logprobs: LogprobRecord = field(default_factory=lambda: LogprobRecord(-1, [], []))
+    first_token_at: float = 0.0
     ended: Ended | None = None
-    settled: bool = False
+    acknowledged: bool = False
 
 
 class Nonsense(ValueError):
-    """A frame is whole, but what it says cannot be."""
+    """A frame is whole, but its content cannot be true."""
 
 
 class JournalState:
-    """What the rounds up to now say.
+    """The requests of the records taken in so far.
 
     Attributes:
         found: choices of requests, by number.
@@ -48,31 +48,35 @@ class JournalState:
         self._open: set[int] = set()
         self._growing: set[int] = set()
 
-    def take(self, one: JournalRecord) -> None:
-        """Take in a whole round, or raise ValueError or OverflowError and take in nothing of it."""
-        new = self._new_requests(one.accepted)
-        self._check(one, new)
+    def take(self, record: JournalRecord) -> None:
+        """Take in a whole record.
+
+        Raises:
+            ValueError, OverflowError: the record makes no sense; nothing of it was taken in.
+        """
+        new = self._new_requests(record.accepted)
+        self._check(record, new)
         found = self.found
         found.update(new)
         self._open.update(new)
         self._growing.update(new)
-        for step in one.tokens:
+        for step in record.tokens:
             for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
                 request = found[seq]
                 request.tokens.append(token)
-                request.first_token = request.first_token or step.time
+                request.first_token_at = request.first_token_at or step.time
                 if len(request.tokens) == request.max_new_tokens:
                     self._growing.discard(seq)
-        for told in one.told:
-            found[told.seq].told.tokens += told.tokens
-            found[told.seq].told.prompt += told.prompt
-        for ended in one.ended:
+        for logprobs in record.logprobs:
+            found[logprobs.seq].logprobs.tokens += logprobs.tokens
+            found[logprobs.seq].logprobs.prompt += logprobs.prompt
+        for ended in record.ended:
             found[ended.seq].ended = ended
             self._open.discard(ended.seq)
             self._growing.discard(ended.seq)
-        for seq in one.settled:
+        for seq in record.acknowledged:
             if seq in found:
-                found[seq].settled = True
+                found[seq].acknowledged = True
 
     def _new_requests(self, all_accepted: list[Accepted]) -> dict[int, RecoveredRequest]:
         new: dict[int, RecoveredRequest] = {}
@@ -85,22 +89,24 @@ class JournalState:
                 new[seq] = RecoveredRequest(seq, index, accepted.message, max_new_tokens)
         return new
 
-    def _check(self, one: JournalRecord, new: dict[int, RecoveredRequest]) -> None:
-        """Raise ValueError for a round that cannot follow what was read before."""
-        for step in one.tokens:
+    def _check(self, record: JournalRecord, new: dict[int, RecoveredRequest]) -> None:
+        """Raise ValueError for a record that cannot follow those before it."""
+        for step in record.tokens:
             ids = unpack_ids(step.token_ids)
             if len(ids) != len(step.seqs):
                 raise Nonsense(f"{len(ids)} tokens are of {len(step.seqs)} requests")
             _check_ids(ids, self._vocab_size)
             if not self._growing.issuperset(step.seqs):
                 _expect(step.seqs, self._growing, new)
-        seqs = list(itertools.chain.from_iterable(step.seqs for step in one.tokens))
+        seqs = list(itertools.chain.from_iterable(step.seqs for step in record.tokens))
         if len(set(seqs)) < len(seqs):  # seldom: a token each cannot be too many
             self._check_room(Counter(seqs), new)
-        _expect((told.seq for told in one.told), self._open, new)
-        _expect((ended.seq for ended in one.ended), self._open, new)
-        for told in one.told:
-            for block in (*told.tokens, *told.prompt):
+        _expect((logprobs.seq for logprobs in record.logprobs), self._open, new)
+        _expect((ended.seq for ended in record.ended), self._open, new)
+        for ended in record.ended:
+            FinishReason(ended.finish_reason)
+        for logprobs in record.logprobs:
+            for block in (*logprobs.tokens, *logprobs.prompt):
                 _check_block(block)
 
     def _check_room(self, num_tokens: dict[int, int], new: dict[int, RecoveredRequest]) -> None:
@@ -117,7 +123,7 @@ def _expect(seqs: Iterable[int], known: set[int], new: dict[int, RecoveredReques
 
 
 def _check_message(accepted: Accepted, vocab_size: int) -> int:
-    """See to it that `restored` can make requests of this. Returns its max_new_tokens."""
+    """Check that `restored` can make requests of this. Return its max_new_tokens."""
     message, params = accepted.message, accepted.message.params
     if accepted.seq < 0 or not all(0 <= index < params.n for index in accepted.indexes):
         raise Nonsense(f"request {accepted.seq} has choices {accepted.indexes} of {params.n}")
@@ -147,26 +153,26 @@ def _check_block(block: LogprobBlock) -> None:
 # --- what becomes of it -----------------------------------------------------------------------
 
 
-def number_anew(found: Iterable[RecoveredRequest]) -> None:
-    """Give the requests of another run the numbers from 0 on, those of one message together."""
+def renumber(requests: Iterable[RecoveredRequest]) -> None:
+    """Number the requests of another run from 0 on, choices of one message in a row."""
     next_seq = 0
-    for _, choices in itertools.groupby(found, lambda one: one.seq - one.index):
+    for _, choices in itertools.groupby(requests, lambda request: request.seq - request.index):
         for choice in choices:
             choice.seq = next_seq + choice.index
             num_choices = choice.message.params.n
         next_seq += num_choices
 
 
-def restored(found: RecoveredRequest, eos_ids: frozenset[int]) -> Request:
-    """The request as the scheduler had it, waiting or ended."""
-    request = Request.from_submit(found.seq, found.message, eos_ids, found.index)
-    request.tokens += found.tokens
-    request.known = len(request.tokens)
-    request.first_token = found.first_token
-    request.told, request.prompt_logprobs = found.told.tokens, found.told.prompt
-    ended = found.ended
+def restored(recovered: RecoveredRequest, eos_ids: frozenset[int]) -> Request:
+    """Return the request as the earlier scheduler had it, waiting or ended."""
+    request = Request.from_submit(recovered.seq, recovered.message, eos_ids, recovered.index)
+    request.tokens += recovered.tokens
+    request.num_known_tokens = len(request.tokens)
+    request.first_token_at = recovered.first_token_at
+    request.logprobs = recovered.logprobs.tokens
+    request.prompt_logprobs = recovered.logprobs.prompt
+    ended = recovered.ended
     if ended is not None:
-        request.status, request.finish_reason = RequestStatus.FINISHED, ended.finish_reason
-        request.matched_stop, request.error = ended.matched_stop, ended.error
-        request.cached_tokens, request.admitted = ended.cached_tokens, ended.admitted
+        request.finish(FinishReason(ended.finish_reason), ended.matched_stop, ended.error)
+        request.cached_tokens, request.admitted_at = ended.cached_tokens, ended.admitted_at
     return request

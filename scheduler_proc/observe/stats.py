@@ -1,4 +1,4 @@
-"""Counters of the scheduler, for Info and for the bench."""
+"""Counters of the scheduler, for the server info and the bench."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -10,8 +10,9 @@ from quadriga.histogram import SECONDS, Histogram
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.core import StepUpdate
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
-from scheduler_proc.state.request import Request
+from scheduler_proc.state.request import FinishReason, Request
 
 RECENT_STEPS = 4096
 ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
@@ -20,8 +21,7 @@ STAGES = ("tokenize", "queue", "prefill", "decode")
 
 
 class SlidingWindow:
-    """The last `size` values, kept in order, so that a percentile costs next to nothing however
-    often it is asked for."""
+    """The last `size` values, kept in order, so that a percentile costs next to nothing."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -29,13 +29,14 @@ class SlidingWindow:
         self._by_value: SortedList = SortedList()
 
     def add(self, value: float) -> None:
+        """Add a value; the oldest one leaves a full window."""
         if len(self._by_age) == self._size:
             self._by_value.remove(self._by_age.popleft())
         self._by_age.append(value)
         self._by_value.add(value)
 
     def percentile(self, share: float) -> float:
-        """The value below which this share of them lies, 0 to 1; 0.0 where there is none."""
+        """Return the value below which this share (0 to 1) lies; 0.0 without values."""
         count = len(self._by_value)
         return self._by_value[min(count - 1, int(share * count))] if count else 0.0
 
@@ -44,10 +45,11 @@ class SlidingWindow:
 class SchedulerStats:
     """Totals since start.
 
-    Gaps: worker idle time between two steps, the second already planned. late_plans: steps whose
-    plan was not there when the one before ended, though somebody was running. aborts: by whose
-    doing; errors: by code. step_tokens: tokens of a step; stages: seconds that requests spent in
-    each, of those that passed it.
+    Attributes:
+        late_plans: steps whose plan was not there when the one before ended, though requests ran.
+        aborts: by who aborted; errors: by code.
+        step_tokens: tokens of a step.
+        stages: seconds that requests spent in each stage, of those that passed it.
     """
 
     steps: int = 0
@@ -66,10 +68,12 @@ class SchedulerStats:
     stages: dict[str, Histogram] = field(
         default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
     )
+    # Worker idle time between two steps, the second already planned.
     _gaps: SlidingWindow = field(default_factory=lambda: SlidingWindow(RECENT_STEPS))
     _last_ended: float = 0.0
 
-    def count_step(self, batch: ScheduleBatch, result: StepResult) -> None:
+    def on_step(self, batch: ScheduleBatch, result: StepResult, update: StepUpdate) -> None:
+        """Count a step of the worker and its tokens."""
         self.steps += 1
         self.prefill_steps += batch.mode is not ForwardMode.DECODE
         self.busy_seconds += result.ended - result.began
@@ -79,17 +83,29 @@ class SchedulerStats:
         elif batch.num_decodes:
             self.late_plans += 1
         self._last_ended = result.ended
+        self.generation_tokens += len(update.seqs)
+        for request in update.started:
+            self.prompt_tokens += request.num_prompt
+            self.cached_tokens += request.cached_tokens
 
-    def count_end(self, request: Request, reason: str, now: float) -> None:
-        """A request ends now, wherever it stood."""
-        self.ended[reason] += 1
-        passed = (request.received, request.tokenized, request.admitted, request.first_token)
+    def on_finish(self, request: Request, now: float) -> None:
+        """Count the end of a request, and the seconds that it spent in each stage."""
+        assert request.finish_reason is not None
+        self.ended[request.finish_reason.value] += 1
+        if request.finish_reason is FinishReason.ERROR and request.error is not None:
+            self.errors[request.error.code] += 1
+        passed = (
+            request.received_at,
+            request.tokenized_at,
+            request.admitted_at,
+            request.first_token_at,
+        )
         times = [time for time in passed if time] + [now]
         for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
             self.stages[stage].observe(ended - began)
 
     def info(self) -> InfoValues:
-        """As docs/protocol.md lists them."""
+        """Return all of it, as docs/protocol.md lists it."""
         return {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,

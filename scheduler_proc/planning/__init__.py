@@ -1,1 +1,1 @@
-"""Decide what the next step runs: admission, batches, retraction."""
+"""What the core decides by: admission, limits and quarantine."""

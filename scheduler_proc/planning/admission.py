@@ -1,97 +1,100 @@
-"""Who may leave the waiting queue now: slots, pages, and what the running ones may still need."""
+"""Slots, pages, and whether a waiting request may have them now."""
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.errors import PromptTooLong, QueueFull, RequestFailed
+from quadriga.errors import PromptTooLong, RequestFailed
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request, RequestStatus
 
 INIT_RATIO = 0.7
-MIN_RATIO = 0.14
-"""Of INIT_RATIO."""
+MIN_RATIO_FACTOR = 0.14  # times INIT_RATIO
 DECAY_STEPS = 600
 RETRACT_DECODE_STEPS = 20
-RETRY_AFTER = 1.0
-"""Seconds, for whoever came to a queue that the front door did not know to be full."""
-MAX_EXPECTED_TOKENS = 4096
-"""Nobody is expected to generate more than so many further tokens, whatever was asked for."""
+MAX_EXPECTED_TOKENS = 4096  # of one request, whatever max_new_tokens says
 
 
 class NewTokenRatio:
-    """The share of the tokens that requests may still ask for that they are expected to generate.
+    """The share of the tokens still allowed that running requests are expected to generate.
 
-    After SGLang: it decays with every decode step that went well, and after a retraction jumps to
+    After SGLang: it decays with every decode step without retraction. A retraction raises it to
     what the running requests have really generated, plus a few steps of reserve.
     """
 
     def __init__(self, conservativeness: float) -> None:
-        self._init = min(INIT_RATIO * conservativeness, 1.0)
-        self._min = self._init * MIN_RATIO
-        self._decay = (self._init - self._min) / DECAY_STEPS
-        self.value = self._init
+        self.value = min(INIT_RATIO * conservativeness, 1.0)
+        self._min = self.value * MIN_RATIO_FACTOR
+        self._decay = (self.value - self._min) / DECAY_STEPS
 
-    def step_went_well(self) -> None:
+    def decay(self) -> None:
+        """Lower the ratio after a decode step without retraction."""
         self.value = max(self.value - self._decay, self._min)
 
-    def retracted(self, running: list[Request]) -> None:
-        """running: those that go on."""
-        asked = sum(request.max_new_tokens for request in running)
+    def on_retract(self, running: list[Request]) -> None:
+        """Raise the ratio after a retraction. running: the requests that go on."""
+        allowed = sum(request.sampling.max_new_tokens for request in running)
         generated = sum(request.num_generated + RETRACT_DECODE_STEPS for request in running)
-        if asked:
-            self.value = max(self.value, min(1.0, generated / asked))
+        if allowed:
+            self.value = max(self.value, min(1.0, generated / allowed))
 
 
 class Admission:
-    """Gives slots and pages to requests, and takes them back.
+    """Give slots and pages to requests, and take them back.
 
-    leaving: those who give both back as soon as their steps in flight are answered, by number.
+    Attributes:
+        holders: requests that hold a slot and pages, by number.
+        pending_release: numbers of the holders that give both back when their steps in flight are
+            answered.
     """
 
     def __init__(self, args: SchedulerArgs, kv: KVCache) -> None:
         self.kv = kv
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
-        self.seated: dict[int, Request] = {}
-        self.leaving: set[int] = set()
+        self.holders: dict[int, Request] = {}
+        self.pending_release: set[int] = set()
         self._free_slots = list(range(args.max_running_requests - 1, -1, -1))
         self._released: list[int] = []
 
     @property
     def num_free_slots(self) -> int:
+        """Number of slots that no request holds."""
         return len(self._free_slots)
 
     def expected_tokens(self) -> int:
-        """Tokens that all who hold a slot may still generate, before the ratio."""
+        """Return how many tokens all holders may still generate, before the ratio."""
         expected = 0
-        for request in self.seated.values():
-            left = request.most_known - request.known
-            expected += left if left < MAX_EXPECTED_TOKENS else MAX_EXPECTED_TOKENS
+        for request in self.holders.values():
+            remaining = request.max_total_tokens - request.num_known_tokens
+            expected += remaining if remaining < MAX_EXPECTED_TOKENS else MAX_EXPECTED_TOKENS
         return expected
 
-    def fits(self, request: Request, expected: int) -> bool:
-        """Whether it can be seated, and the pages will probably last until somebody ends.
+    def can_admit(self, request: Request, expected: int) -> bool:
+        """Return whether slot and pages are free, and will probably last until a request ends.
 
-        expected: tokens that those who are seated may still generate. A request that is alone fits
-        whenever its prompt does.
+        A request without others beside it can be admitted whenever its prompt fits.
+
+        Args:
+            request: one that waits.
+            expected: number of tokens that the holders may still generate.
         """
         if not self._free_slots:
             return False
         spare = self.kv.num_available - self.kv.pages_needed(request)
-        if spare < 0 or not self.seated:
+        if spare < 0 or not self.holders:
             return spare >= 0
         expected += min(request.num_remaining_tokens, MAX_EXPECTED_TOKENS)
         return spare * self.kv.page_size >= self.ratio.value * expected
 
-    def seat(self, request: Request, now: float) -> None:
-        """Give a request that fits a slot and its pages."""
-        self.kv.seat(request)
+    def admit(self, request: Request, now: float) -> None:
+        """Give a slot and pages to a request that can be admitted."""
+        self.kv.allocate(request)
         request.slot = self._free_slots.pop()
         request.status = RequestStatus.PREFILLING
-        if not request.admitted:
-            request.admitted = now
-            request.cached_tokens = request.computed
-        self.seated[request.seq] = request
+        if not request.admitted_at:
+            request.admitted_at = now
+            request.cached_tokens = request.num_computed_tokens
+        self.holders[request.seq] = request
 
     def release(self, request: Request) -> None:
-        """Take slot and pages back, if it has them. No step of the request may be in flight."""
+        """Take slot and pages back from a request that has no step in flight, if it holds any."""
         if request.slot < 0:
             return
         assert request.in_flight == 0
@@ -99,48 +102,31 @@ class Admission:
         self._released.append(request.slot)
         self.kv.release(request)
         request.slot = -1
-        del self.seated[request.seq]
-        self.leaving.discard(request.seq)
+        del self.holders[request.seq]
+        self.pending_release.discard(request.seq)
 
     def take_released(self) -> list[int]:
-        """Slots that the worker has not yet been told to forget."""
+        """Return the slots released since the last call, for the worker to forget."""
         released, self._released = self._released, []
         return released
 
-    def check_fits(self, request: Request) -> None:
-        """Raise PromptTooLong for a prompt that the empty pool could not hold."""
-        if self.kv.pages_for(request.known) > self.kv.num_pages:
-            raise PromptTooLong(
-                f"prompt has {request.num_prompt} tokens, but the whole KV pool holds"
-                f" {self.kv.num_pages * self.kv.page_size} tokens; shorten it or start the"
-                " server with a larger --max-total-tokens",
-                "prompt",
-            )
+    def never_fits(self, request: Request) -> bool:
+        """Return whether even the empty pool could not hold the request's tokens."""
+        return self.kv.pages_for(request.num_known_tokens) > self.kv.num_pages
+
+    def prompt_too_long(self, request: Request) -> PromptTooLong:
+        """Return the error of a prompt that never fits."""
+        return PromptTooLong(
+            f"prompt has {request.num_prompt} tokens, but the whole KV pool holds"
+            f" {self.kv.num_tokens} tokens; shorten it or start the"
+            " server with a larger --max-total-tokens",
+            "prompt",
+        )
 
     def pool_is_full(self, request: Request) -> RequestFailed:
-        """What to tell a request that holds all pages and needs one more."""
+        """Return the error of a request that holds all pages and needs one more."""
         return RequestFailed(
-            f"the request fills the whole KV pool of {self.kv.num_pages * self.kv.page_size}"
+            f"the request fills the whole KV pool of {self.kv.num_tokens}"
             f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
             " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
-        )
-
-
-def check_queue(waiting: int, count: int, limit: int) -> None:
-    """Raise QueueFull where so many further requests may not wait."""
-    if waiting + count > limit:
-        raise QueueFull(
-            f"{waiting} requests are waiting and --max-queued-requests is {limit};"
-            f" try again in {RETRY_AFTER:g} s",
-            RETRY_AFTER,
-        )
-
-
-def check_client(num_open: int, limit: int | None) -> None:
-    """Raise QueueFull where a client with so many open requests may not have another one."""
-    if limit is not None and num_open >= limit:
-        raise QueueFull(
-            f"this client has {num_open} open requests and --max-requests-per-client is {limit};"
-            f" wait until one has ended, or try again in {RETRY_AFTER:g} s",
-            RETRY_AFTER,
         )

@@ -103,7 +103,7 @@ class ShortestFirst(SortedQueue):
 
     def key(self, request: Request) -> tuple[float, ...]:
         remaining = request.num_uncomputed_tokens + request.num_remaining_tokens
-        return (remaining + AGEING_TOKENS_PER_SECOND * request.received, request.seq)
+        return (remaining + AGEING_TOKENS_PER_SECOND * request.received_at, request.seq)
 
 
 class PriorityFirst(SortedQueue):

@@ -146,4 +146,4 @@ def cost(request: Request) -> int:
     """Tokens that a client is charged for when the request is admitted: its prompt, and what it may
     still generate. One that was retracted has been charged: that it waits again is not its fault.
     """
-    return 0 if request.admitted else request.num_prompt + request.num_remaining_tokens
+    return 0 if request.admitted_at else request.num_prompt + request.num_remaining_tokens

@@ -51,7 +51,7 @@ class LongestPrefixFirst(FirstComeFirstServed):
         ordered = sorted(
             oldest[: self._window],
             key=lambda request: (
-                AGEING_TOKENS_PER_SECOND * request.received - locate(request).depth * page_size
+                AGEING_TOKENS_PER_SECOND * request.received_at - locate(request).depth * page_size
             ),
         )
         return (ordered + oldest[self._window :])[:count]

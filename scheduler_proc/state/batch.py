@@ -1,11 +1,10 @@
-"""What one step runs (ScheduleBatch), and who takes turns at decoding (RunningBatch)."""
+"""The rows of one step (ScheduleBatch), and the requests that decode (RunningBatch)."""
 
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from quadriga.sampling.params import NEUTRAL, given
 from quadriga.wire.messages import worker
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot, StepPlan
@@ -24,10 +23,12 @@ class ForwardMode(enum.IntEnum):
 class ScheduleBatch:
     """The rows of one step: decode rows first, then prompts and chunks of prompts.
 
-    num_tokens: what each of `requests` computes. new: those that enter a slot with this step;
-    grown: slot, page, slot, page, ... for page tables that become longer.
-    num_decodes: rows that decode.
-    planned_at: the clock's time when the plan was sent.
+    Attributes:
+        num_tokens: number of tokens that each of `requests` computes.
+        new: requests that enter a slot with this step.
+        grown: slot, page, slot, page, … of page tables that become longer.
+        num_decodes: number of decode rows.
+        planned_at: time at which the plan was sent.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -40,48 +41,52 @@ class ScheduleBatch:
 
     @property
     def batch_size(self) -> int:
+        """Number of rows."""
         return len(self.requests)
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
         return not self.requests
 
     @property
     def mode(self) -> ForwardMode:
+        """What kinds of rows the step has."""
         if self.num_decodes == len(self.requests):
             return ForwardMode.DECODE
         return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
 
     def add_decodes(self, requests: Iterable[Request]) -> None:
-        """The next token of requests that have room for it in their pages; after a jump, as many
-        as there is room for."""
+        """Add a decode row for each request, whose pages must have room for the token.
+
+        After forced tokens a row computes as many of them as its pages hold.
+        """
         rows, num_tokens, before = self.requests, self.num_tokens, len(self.requests)
         for request in requests:
-            known, computed = request.known, request.computed
+            known, computed = request.num_known_tokens, request.num_computed_tokens
             count = known - computed
             if count > 1:
-                count = min(count, request.capacity - computed)
-            request.computed = computed = computed + count
+                count = min(count, request.page_capacity - computed)
+            request.num_computed_tokens = computed = computed + count
             if computed == known:
-                request.known = known + 1
+                request.num_known_tokens = known + 1
             request.in_flight += 1
             rows.append(request)
             num_tokens.append(count)
         self.num_decodes += len(rows) - before
 
     def add_prefill(self, request: Request, count: int) -> bool:
-        """The next `count` known tokens of a request. Whether nothing is left then, so that it
-        samples a token."""
-        request.computed += count
-        samples = request.computed == request.known
-        request.known += samples
+        """Add a row for the next `count` known tokens. Return whether it samples a token."""
+        request.num_computed_tokens += count
+        samples = request.num_computed_tokens == request.num_known_tokens
+        request.num_known_tokens += samples
         request.in_flight += 1
         self.requests.append(request)
         self.num_tokens.append(count)
         return samples
 
     def to_plan(self, released: list[int], session: int) -> StepPlan:
-        """The message for the worker."""
+        """Return the message for the worker of this session, which first forgets `released`."""
         return StepPlan(
             step=self.step,
             forward_mode=self.mode,
@@ -94,63 +99,47 @@ class ScheduleBatch:
         )
 
 
-def new_slot(request: Request) -> NewSlot:
-    """A request that was given a slot and pages, as the worker must know it."""
-    params = request.params
-    assert params.seed is not None, "the front door fills it in"
-    return NewSlot(
-        slot=request.slot,
-        token_ids=pack_ids(request.tokens),
-        computed=request.computed,
-        pages=pack_ids(request.pages),
-        temperature=given(params.temperature, NEUTRAL.temperature),
-        top_k=given(params.top_k, NEUTRAL.top_k),
-        top_p=given(params.top_p, NEUTRAL.top_p),
-        seed=params.seed,
-        rules=request.rules_to_go,
-    )
-
-
 class RunningBatch:
-    """The prefilled requests that still need decode steps, in the order of their turns.
+    """The prefilled requests that still need decode steps, in round-robin order.
 
-    chunked: who runs beside them, with a prompt of which a part is computed.
+    Attributes:
+        chunked: the request, beside them, of whose prompt only a part is computed.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[int, Request] = {}
+        self._decoding: dict[int, Request] = {}
         self.chunked: Request | None = None
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._decoding)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._turns.values())
+        return iter(self._decoding.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.seq in self._turns
+        return request.seq in self._decoding
 
-    def merge(self, request: Request) -> None:
-        """Take in a request whose prompt is computed."""
-        self._turns[request.seq] = request
+    def add(self, request: Request) -> None:
+        """Add a request whose prompt is computed."""
+        self._decoding[request.seq] = request
 
     @property
-    def everybody(self) -> list[Request]:
-        """Those who decode, and the chunked one."""
-        others = [] if self.chunked is None else [self.chunked]
-        return [*self._turns.values(), *others]
+    def all_requests(self) -> list[Request]:
+        """All decoding requests and the partially prefilled one."""
+        chunked = [] if self.chunked is None else [self.chunked]
+        return [*self._decoding.values(), *chunked]
 
     def remove(self, request: Request) -> None:
-        """Nothing happens where it is not there any more."""
-        self._turns.pop(request.seq, None)
+        """Remove a request, if it is there."""
+        self._decoding.pop(request.seq, None)
         if self.chunked is request:
             self.chunked = None
 
     def next_group(self, width: int) -> list[Request]:
-        """The `width` requests whose turn it is; they go to the back (round-robin)."""
-        if len(self._turns) <= width:
-            return list(self._turns.values())
-        group = list(islice(self._turns.values(), width))
+        """Return the next `width` requests in round-robin order, and move them to the end."""
+        if len(self._decoding) <= width:
+            return list(self._decoding.values())
+        group = list(islice(self._decoding.values(), width))
         for request in group:
-            self._turns[request.seq] = self._turns.pop(request.seq)
+            self._decoding[request.seq] = self._decoding.pop(request.seq)
         return group

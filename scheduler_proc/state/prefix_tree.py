@@ -1,13 +1,13 @@
 """The prefix tree: which pages hold the KV of which beginning of a token sequence.
 
 One node is one page: the `page_size` tokens that follow those of its parent. A page is the
-smallest thing that two requests can share, so a node never needs to be split, and what is found is
+smallest thing that two requests can share, so a node never needs to be split, and a match is
 always a whole number of pages.
 
-Users hold a whole path from the root. So whoever uses a node uses its parent too, and paths are
-let go deepest node first: among the nodes without users, in the order in which they lost their
-last one, a node always comes before its parent. That order is therefore the order of eviction:
-least recently used first, leaves before what they hang on, without searching.
+A request locks a whole path from the root. So a locked node's parent is locked, too, and paths are
+unlocked deepest node first: among the unlocked nodes, in the order in which they lost their last
+lock, a node always comes before its parent. That order is therefore the order of eviction: least
+recently used first, leaves before their parents, without a search.
 """
 
 from collections import OrderedDict
@@ -15,23 +15,26 @@ from collections.abc import Iterator
 
 
 class Node:
-    """A cached page. depth: pages from the root to here; users: requests that hold it.
+    """A cached page.
 
-    parent is None for the root, and for a node that was evicted.
+    Attributes:
+        parent: None for the root, and for a node that was evicted.
+        depth: number of pages from the root down to this one.
+        ref_count: number of requests that lock it.
     """
 
-    __slots__ = ("children", "depth", "key", "page", "parent", "users")
+    __slots__ = ("children", "depth", "key", "page", "parent", "ref_count")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
         self.key = key
         self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.users = 0
+        self.ref_count = 0
         self.children: dict[bytes, Node] = {}
 
     def path(self) -> "list[Node]":
-        """The nodes from below the root down to this one."""
+        """Return the nodes from below the root down to this one."""
         nodes = []
         node = self
         while node.parent is not None:
@@ -42,50 +45,50 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by their tokens. It knows pages by number only, and takes and gives none of its own
-    accord: what `evict` returns belongs to the caller."""
+    """Nodes by their tokens. It only knows the numbers of pages; evicted ones are the caller's."""
 
     def __init__(self) -> None:
         self.root = Node(None, b"", -1)
-        self._unused: OrderedDict[Node, None] = OrderedDict()
+        self._unlocked: OrderedDict[Node, None] = OrderedDict()
 
     @property
-    def num_unused(self) -> int:
-        """Pages that nobody uses and that can be evicted."""
-        return len(self._unused)
+    def num_unlocked(self) -> int:
+        """Number of pages that can be evicted."""
+        return len(self._unlocked)
 
     def add(self, parent: Node, key: bytes, page: int) -> Node:
-        """A new node with one user: the one who computes the page."""
+        """Add a node, locked by the request that computes the page, and return it."""
         node = parent.children[key] = Node(parent, key, page)
-        node.users = 1
+        node.ref_count = 1
         return node
 
-    def hold(self, node: Node) -> None:
-        """One more user. The parent must be held before."""
-        if node.users == 0:
-            del self._unused[node]
-        node.users += 1
+    def lock(self, node: Node) -> None:
+        """Add a lock, which keeps the node from eviction. Its parent must be locked before."""
+        if node.ref_count == 0:
+            del self._unlocked[node]
+        node.ref_count += 1
 
-    def let_go(self, path: list[Node]) -> None:
-        """One user less for every node of a path that was held from the root."""
+    def unlock(self, path: list[Node]) -> None:
+        """Take one lock from each node of a path that was locked from the root."""
         for node in reversed(path):
-            node.users -= 1
-            if node.users == 0:
-                self._unused[node] = None
+            node.ref_count -= 1
+            if node.ref_count == 0:
+                self._unlocked[node] = None
 
     def evict(self, count: int) -> list[int]:
-        """Remove the `count` least recently used nodes; their pages."""
+        """Remove the `count` least recently used nodes, and return their pages."""
         pages = []
         for _ in range(count):
-            node, _none = self._unused.popitem(last=False)
-            assert node.parent is not None and not node.children, "only leaves are evicted"
+            node, _none = self._unlocked.popitem(last=False)
+            assert node.parent is not None, "the root is not evicted"
+            assert not node.children, "only leaves are evicted"
             del node.parent.children[node.key]
             node.parent = None
             pages.append(node.page)
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Every node below the root, parents first."""
+        """Yield every node below the root, parents first."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -93,12 +96,15 @@ class PrefixTree:
             stack += node.children.values()
 
     def check(self) -> None:
-        """Raise AssertionError where users, order or depths contradict each other."""
-        place = {node: number for number, node in enumerate(self._unused)}
+        """Raise AssertionError where locks, order or depths contradict each other."""
+        place = {node: number for number, node in enumerate(self._unlocked)}
         for node in self.nodes():
             parent = node.parent
-            assert parent is not None and node.depth == parent.depth + 1
-            assert (node.users == 0) == (node in place), "unused nodes are those without users"
+            assert parent is not None
+            assert node.depth == parent.depth + 1
+            assert (node.ref_count == 0) == (node in place), (
+                "unlocked nodes are those without locks"
+            )
             if parent is not self.root:
-                assert parent.users >= node.users, "a child is used without its parent"
-                assert parent.users or place[node] < place[parent], "a parent would go first"
+                assert parent.ref_count >= node.ref_count, "a child is locked without its parent"
+                assert parent.ref_count or place[node] < place[parent], "a parent would go first"

@@ -1,4 +1,4 @@
-"""One request, from the waiting queue to its end. The scheduler owns every one of them."""
+"""The state of one request, from the waiting queue to its end."""
 
 import enum
 from array import array
@@ -6,25 +6,24 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.public import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.worker import SlotSamplingParams
-from scheduler_proc.slot_params import choice_params, slot_sampling_params
+from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from scheduler_proc.state.prefix_tree import Node
+from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 
-TOKENS_OF_A_BLOCK = 64
-"""Tokens that take as much memory as a block of log-probabilities without its numbers."""
+TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
 
 
 class RequestStatus(enum.IntEnum):
     """Where a request stands.
 
-    RETRACTED: pages and slot are to be given back as soon as no step is in flight, then it waits
-    again. FINISHED ones may still have steps in flight.
+    A RETRACTED request gives its pages and its slot back as soon as no step of it is in flight,
+    and then waits again. A FINISHED one may still have steps in flight.
     """
 
     WAITING = 0
@@ -34,26 +33,42 @@ class RequestStatus(enum.IntEnum):
     FINISHED = 4
 
 
+class FinishReason(str, enum.Enum):
+    """Why a request ended, as the wire and the journal have it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request.
+    """State of one request, or of one of its choices.
 
-    tokens: the prompt, then what was generated.
-    known: how many tokens there are with those that steps in flight will sample.
-    computed: tokens whose KV exists or is planned. A step lets computed catch up with known; the
-        step in which it does samples the next token. Prefill, chunk, decode and the way back after
-        a retraction are that one rule.
-    in_flight: steps planned and not yet answered. Slot and pages are given back only at 0.
-    pages: its page table; capacity: tokens that they hold.
-    path: the nodes of the prefix tree that it uses, one for each of its first pages.
-    node: where it was found in the tree while it waited; missing: the page below it that was not
-        there, if it was looked for.
-    index: of the choice, where several were asked for.
-    rules: what the worker must know beside temperature, top_k, top_p and seed.
-    grammar: what its text must obey.
-    prompt_logprobs: those of the prompt that are known so far.
-    told: the log-probabilities of its tokens, one block each, where its client wants them.
-    deaths: of the worker, in a row, while it computed this; cleared_at: see quarantine.py.
+    Attributes:
+        tokens: the prompt, then the generated tokens.
+        index: number of the choice, where several were asked for.
+        num_known_tokens: number of tokens, with those that steps in flight will sample.
+        num_computed_tokens: tokens whose KV exists or is planned. A step lets it catch up with
+            num_known_tokens; the step in which it does samples the next token. Prefill, chunk,
+            decode and the return after a retraction follow from this one rule.
+        max_total_tokens: prompt and completion at their longest.
+        in_flight: number of steps planned and not yet answered. Slot and pages are released only
+            at 0.
+        slot: the worker's slot; -1 without one.
+        pages: the page table.
+        page_capacity: number of tokens that `pages` hold.
+        prefix_path: nodes of the prefix tree that the request holds, one for each of its first
+            pages.
+        prefix_node: deepest node found while the request waited.
+        prefix_miss: key of the page below prefix_node that was not in the tree, if looked for.
+        slot_params: what the slot needs beyond temperature, top_k, top_p and seed.
+        cached_tokens: prompt tokens that came from the prefix cache at the first admission.
+        prompt_logprobs: logprobs of the prompt, as far as they are computed.
+        logprobs: one block for each generated token, where the client wants them.
+        worker_crashes: consecutive worker crashes while the request was in a step.
+        cleared_at: number of tokens at which worker_crashes starts anew (see quarantine.py).
     """
 
     seq: int
@@ -61,50 +76,53 @@ class Request:
     request_id: str
     tokens: "array[int]"
     num_prompt: int
-    params: SamplingParams
-    max_new_tokens: int
+    sampling: ResolvedSampling
     stop_ids: frozenset[int]
     stream: bool
-    received: float
-    tokenized: float
-    priority: int = 0
-    queue_deadline: float | None = None
-    deadline: float | None = None
-    index: int = 0
-    rules: SlotSamplingParams | None = None
-    grammar: GrammarForm | None = None
+    received_at: float
+    tokenized_at: float
+    priority: int
+    queue_deadline: float | None
+    deadline: float | None
+    index: int
+    slot_params: SlotSamplingParams | None
+    grammar: GrammarForm | None
+    num_known_tokens: int
+    max_total_tokens: int
 
     status: RequestStatus = RequestStatus.WAITING
-    known: int = 0
-    most_known: int = 0
-    computed: int = 0
+    num_computed_tokens: int = 0
     in_flight: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    capacity: int = 0
-    path: list[Node] = field(default_factory=list)
-    node: Node | None = None
-    missing: bytes = b""
+    page_capacity: int = 0
+    prefix_path: list[Node] = field(default_factory=list)
+    prefix_node: Node | None = None
+    prefix_miss: bytes = b""
     cached_tokens: int = 0
-    admitted: float = 0.0
-    first_token: float = 0.0
-    finish_reason: str = ""
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    finish_reason: FinishReason | None = None
     matched_stop: int | None = None
     error: ErrorInfo | None = None
     prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
-    told: list[LogprobBlock] = field(default_factory=list)
-    deaths: int = 0
+    logprobs: list[LogprobBlock] = field(default_factory=list)
+    worker_crashes: int = 0
     cleared_at: int = 0
 
     @classmethod
     def from_submit(
         cls, seq: int, message: Submit, eos_ids: frozenset[int], index: int = 0
     ) -> "Request":
-        params = choice_params(message.params, index)
+        """Return the request of one choice.
+
+        Raises:
+            ValueError: a parameter that the frontend fills in is missing.
+        """
+        sampling = ResolvedSampling.of_choice(message.params, index)
         tokens = unpack_ids(message.prompt_ids)
-        assert params.max_new_tokens is not None, "the front door fills it in"
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        stop_ids = frozenset(sampling.params.stop_token_ids)
+        if not sampling.params.ignore_eos:
             stop_ids |= eos_ids
         return cls(
             seq=seq,
@@ -112,93 +130,132 @@ class Request:
             request_id=message.request_id,
             tokens=tokens,
             num_prompt=len(tokens),
-            params=params,
-            max_new_tokens=params.max_new_tokens,
+            sampling=sampling,
             stop_ids=stop_ids,
             stream=message.stream,
-            received=message.received,
-            tokenized=message.tokenized,
+            received_at=message.received_at,
+            tokenized_at=message.tokenized_at,
             priority=message.priority,
             queue_deadline=message.queue_deadline,
             deadline=message.deadline,
             index=index,
-            rules=slot_sampling_params(
-                params, len(tokens), stop_ids, message.bad_words, message.grammar
+            slot_params=slot_sampling_params(
+                sampling, len(tokens), stop_ids, message.bad_words, message.grammar
             ),
             grammar=message.grammar,
-            known=len(tokens),
-            most_known=len(tokens) + params.max_new_tokens,
+            num_known_tokens=len(tokens),
+            max_total_tokens=len(tokens) + sampling.max_new_tokens,
         )
+
+    # --- life -------------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
+        """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
 
-    def lose_worker(self) -> None:
-        """The worker died, and with it what was computed and what was in flight."""
-        self.status = RequestStatus.WAITING
-        self.known = len(self.tokens)
-        self.computed = self.in_flight = self.capacity = 0
-        self.slot = -1
-        self.pages, self.path, self.node = [], [], None
-        self.forget_prompt()
+    def finish(
+        self,
+        reason: FinishReason,
+        matched_stop: int | None = None,
+        error: ErrorInfo | None = None,
+    ) -> None:
+        """Mark the request as ended."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason, self.matched_stop, self.error = reason, matched_stop, error
 
-    def forget_prompt(self) -> None:
-        """It is computed again, and told then if it was not yet."""
-        if not self.first_token:
+    def reset_for_new_worker(self) -> None:
+        """Forget what the worker that died had computed, and the steps that it had in flight."""
+        self.status = RequestStatus.WAITING
+        self.num_known_tokens = len(self.tokens)
+        self.num_computed_tokens = self.in_flight = self.page_capacity = 0
+        self.slot = -1
+        self.pages, self.prefix_path, self.prefix_node = [], [], None
+        self.forget_prompt_logprobs()
+
+    def forget_prompt_logprobs(self) -> None:
+        """Drop the logprobs of a prompt that is computed again, unless they were sent already."""
+        if not self.first_token_at:
             self.prompt_logprobs.clear()
 
-    def jump(self, count: int) -> None:
-        """So many tokens are known beyond the one that was sampled last. A step in flight computes
-        them, too, as far as its pages reach, and samples only where it reaches the last of them."""
+    def extend_forced(self, count: int) -> None:
+        """Take in `count` forced tokens beyond the token that was sampled last.
+
+        A step in flight computes them, too, as far as its pages reach, and samples only where it
+        reaches the last of them.
+        """
         if self.in_flight == 0:
-            self.known += count
+            self.num_known_tokens += count
             return
-        known = self.known - 1 + count
-        self.computed = min(known, self.capacity)
-        self.known = known + (self.computed == known)
+        known = self.num_known_tokens - 1 + count
+        self.num_computed_tokens = min(known, self.page_capacity)
+        self.num_known_tokens = known + (self.num_computed_tokens == known)
 
-    @property
-    def tells_prompt(self) -> bool:
-        """Its client still waits for the log-probabilities of the prompt: all of it is computed."""
-        return self.params.prompt_logprobs is not None and not self.first_token
-
-    @property
-    def rules_to_go(self) -> SlotSamplingParams | None:
-        """The rules for a slot that it enters now: a prompt is told once."""
-        if self.rules is None or self.tells_prompt:
-            return self.rules
-        return msgspec.structs.replace(self.rules, prompt_logprobs=None)
-
-    @property
-    def size(self) -> int:
-        """Of what is remembered once it has ended, in tokens: log-probabilities take the place of
-        many."""
-        blocks = [*self.told, *self.prompt_logprobs]
-        numbers = sum(len(block.values) + 2 * len(block.top_ids) for block in blocks) // 4
-        return len(self.tokens) + numbers + TOKENS_OF_A_BLOCK * len(blocks)
+    # --- counts -----------------------------------------------------------------------------------
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that are known and not yet computed."""
-        return self.known - self.computed
+        """Number of known tokens that are not computed yet."""
+        return self.num_known_tokens - self.num_computed_tokens
 
     @property
     def num_generated(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens) - self.num_prompt
 
     @property
+    def generated(self) -> "array[int]":
+        """The generated tokens."""
+        return self.tokens[self.num_prompt :]
+
+    @property
     def num_remaining_tokens(self) -> int:
-        """Tokens that further steps may sample, those in flight not counted. At 0 no further step
-        is needed: what is in flight samples the last possible token."""
-        return self.most_known - self.known
+        """Number of tokens that further steps may sample, without those in flight.
+
+        At 0 no further step is needed: what is in flight samples the last possible token.
+        """
+        return self.max_total_tokens - self.num_known_tokens
+
+    @property
+    def size(self) -> int:
+        """Memory of a request that has ended, in tokens: logprobs take the place of many."""
+        blocks = [*self.logprobs, *self.prompt_logprobs]
+        numbers = sum(len(block.values) + 2 * len(block.top_ids) for block in blocks) // 4
+        return len(self.tokens) + numbers + TOKENS_PER_LOGPROB_BLOCK * len(blocks)
+
+    # --- the worker's slot ------------------------------------------------------------------------
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the client still waits for the prompt's logprobs: all of it is computed then."""
+        return self.sampling.params.prompt_logprobs is not None and not self.first_token_at
+
+    def new_slot(self) -> NewSlot:
+        """Return the message that puts the request, which has a slot and pages, into its slot."""
+        sampling, slot_params = self.sampling, self.slot_params
+        if slot_params is not None and not self.wants_prompt_logprobs:
+            slot_params = msgspec.structs.replace(slot_params, prompt_logprobs=None)
+        return NewSlot(
+            slot=self.slot,
+            token_ids=pack_ids(self.tokens),
+            computed=self.num_computed_tokens,
+            pages=pack_ids(self.pages),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            rules=slot_params,
+        )
 
 
-def progress(request: Request) -> tuple[int, int]:
-    """By this order requests give way where pages are short: first who has generated least."""
+def retraction_key(request: Request) -> tuple[int, int]:
+    """Order of retraction: the request that has generated least comes first."""
     return request.num_generated, -request.num_prompt
 
 
-def worth(request: Request) -> tuple[int, int, int]:
-    """The same where priorities count."""
+def priority_retraction_key(request: Request) -> tuple[int, int, int]:
+    """Order of retraction where priorities count: the lowest priority comes first."""
     return request.priority, request.num_generated, -request.num_prompt
+
+
+RequestFailure = tuple[Request, QuadrigaError]

@@ -185,7 +185,7 @@ def main() -> None:
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
             raise
-        steps += chaos.world.scheduler.statistics.steps
+        steps += chaos.world.scheduler.stats.steps
         counts.update(c.finish_reason for c in chaos.world.detok.closed.values())
         info = chaos.world.scheduler.info()
         counts["deaths of the worker"] += chaos.world.deaths

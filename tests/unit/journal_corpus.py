@@ -93,10 +93,10 @@ def contents(path: Path) -> list[dict[str, Any]]:
             "submit": _wire(one.message),
             "max_new_tokens": one.max_new_tokens,
             "tokens": one.tokens.tolist(),
-            "logprobs": _wire(one.told),
-            "first_token": one.first_token,
+            "logprobs": _wire(one.logprobs),
+            "first_token": one.first_token_at,
             "ended": None if one.ended is None else _wire(one.ended),
-            "settled": one.settled,
+            "settled": one.acknowledged,
         }
         for one in read_journal(path).found
     ]
@@ -132,7 +132,7 @@ def _open(
     scheduler = Scheduler(
         args, frozenset({EOS}), server.worker, server.detok, server.clock, journal
     )
-    scheduler.arrivals.take_up(found)
+    scheduler.restore(found)
     server.scheduler = scheduler
     slots = args.max_running_requests
     ready = ["ready", trace.num_pages, PAGE_SIZE, slots, "float32", "cpu", 0, "", 64]

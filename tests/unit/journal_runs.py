@@ -13,6 +13,7 @@ import pytest
 
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability import journal_file
 from scheduler_proc.durability.journal import Journal, NoJournal
@@ -21,8 +22,9 @@ from scheduler_proc.durability.journal_opening import FILE_NAME
 from scheduler_proc.durability.journal_reader import read_journal
 from scheduler_proc.durability.journal_records import JournalHeader
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.events import StepEvents
 from scheduler_proc.request_table import RequestTable
-from scheduler_proc.state.request import Request, RequestStatus
+from scheduler_proc.state.request import FinishReason, Request
 
 EOS = frozenset({2})
 
@@ -52,20 +54,27 @@ class Run:
         params = SamplingParams(max_new_tokens=5000, seed=1, n=n, logit_bias={5: 1.0})
         message = Submit(b"c", name, pack_ids([7, 8]), params, True, 1.0, 2.0)
         requests = self.requests.add(message)
-        self.journal.accepted(message, requests)
+        self.journal.append(StepEvents(accepted=[(message, requests)]))
         return requests
 
     def give(self, request: Request, *tokens: int) -> None:
         for token in tokens:
             request.tokens.append(token)
-            request.first_token = request.first_token or 3.0
-            self.journal.produced([request.seq], [token], 3.0)
+            request.first_token_at = request.first_token_at or 3.0
+            self.journal.append(StepEvents(seqs=[request.seq], token_ids=[token], time=3.0))
 
-    def end(self, request: Request, reason: str = "stop", settled: bool = True) -> None:
-        request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        self.journal.ended(request)
-        if settled:
-            self.journal.settled([request.seq])
+    def add_logprobs(self, request: Request, block: LogprobBlock) -> None:
+        request.logprobs.append(block)
+        self.journal.append(StepEvents(logprob_requests=[request]))
+
+    def end(self, request: Request, reason: str = "stop", acknowledged: bool = True) -> None:
+        request.finish(FinishReason(reason), request.matched_stop, request.error)
+        self.journal.append(StepEvents(finished=[request]))
+        if acknowledged:
+            self.acknowledge(request)
+
+    def acknowledge(self, request: Request) -> None:
+        self.journal.append(StepEvents(acknowledged=[request.seq]))
 
     def found(self) -> list[RecoveredRequest]:
         return read_journal(self.path).found
@@ -73,7 +82,7 @@ class Run:
 
 def outline(found: list[RecoveredRequest]) -> list[tuple[Any, ...]]:
     return [
-        (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.settled)
+        (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.acknowledged)
         for one in found
     ]
 

@@ -38,9 +38,7 @@ _decode_result = msgspec.msgpack.Decoder(ResultMessage).decode
 class SchedulerLike(Protocol):
     """What a run needs of a scheduler."""
 
-    wake_at: float | None
-
-    def iterate(self, messages: Iterable[Any], results: Iterable[Any]) -> None: ...
+    def step(self, messages: Iterable[Any], results: Iterable[Any]) -> float | None: ...
 
 
 class Tap:
@@ -109,8 +107,7 @@ class Server:
                 self._wake_us, is_woken = None, True
         if not (messages or results or is_woken):
             return
-        self.scheduler.iterate(messages, results)
-        self._wake(self.scheduler.wake_at)
+        self._wake(self.scheduler.step(messages, results))
 
     def _wake(self, when: float | None) -> None:
         """Plan the next round that no message causes, in place of an earlier one."""

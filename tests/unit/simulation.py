@@ -1,7 +1,7 @@
 """A simulated worker and clock, so that the scheduler runs without processes."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -16,9 +16,16 @@ from quadriga.wire.messages.to_scheduler import (
     SchedulerMessage,
     Submit,
 )
-from quadriga.wire.messages.worker import ForcedRow, NewSlot, StepPlan, StepResult, WorkerReady
+from quadriga.wire.messages.worker import (
+    ForcedRow,
+    NewSlot,
+    ResultMessage,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
+from scheduler_proc.pipeline import MAX_TOTAL_DELAY_S
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.step_timing import MAX_TOTAL_DELAY_S
 
 EOS = 2
 JUMPING = 100
@@ -298,12 +305,18 @@ class World:
             "cpu",
             prefill_tokens=prefill_tokens,
         )
-        self.scheduler.iterate([], [self._ready])
+        self.wake_at: float | None = None
+        self.schedule([], [self._ready])
         self.deaths = 0
         self._detok_sessions = 0
 
+    def schedule(
+        self, messages: Iterable[SchedulerMessage] = (), results: Iterable[ResultMessage] = ()
+    ) -> None:
+        self.wake_at = self.scheduler.step(messages, results)
+
     def tell(self, *messages: SchedulerMessage) -> None:
-        self.scheduler.iterate(messages, [])
+        self.schedule(messages, [])
         self._acknowledge()
         self._check()
 
@@ -321,7 +334,7 @@ class World:
             return True
         result = self.worker.run_one()
         assert result is not None
-        self.scheduler.iterate([], [result])
+        self.schedule([], [result])
         self._acknowledge()
         self._check()
         return True
@@ -334,7 +347,7 @@ class World:
         """The detokenizer says which ends it has handed on."""
         if self.detok.ended:
             ended, self.detok.ended = self.detok.ended, []
-            self.scheduler.iterate([EndsDelivered(ended)], [])
+            self.schedule([EndsDelivered(ended)], [])
 
     def lose_detok(self) -> None:
         """The detokenizer dies: what it is told gets lost."""
@@ -345,7 +358,7 @@ class World:
         """Another detokenizer takes its place."""
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
-        self.scheduler.iterate([DetokReady(self.detok.session)], [])
+        self.schedule([DetokReady(self.detok.session)], [])
         self._acknowledge()
         self._check()
 
@@ -355,16 +368,16 @@ class World:
         last_words = self.worker.run_one() if self.deaths % 2 else None
         self.worker.die()
         ready = msgspec.structs.replace(self._ready, session=self.worker.session)
-        self.scheduler.iterate([], [ready] if last_words is None else [ready, last_words])
+        self.schedule([], [ready] if last_words is None else [ready, last_words])
         self._check()
 
     def wake(self, until: float) -> None:
         """Let simulated time pass."""
-        while self.scheduler.wake_at is not None and self.scheduler.wake_at <= until:
-            self.worker.now = max(self.worker.now, self.scheduler.wake_at)
-            woken, self.scheduler.wake_at = self.scheduler.wake_at, None
-            self.scheduler.iterate([], [])
-            assert self.scheduler.wake_at != woken, "the scheduler would be woken for ever"
+        while self.wake_at is not None and self.wake_at <= until:
+            woken = self.wake_at
+            self.worker.now = max(self.worker.now, woken)
+            self.schedule()
+            assert self.wake_at != woken, "the scheduler would be woken for ever"
         self.worker.now = max(self.worker.now, until)
 
     def _check(self) -> None:

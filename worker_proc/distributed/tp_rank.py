@@ -15,7 +15,7 @@ from quadriga.runtime.child import EXIT_LAUNCHER_DIED, Child, run_child
 from quadriga.wire.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
-    NewScheduler,
+    ResetWorker,
     StepPlan,
     StopWorker,
     WorkerMessage,
@@ -54,7 +54,7 @@ def body(child: Child, rank: int, store: Path) -> None:
                     grammars.compile_here(message.grammar)
                 case ForgetGrammar():
                     grammars.forget(message.key)
-                case NewScheduler():
+                case ResetWorker():
                     runner.table.release_all()
 
 

@@ -55,10 +55,10 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     error: ErrorInfo | None
     prompt_tokens: int
     cached_tokens: int
-    received: float
-    tokenized: float
-    admitted: float
-    first_token: float
+    received_at: float
+    tokenized_at: float
+    admitted_at: float
+    first_token_at: float
     index: int = 0
 
 
@@ -103,7 +103,7 @@ class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     info: Info
 
 
-class NewScheduler(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every text, and answer with a DetokReady of a new session."""
 
 
@@ -130,4 +130,4 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     inspected: bool = False
 
 
-DetokMessage = StepOutput | InfoReply | NewScheduler | Drained | StopDetok
+DetokMessage = StepOutput | InfoReply | SchedulerRestarted | Drained | StopDetok

@@ -8,12 +8,15 @@ from quadriga.wire.messages.public import InfoValues
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenised request. client: the ROUTER's address of the one who asked.
+    """A validated, tokenized request.
 
-    params: what the client left open is filled in. bad_words: token ids (int32 bytes) of each.
-    queue_deadline, deadline: Unix seconds; None where there is none. grammar: that of the params,
-    which do not have it any more. resent: as in Generate. again: another scheduler was told of it,
-    and this one perhaps was not.
+    Attributes:
+        client: the client's address at the public ROUTER socket.
+        params: without anything left open, and without the grammar.
+        received_at, tokenized_at, queue_deadline, deadline: Unix seconds.
+        bad_words: token ids (int32 bytes) of each.
+        client_retry: the client has sent the request before (Generate.resent).
+        frontend_retry: the frontend has sent it to a scheduler before, perhaps not to this one.
     """
 
     client: bytes
@@ -21,15 +24,15 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     prompt_ids: bytes
     params: SamplingParams
     stream: bool
-    received: float
-    tokenized: float
+    received_at: float
+    tokenized_at: float
     priority: int = 0
     queue_deadline: float | None = None
     deadline: float | None = None
     bad_words: list[bytes] = []
     grammar: GrammarForm | None = None
-    resent: bool = False
-    again: bool = False
+    client_retry: bool = False
+    frontend_retry: bool = False
 
 
 CLIENT, CLIENT_LOST, SERVER_STOPPING = "client", "client_lost", "server_stopping"

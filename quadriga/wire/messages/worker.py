@@ -97,7 +97,7 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     key: bytes
 
 
-class NewScheduler(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+class ResetWorker(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every slot and every grammar, and answer with a WorkerReady of a new session."""
 
 
@@ -105,7 +105,7 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Nothing follows; leave."""
 
 
-WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | NewScheduler | StopWorker
+WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | ResetWorker | StopWorker
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------

@@ -22,7 +22,7 @@ def fair() -> FairClients:
 def take_first(queue: FairClients) -> Request:
     chosen = queue.first(1, 1000)[0]
     queue.take(chosen)
-    chosen.admitted = 1.0
+    chosen.admitted_at = 1.0
     return chosen
 
 
@@ -56,7 +56,7 @@ def test_it_is_tokens_that_are_shared_not_requests() -> None:
     spent: Counter[bytes] = Counter()
     for _ in range(200):
         one = take_first(queue)
-        spent[one.client] += one.num_prompt + one.max_new_tokens
+        spent[one.client] += one.num_prompt + one.sampling.max_new_tokens
         assert abs(spent[A] - spent[B]) <= 2 * QUANTUM + 1000
 
 
@@ -158,7 +158,7 @@ def test_whoever_comes_back_for_each_request_gets_no_more_tokens_than_who_waits(
     spent: Counter[bytes] = Counter()
     for _ in range(1500):
         one = take_first(queue)
-        spent[one.client] += one.num_prompt + one.max_new_tokens
+        spent[one.client] += one.num_prompt + one.sampling.max_new_tokens
         if one.client == B:
             queue.push(sized(next(numbers), B, tokens))
     assert 0 < spent[B] <= spent[A] + 2 * tokens

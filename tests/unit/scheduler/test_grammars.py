@@ -14,7 +14,7 @@ from quadriga.wire.messages.worker import (
     GrammarReady,
     StepPlan,
 )
-from scheduler_proc.grammar_queue import KEPT_UNUSED
+from scheduler_proc.grammar_queue import MAX_UNUSED
 from tests.unit.scheduler.test_sampling import PROMPT, Bench
 from tests.unit.simulation import abort
 
@@ -26,15 +26,15 @@ class GrammarBench(Bench):
         params = SamplingParams(max_new_tokens=4, seed=7, **fields)
         ids = pack_ids(PROMPT)
         message = Submit(b"c", name, ids, params, True, 1.0, 1.0, grammar=grammar)
-        self.scheduler.iterate([message], [])
+        self.scheduler.step([message], [])
 
     def ready(self, error: str = "", key: bytes = GRAMMAR.key) -> list[StepOutput]:
-        self.scheduler.iterate([], [GrammarReady(key, error)])
+        self.scheduler.step([], [GrammarReady(key, error)])
         outputs, self.detok.sent = list(self.detok.sent), type(self.detok.sent)()
         return outputs
 
     def end_all(self) -> None:
-        self.scheduler.iterate([abort("")], [])
+        self.scheduler.step([abort("")], [])
         while self.worker.sent:
             message = self.worker.sent.popleft()
             if isinstance(message, StepPlan):
@@ -84,7 +84,7 @@ def test_a_request_that_ends_while_it_waits_never_runs() -> None:
     bench = GrammarBench()
     bench.ask("a")
     bench.worker.sent.clear()
-    bench.scheduler.iterate([abort("a")], [])
+    bench.scheduler.step([abort("a")], [])
     bench.ready()
     assert not bench.worker.sent
     bench.scheduler.check()
@@ -106,10 +106,10 @@ def test_a_row_that_failed_ends_its_request_alone() -> None:
 
 def test_the_worker_forgets_what_nobody_has_used_for_longest() -> None:
     bench = GrammarBench()
-    grammars = [GrammarForm.of(f"start: /{i}/") for i in range(KEPT_UNUSED + 1)]
+    grammars = [GrammarForm.of(f"start: /{i}/") for i in range(MAX_UNUSED + 1)]
     for grammar in grammars:
         bench.ask("x", grammar=grammar)
-        bench.scheduler.iterate([abort("x")], [])
+        bench.scheduler.step([abort("x")], [])
         bench.ready(key=grammar.key)
     told = [message for message in bench.worker.sent if isinstance(message, ForgetGrammar)]
     assert told == [ForgetGrammar(grammars[0].key)]

@@ -13,6 +13,7 @@ from quadriga.wire.messages.public import ErrorInfo
 from scheduler_proc.durability import journal as journal_module
 from scheduler_proc.durability import journal_file
 from scheduler_proc.durability.journal_recovery import restored
+from scheduler_proc.events import StepEvents
 from scheduler_proc.state.request import RequestStatus
 from tests.unit.journal_runs import EOS, Run, outline
 
@@ -26,7 +27,7 @@ def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path)
     run.journal.commit()
     run.give(c, 4)
     c.matched_stop, c.error = 4, ErrorInfo("failed", "why")
-    run.end(c, settled=False)
+    run.end(c, acknowledged=False)
     run.end(d)
     run.journal.commit()
     found = run.found()
@@ -38,10 +39,10 @@ def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path)
     ]
     assert found[0].message.params.logit_bias == {5: 1.0}
     going_on, ended = restored(found[0], EOS), restored(found[2], EOS)
-    assert (going_on.tokens.tolist(), going_on.known) == ([7, 8, 5, 6], 4)
-    assert (going_on.status, going_on.first_token) == (RequestStatus.WAITING, 3.0)
+    assert (going_on.tokens.tolist(), going_on.num_known_tokens) == ([7, 8, 5, 6], 4)
+    assert (going_on.status, going_on.first_token_at) == (RequestStatus.WAITING, 3.0)
     assert (ended.finish_reason, ended.matched_stop, ended.error) == ("stop", 4, c.error)
-    assert ended.params.seed == 2, "each choice has a seed of its own"
+    assert ended.sampling.seed == 2, "each choice has a seed of its own"
 
 
 def test_log_probabilities_come_back_with_their_tokens(tmp_path: Path) -> None:
@@ -49,16 +50,15 @@ def test_log_probabilities_come_back_with_their_tokens(tmp_path: Path) -> None:
     (request,) = run.accept("a")
     prompt, blocks = [block_of(-3.0)], [block_of(-1.0), block_of(-2.0)]
     request.prompt_logprobs = prompt
-    run.journal.told_prompt(request.seq, prompt)
+    run.journal.append(StepEvents(started=[request]))
     for token, block in zip((5, 6), blocks, strict=True):
         run.give(request, token)
-        request.told.append(block)
-        run.journal.told(request.seq, block)
+        run.add_logprobs(request, block)
         run.journal.commit()
     for _ in ("as it was written", "and written anew"):
         (found,) = run.found()
         again = restored(found, EOS)
-        assert (again.told, again.prompt_logprobs) == (blocks, prompt)
+        assert (again.logprobs, again.prompt_logprobs) == (blocks, prompt)
         run.journal.compact()
 
 
@@ -87,12 +87,12 @@ def test_a_torn_tail_loses_whole_rounds_and_nothing_else(tmp_path: Path) -> None
 def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "COMPACT_AT", 20_000)
+    monkeypatch.setattr(journal_module, "COMPACT_BYTES", 20_000)
     monkeypatch.setattr(journal_module, "MAX_ENDED", 10)
     run = Run(tmp_path)
     (long,) = run.accept("long")
     (late,) = run.accept("late")
-    run.end(late, settled=False)
+    run.end(late, acknowledged=False)
     biggest = 0
     for number in range(2000):
         (one,) = run.accept(f"r{number}")
@@ -121,7 +121,7 @@ def test_an_end_that_is_handed_on_twice_counts_once(
     for name in "abcd":
         (request,) = run.accept(name)
         run.end(request)
-        run.journal.settled([request.seq])
+        run.acknowledge(request)
     run.journal.compact()
     assert [one.message.request_id for one in run.found()] == ["c", "d"]
 

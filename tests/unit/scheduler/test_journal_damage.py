@@ -37,10 +37,10 @@ State = list[tuple[object, ...]]
 def state_of(found: list[RecoveredRequest]) -> State:
     """All of it, also what the scheduler makes of it."""
     requests = [restored(one, EOS) for one in found]
-    assert all(request.known == len(request.tokens) for request in requests)
+    assert all(request.num_known_tokens == len(request.tokens) for request in requests)
     return [
-        (one.seq, one.index, one.message, one.tokens.tolist(), msgspec.structs.astuple(one.told),
-         one.first_token, one.ended, one.settled)
+        (one.seq, one.index, one.message, one.tokens.tolist(),
+         msgspec.structs.astuple(one.logprobs), one.first_token_at, one.ended, one.acknowledged)
         for one in found
     ]  # fmt: skip
 
@@ -56,10 +56,9 @@ def written(directory: Path, num_rounds: int = 40) -> tuple[bytes, list[State]]:
             run.give(request, *source.choices(range(3, 90), k=source.choice([1, 1, 2])))
             if source.random() < 0.3:
                 block = LogprobBlock(pack_floats([-1.0]), 1, pack_ids([3]), pack_floats([-0.5]))
-                request.told.append(block)
-                run.journal.told(request.seq, block)
+                run.add_logprobs(request, block)
         if live and source.random() < 0.2:
-            run.end(live.pop(), settled=source.random() < 0.5)
+            run.end(live.pop(), acknowledged=source.random() < 0.5)
         before = run.path.stat().st_size
         run.journal.commit()
         if run.path.stat().st_size > before:
@@ -207,8 +206,8 @@ NONSENSE: dict[str, Callable[[Run], JournalRecord]] = {
     "an end of an unknown request": lambda _: JournalRecord(
         ended=[Ended(9, "stop", None, None, 0, 0.0)]
     ),
-    "log-probabilities of an unknown request": lambda _: JournalRecord(told=[LogprobRecord(9)]),
-    "half of log-probabilities": lambda _: JournalRecord(told=[LogprobRecord(0, [BLOCK])]),
+    "log-probabilities of an unknown request": lambda _: JournalRecord(logprobs=[LogprobRecord(9)]),
+    "half of log-probabilities": lambda _: JournalRecord(logprobs=[LogprobRecord(0, [BLOCK])]),
     "a request twice": lambda run: JournalRecord([msgspec.structs.replace(accepted(run), seq=0)]),
     "a negative number": lambda run: JournalRecord(
         [msgspec.structs.replace(accepted(run), seq=-1)]
@@ -246,7 +245,7 @@ def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_co
     assert len(before) == 2
     nonsense = NONSENSE[what](run)
     nonsense.tokens.insert(0, TokenRecord([0], pack_ids([6]), 1.0))
-    nonsense.settled.append(0)
+    nonsense.acknowledged.append(0)
     run.journal._file.append(encode(nonsense))
     run.journal._file.append(encode(JournalRecord(tokens=[TokenRecord([0], pack_ids([7]), 1.0)])))
     caplog.clear()

@@ -38,7 +38,7 @@ def live_through(run: Run, num_rounds: int, source: random.Random) -> list[State
         for request in going_on:
             run.give(request, source.randrange(3, 90))
         if len(going_on) > 2:
-            run.end(going_on[0], settled=False)
+            run.end(going_on[0], acknowledged=False)
         run.journal.commit()
         states.append(live_of(run))
     return states
@@ -53,7 +53,7 @@ CALLS = ("open", "write", "replace", "fdatasync", "fsync", "ftruncate", "pwrite"
 def test_whichever_call_fails_what_is_read_is_whole_and_the_journal_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool, also: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(journal_module, "COMPACT_AT", 400)
+    monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)
     monkeypatch.setattr(Syncer, "written", lambda _: None)  # it has a test of its own
     num_failures = 0
     for name in CALLS:
@@ -195,7 +195,7 @@ def test_a_journal_that_cannot_be_removed_does_not_keep_a_server_from_its_end(
 def test_what_fails_at_random_leaves_nothing_half_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "COMPACT_AT", 400)
+    monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)
     monkeypatch.setattr(Syncer, "written", lambda _: None)
     for seed in range(40):
         source = random.Random(seed)

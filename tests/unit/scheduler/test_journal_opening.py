@@ -15,6 +15,7 @@ from scheduler_proc.durability import journal_opening
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.events import StepEvents
 from tests.unit.journal_runs import Run, faulty_os, full_disk, header, let_go, outline
 
 
@@ -67,7 +68,7 @@ def test_requests_of_an_earlier_run_are_numbered_from_0_on_with_their_choices_to
     tmp_path: Path,
 ) -> None:
     run = Run(tmp_path, "first")
-    run.requests.number_from(1 << 50)
+    run.requests.start_numbering_at(1 << 50)
     for name in "abc":
         run.accept(name, n=3)
     del run.journal._kept[(1 << 50) + 4]
@@ -240,7 +241,7 @@ def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can
         assert (found, journal.state, directory.exists()) == ([], "failed", False)
     assert isinstance(journal, Journal)
     journal._clock = lambda: 1e12
-    journal.settled([1])
+    journal.append(StepEvents(acknowledged=[1]))
     journal.commit()
     assert journal.state == "on"
     assert (directory / FILE_NAME).exists()

@@ -48,10 +48,10 @@ def request(
         client=client,
         request_id=str(seq),
         prompt_ids=pack_ids([1] * prompt),
-        params=SamplingParams(max_new_tokens=new),
+        params=SamplingParams(max_new_tokens=new, seed=0),
         stream=True,
-        received=1_790_000_000.0 + seq if received is None else received,
-        tokenized=0.0,
+        received_at=1_790_000_000.0 + seq if received is None else received,
+        tokenized_at=0.0,
         priority=priority,
     )
     return Request.from_submit(seq, message, frozenset())
@@ -146,7 +146,7 @@ def test_whatever_happens_the_first_are_distinct_members_and_asking_again_says_t
         elif action == "take" and waiting:
             first = queue.first(3, BUDGET)
             taken = first[number % len(first)]
-            taken.admitted = 1.0
+            taken.admitted_at = 1.0
             queue.take(taken)
             admitted.append(waiting.pop(taken.seq))
         elif action == "remove" and waiting:
@@ -253,7 +253,7 @@ def test_of_those_that_came_together_the_shortest_goes_first(sizes: list[tuple[i
 def test_what_a_retracted_request_has_generated_makes_it_shorter() -> None:
     back, other = request(0, 10, 90, received=0.0), request(1, 10, 50, received=0.0)
     back.tokens.extend([1] * 60)
-    back.known += 60
+    back.num_known_tokens += 60
     queue = ShortestFirst()
     queue.push(back)
     queue.push(other)
@@ -273,7 +273,7 @@ def test_a_key_is_not_read_again_when_the_request_has_changed() -> None:
     queue = ShortestFirst()
     one = request(0, 100)
     queue.push(one)
-    one.computed = 64
+    one.num_computed_tokens = 64
     queue.take(one)
     assert len(queue) == 0
 

@@ -1,12 +1,12 @@
 """The prefix tree and the KV pages, against a model that searches."""
 
-from array import array
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import PrefixTree
 from scheduler_proc.state.request import Request
@@ -15,17 +15,16 @@ PAGE = 2
 
 
 def request(tokens: list[int], seq: int = 0) -> Request:
-    return Request(
-        seq, b"c", str(seq), array("i", tokens), len(tokens), SamplingParams(), 1, frozenset(),
-        True, 0.0, 0.0, known=len(tokens), most_known=len(tokens) + 1,
-    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=1, seed=0)
+    message = Submit(b"c", str(seq), pack_ids(tokens), params, True, 0.0, 0.0)
+    return Request.from_submit(seq, message, frozenset())
 
 
 def run(kv: KVCache, tokens: list[int], seq: int = 0) -> Request:
     """Seat a request and compute its prompt."""
     one = request(tokens, seq)
-    kv.seat(one)
-    one.computed = one.known
+    kv.allocate(one)
+    one.num_computed_tokens = one.num_known_tokens
     kv.cache_computed(one)
     return one
 
@@ -64,10 +63,10 @@ def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it():
 def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
     kv = KVCache(8, PAGE)
     one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
-    kv.seat(one)
-    kv.seat(two)
+    kv.allocate(one)
+    kv.allocate(two)
     for each in (one, two):
-        each.computed = 4
+        each.num_computed_tokens = 4
         kv.cache_computed(each)
     assert not set(one.pages) & set(two.pages)
     kv.check([one, two])
@@ -81,14 +80,14 @@ def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
 def test_sharing_what_is_cached_already_makes_no_page_less_available():
     kv = KVCache(6, PAGE)
     one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
-    kv.seat(one)
-    kv.seat(two)
-    one.computed = two.computed = 4
+    kv.allocate(one)
+    kv.allocate(two)
+    one.num_computed_tokens = two.num_computed_tokens = 4
     kv.release(one)
     available = kv.num_available
     kv.cache_computed(two)
     assert kv.num_available == available
-    assert [node.page for node in two.path] == two.pages
+    assert [node.page for node in two.prefix_path] == two.pages
     kv.check([two])
 
 
@@ -99,8 +98,8 @@ def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on(
     kv.release(run(kv, [1, 2, 3, 4, 5]))  # used again
     taken = run(kv, [20, 21, 22, 23, 24, 25, 26])  # 4 pages, 2 are free
     again = request([1, 2, 3, 4, 5])
-    assert kv.locate(again).depth == 2
-    assert kv.locate(request([7, 8, 9])).depth == 0
+    assert kv.match_prefix(again).depth == 2
+    assert kv.match_prefix(request([7, 8, 9])).depth == 0
     kv.release(taken)
     kv.check([])
 
@@ -109,9 +108,9 @@ def test_a_waiting_request_whose_prefix_was_evicted_starts_again_from_the_root()
     kv = KVCache(2, PAGE)
     kv.release(run(kv, [1, 2, 3]))
     waiting = request([1, 2, 3])
-    assert kv.locate(waiting).depth == 1
+    assert kv.match_prefix(waiting).depth == 1
     other = run(kv, [5, 6, 7, 8])
-    assert kv.locate(waiting).depth == 0
+    assert kv.match_prefix(waiting).depth == 0
     kv.release(other)
 
 
@@ -119,7 +118,7 @@ def test_without_the_cache_nothing_is_found_and_nothing_stays():
     kv = KVCache(4, PAGE, prefix_cache=False)
     kv.release(run(kv, [1, 2, 3, 4]))
     assert kv.num_free == 4
-    assert kv.locate(request([1, 2, 3, 4])).depth == 0
+    assert kv.match_prefix(request([1, 2, 3, 4])).depth == 0
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -140,7 +139,7 @@ class TreeMachine(RuleBasedStateMachine):
             if child is None:
                 child = self.tree.add(node, letter.encode(), 0)
             else:
-                self.tree.hold(child)
+                self.tree.lock(child)
             node = child
             path.append(node)
         assert node.path() == path
@@ -150,15 +149,15 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data) -> None:
         path = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.tree.let_go(path)
+        self.tree.unlock(path)
         self.clock += 1
         for node in path:
             self.last_use[word(node)] = self.clock
 
-    @precondition(lambda self: self.tree.num_unused)
+    @precondition(lambda self: self.tree.num_unlocked)
     @rule()
     def evict(self) -> None:
-        unused = [node for node in self.tree.nodes() if node.users == 0]
+        unused = [node for node in self.tree.nodes() if node.ref_count == 0]
         leaves = [node for node in unused if not node.children]
         oldest = min(self.last_use[word(leaf)] for leaf in leaves)
         allowed = {word(leaf) for leaf in leaves if self.last_use[word(leaf)] == oldest}
@@ -171,7 +170,7 @@ class TreeMachine(RuleBasedStateMachine):
     def it_holds_together(self) -> None:
         self.tree.check()
         for path in self.held:
-            assert all(node.parent is not None and node.users for node in path)
+            assert all(node.parent is not None and node.ref_count for node in path)
 
 
 def word(node) -> str:

@@ -24,7 +24,7 @@ def tokens_of(world: World, name: str) -> list[int]:
 
 def resent(message: Submit) -> Submit:
     """As its client sends it again."""
-    return msgspec.structs.replace(message, resent=True)
+    return msgspec.structs.replace(message, client_retry=True)
 
 
 def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None:
@@ -126,11 +126,11 @@ def test_another_worker_compiles_the_grammars_again_before_anybody_with_one_goes
     bench.worker.sent.clear()
     bench.ready()
     bench.worker.sent.clear()
-    bench.scheduler.iterate([], [WorkerReady(64, 4, 16, "float32", "cpu", session=2)])
+    bench.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu", session=2)])
     assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
-    bench.scheduler.iterate([], [GrammarReady(GRAMMAR.key)])  # of the dead one
+    bench.scheduler.step([], [GrammarReady(GRAMMAR.key)])  # of the dead one
     assert not bench.worker.sent
-    bench.scheduler.iterate([], [GrammarReady(GRAMMAR.key, session=2)])
+    bench.scheduler.step([], [GrammarReady(GRAMMAR.key, session=2)])
     assert len(bench.plan().new) == 1
 
 
@@ -179,13 +179,14 @@ def test_log_probabilities_of_requests_that_ended_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "MAX_REMEMBERED_BYTES", 20_000)
-    known, told = RequestTable(frozenset()), DetokOutbox(Detok(), lambda: 0.0)
+    known, told = RequestTable(frozenset()), DetokOutbox(Detok())
     for number in range(100):
         (request,) = known.add(submit(f"r{number}", [5] * 10))
         if number % 2:
-            request.told = [LogprobBlock(b"1234", 20, b"1234" * 20, b"1234" * 20)] * 10
-        told.recall(request, settled=True)
-    remembered = [n for n in range(100) if told.ended(b"c", f"r{n}")]
+            request.logprobs = [LogprobBlock(b"1234", 20, b"1234" * 20, b"1234" * 20)] * 10
+        told.finish(request)
+        told.acknowledge([request.seq])
+    remembered = [n for n in range(100) if told.ended_seqs(b"c", f"r{n}")]
     assert remembered == list(range(remembered[0], 100))
     assert 10 <= len(remembered) < 30
 
@@ -235,10 +236,10 @@ def test_a_server_does_not_leave_before_who_asked_again_was_answered() -> None:
     world.lose_detok()
     world.tell(resent(submit("a", [5], 3, ignore_eos=True)), Drain())
     world.detok.session = 1  # it is there, and has not yet said so
-    world.scheduler.iterate([], [])
+    world.scheduler.step([], [])
     assert not world.detok.all_told
     world.replace_detok()
-    world.scheduler.iterate([], [])
+    world.scheduler.step([], [])
     assert world.detok.all_told == 1
 
 
@@ -247,17 +248,17 @@ def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> Non
     world.tell(submit("told", [5], 3, ignore_eos=True))
     world.run()
     world.checked = False
-    world.scheduler.iterate([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
+    world.schedule([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
     world.begin()
     while (result := world.worker.run_one()) is not None:
-        world.scheduler.iterate([], [result])
+        world.schedule([], [result])
     world.detok.ended.clear()  # the front door dies with it
     del world.detok.closed["lost"]
     assert not world.detok.all_told
     world.tell(FrontendRestarted())
     assert world.detok.closed["lost"].finish_reason == "length"
     assert [told.opening.request_id for told in world.detok.replayed] == ["lost"]
-    world.scheduler.iterate([], [])
+    world.scheduler.step([], [])
     assert world.detok.all_told == 1
 
 
@@ -265,12 +266,12 @@ def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
     world = World(SchedulerArgs(max_batch_size=1, max_running_requests=1, max_queued_requests=2))
     requests = [submit(name, [5 + n], 6, ignore_eos=True) for n, name in enumerate("abcdef")]
     world.tell(*requests[:2])
-    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    world.tell(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
     told = [(replay.opening.request_id, replay.token_ids) for replay in world.detok.replayed]
     assert told == [(name, b"") for name in "cdef"], "their clients may have a part of them"
     world.detok.replayed.clear()
     world.run()
-    world.tell(*(msgspec.structs.replace(request, again=True) for request in requests))
+    world.tell(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
     world.run()
     for n, name in enumerate("abcdef"):
         assert tokens_of(world, name) == reference([5 + n], 6, True)
@@ -282,9 +283,9 @@ def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
 def test_a_name_that_is_used_anew_is_not_answered_with_what_ended_under_it_before() -> None:
     world = World(SchedulerArgs())
     first = submit("a", [5], 3, ignore_eos=True)
-    second = msgspec.structs.replace(submit("a", [6], 4, ignore_eos=True), received=1001.0)
-    for message in (second, msgspec.structs.replace(second, again=True)):
-        world.tell(msgspec.structs.replace(first, received=message.received - 1))
+    second = msgspec.structs.replace(submit("a", [6], 4, ignore_eos=True), received_at=1001.0)
+    for message in (second, msgspec.structs.replace(second, frontend_retry=True)):
+        world.tell(msgspec.structs.replace(first, received_at=message.received_at - 1))
         world.run()
         world.detok.closed.clear()
         world.detok.tokens.clear()

@@ -15,6 +15,7 @@ from quadriga.wire.messages.to_detok import StepOutput, StreamStart
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.state.request import FinishReason
 from tests.unit.simulation import abort
 
 PROMPT = list(range(10, 30))
@@ -37,12 +38,12 @@ class Bench:
         self.scheduler = Scheduler(
             SchedulerArgs(**flags), frozenset({2}), self.worker, self.detok, lambda: 1000.0
         )
-        self.scheduler.iterate([], [WorkerReady(64, 4, 16, "float32", "cpu")])
+        self.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu")])
 
     def submit(self, **fields: Any) -> None:
         params = SamplingParams(**{"max_new_tokens": 2, "seed": 7, **fields})
         message = Submit(b"c", "r", pack_ids(PROMPT), params, True, 1.0, 1.0)
-        self.scheduler.iterate([message], [])
+        self.scheduler.step([message], [])
 
     def plan(self) -> StepPlan:
         plan = self.worker.sent.popleft()
@@ -51,7 +52,7 @@ class Bench:
 
     def answer(self, plan: StepPlan, tokens: list[int], **fields: Any) -> list[StepOutput]:
         result = StepResult(plan.step, pack_ids(tokens), 1.0, 2.0, **fields)
-        self.scheduler.iterate([], [result])
+        self.scheduler.step([], [result])
         outputs, self.detok.sent = list(self.detok.sent), deque()
         return outputs
 
@@ -75,7 +76,7 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own() -> None:
 def test_each_choice_ends_once_and_an_abort_ends_all() -> None:
     bench = Bench()
     bench.submit(n=3)
-    bench.scheduler.iterate([abort("r")], [])
+    bench.scheduler.step([abort("r")], [])
     closed = [close for output in bench.detok.sent for close in output.closed]
     assert [(close.request_id, close.index) for close in closed] == [("r", 0), ("r", 1), ("r", 2)]
 
@@ -115,8 +116,8 @@ def test_a_token_that_nobody_waits_for_has_no_place() -> None:
     bench = Bench()
     bench.submit(n=2, logprobs=0)
     plan = bench.plan()
-    requests = bench.scheduler._requests.of(b"c", "r")
-    bench.scheduler.finish(requests[0], "stop")
+    requests = bench.scheduler.table.of_client(b"c", "r")
+    bench.scheduler.finish(requests[0], FinishReason.STOP)
     told = SampledLogprobs(pack_ids([0, 1]), block(-0.5, -0.25))
     outputs = bench.answer(plan, [50, 51], logprobs=told)
     with_tokens = next(output for output in outputs if output.seqs)

@@ -21,8 +21,7 @@ def args(**flags: Any) -> SchedulerArgs:
 
 
 def kv_of(world: World) -> KVCache:
-    assert world.scheduler._planner is not None
-    return world.scheduler._planner.admission.kv
+    return world.scheduler.core.kv
 
 
 def test_every_request_gets_the_tokens_that_it_would_get_alone() -> None:
@@ -53,7 +52,7 @@ def test_requests_admitted_together_share_one_admit_time() -> None:
     world = World(args(max_batch_size=4))
     world.tell(*(submit(f"r{i}", [9], 2, ignore_eos=True) for i in range(4)))
     world.run()
-    assert len({closed.admitted for closed in world.detok.closed.values()}) == 1
+    assert len({closed.admitted_at for closed in world.detok.closed.values()}) == 1
 
 
 def test_decode_takes_turns_when_more_are_running_than_fit_in_a_step() -> None:
@@ -405,7 +404,7 @@ def test_when_pages_run_out_the_one_with_the_fewest_tokens_gives_way_and_its_str
         "old": reference([9] * 4, 16, True),
         "new": reference([7] * 4, 16, True),
     }
-    assert world.detok.closed["old"].first_token < world.detok.closed["new"].first_token
+    assert world.detok.closed["old"].first_token_at < world.detok.closed["new"].first_token_at
 
 
 def test_a_retraction_raises_the_ratio_by_which_admission_expects_tokens() -> None:
@@ -451,7 +450,7 @@ def test_an_urgent_request_takes_the_place_of_a_running_one_which_goes_on_later(
     world.tell(submit("urgent", [7] * 4, 4, ignore_eos=True, priority=10))
     world.run()
     slow, urgent = world.detok.closed["slow"], world.detok.closed["urgent"]
-    assert urgent.admitted > slow.admitted
+    assert urgent.admitted_at > slow.admitted_at
     assert list(world.detok.closed) == ["urgent", "slow"]
     assert world.detok.tokens["slow"] == reference([9] * 4, 30, True)
 
@@ -486,7 +485,7 @@ def test_a_running_request_past_its_deadline_ends_and_frees_its_pages() -> None:
     assert error is not None
     assert "did not finish within 0.1 s (timeout), after" in error.message
     assert 5 <= len(world.detok.tokens["a"]) <= 10
-    assert world.scheduler.wake_at is None
+    assert world.wake_at is None
 
 
 # --- the size of a step ---------------------------------------------------------------------------
@@ -586,7 +585,7 @@ def waiting_steps(**flags: Any) -> float:
     arrived = world.worker.now
     world.tell(submit("late", [7], 2))
     world.run()
-    return (world.detok.closed["late"].first_token - arrived) / 0.01
+    return (world.detok.closed["late"].first_token_at - arrived) / 0.01
 
 
 def test_a_request_that_arrives_during_a_step_is_in_the_next_one() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.to_scheduler import DetokReady, Shutdown, Submit
-from scheduler_proc.durability.journal import NO_JOURNAL, RETRY_INTERVAL_S, Journal, NoJournal
+from scheduler_proc.durability.journal import RETRY_INTERVAL_S, Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
-from scheduler_proc.request_table import first_number
+from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, header, let_go
 from tests.unit.simulation import EOS, World, abort, reference, submit
@@ -24,7 +24,7 @@ class MortalWorld(World):
     def __init__(self, args: SchedulerArgs, directory: Path) -> None:
         super().__init__(args)
         self._args = dataclasses.replace(args, journal=str(directory))
-        self.journal: Journal | NoJournal = NO_JOURNAL
+        self.journal: Journal | NoJournal = NoJournal()
         self._follow(again=False)
 
     def follow(self) -> None:
@@ -48,13 +48,13 @@ class MortalWorld(World):
             lambda: self.worker.now,
             journal,
         )
-        self.scheduler.arrivals.take_up(found, first_number() if again else 0)
+        self.scheduler.restore(found, first_seq_after_restart() if again else 0)
         self.worker.die()
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
         self.detok.ended.clear()
         ready = msgspec.structs.replace(self._ready, session=self.worker.session)
-        self.scheduler.iterate([DetokReady(self.detok.session)], [ready])
+        self.scheduler.step([DetokReady(self.detok.session)], [ready])
         self._acknowledge()
         self._check()
 
@@ -67,10 +67,10 @@ def test_streams_go_on_from_their_last_token_when_the_scheduler_dies(tmp_path: P
     for _ in range(5):
         for _ in range(4):
             world.step()
-        generated += world.scheduler.statistics.generation_tokens
+        generated += world.scheduler.stats.generation_tokens
         world.follow()
     world.run()
-    generated += world.scheduler.statistics.generation_tokens
+    generated += world.scheduler.stats.generation_tokens
     for name, prompt in prompts.items():
         assert world.detok.tokens[name] == reference(prompt, 12, True)
         assert world.detok.closed[name].finish_reason == "length"
@@ -107,7 +107,7 @@ def test_an_end_that_was_not_handed_on_is_told_again_and_one_that_was_only_on_de
     world.follow()
     assert [replay.opening.request_id for replay in world.detok.replayed] == ["late"]
     assert world.detok.tokens["late"] == reference([6], 2, True)
-    again = msgspec.structs.replace(submit("early", [5], 2, ignore_eos=True), resent=True)
+    again = msgspec.structs.replace(submit("early", [5], 2, ignore_eos=True), client_retry=True)
     steps = world.worker.rows_of_steps
     before = len(steps)
     world.tell(again)
@@ -133,13 +133,15 @@ def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:
     aborted: set[str] = set()
 
     def asked_again(names: set[str], **how: bool) -> list[Submit]:
-        return [msgspec.structs.replace(accepted[n], resent=True, **how) for n in names]
+        return [msgspec.structs.replace(accepted[n], client_retry=True, **how) for n in names]
 
     for number in range(200):
         match chosen.randrange(13):
             case 0:
                 world.follow()
-                world.tell(*asked_again(world.detok.unanswered, again=True))  # by the front door
+                world.tell(
+                    *asked_again(world.detok.unanswered, frontend_retry=True)
+                )  # by the front door
             case 1 | 2 | 3:
                 prompt = [chosen.randrange(3, 90) for _ in range(chosen.randrange(1, 30))]
                 message = submit(f"r{number}", prompt, chosen.randrange(1, 20))
@@ -192,7 +194,7 @@ class FrontDoor:
         self.world.follow()
         still_open = self.accepted.keys() - self.world.detok.closed.keys()
         for name in sorted(still_open):
-            self.world.tell(msgspec.structs.replace(self.accepted[name], again=True))
+            self.world.tell(msgspec.structs.replace(self.accepted[name], frontend_retry=True))
 
     def finish(self) -> None:
         """Every request has ended, once (the detokenizer sees to that), with all of its tokens."""

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
 from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.core import StepUpdate
 from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats, SlidingWindow
 from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.request import FinishReason
 from tests.unit.simulation import World, abort, submit
 
 
@@ -31,7 +33,7 @@ def test_the_gap_before_a_step_counts_where_its_plan_was_there() -> None:
     statistics = SchedulerStats()
     for step, (planned_before, gap) in enumerate([(0.5, 0.001), (0.5, 0.001), (-0.5, 0.5)], 1000):
         batch = ScheduleBatch(planned_at=step - planned_before, num_decodes=1)
-        statistics.count_step(batch, StepResult(step, b"", step + gap, step + 1.0))
+        statistics.on_step(batch, StepResult(step, b"", step + gap, step + 1.0), StepUpdate())
     info = statistics.info()
     assert info["step_gap_ms_p50"] == info["step_gap_ms_p99"] == pytest.approx(1)
     assert info["late_plans"] == 2  # the first step, for which nobody could plan, and the last
@@ -41,7 +43,7 @@ def test_steps_are_counted_by_how_many_tokens_they_have() -> None:
     statistics = SchedulerStats()
     for step, rows in enumerate([[1], [1] * 8, [1, 20], [20_000]]):
         batch = ScheduleBatch(planned_at=step, num_tokens=rows)
-        statistics.count_step(batch, StepResult(step, b"", step, step + 1.0))
+        statistics.on_step(batch, StepResult(step, b"", step, step + 1.0), StepUpdate())
     info: Any = statistics.info()
     found = {bound: info["step_tokens"][bound] for bound in ("1", "8", "16", "32", "+Inf")}
     assert found == {"1": 1, "8": 2, "16": 2, "32": 3, "+Inf": 4}
@@ -49,11 +51,15 @@ def test_steps_are_counted_by_how_many_tokens_they_have() -> None:
 
 
 def test_a_request_counts_in_the_stages_that_it_passed() -> None:
-    statistics, names = SchedulerStats(), ("received", "tokenized", "admitted", "first_token")
+    statistics, names = (
+        SchedulerStats(),
+        ("received_at", "tokenized_at", "admitted_at", "first_token_at"),
+    )
     for passed in range(5):
         stamps = [100.0, 100.25, 102.25, 103.25]
         times = dict(zip(names, [*stamps[:passed], *[0.0] * (4 - passed)], strict=True))
-        statistics.count_end(SimpleNamespace(**times), "abort", 110.0)  # type: ignore[arg-type]
+        ended = SimpleNamespace(finish_reason=FinishReason.ABORT, **times)
+        statistics.on_finish(ended, 110.0)  # type: ignore[arg-type]
     stages: Any = statistics.info()["stage_seconds"]
     assert {stage: times["+Inf"] for stage, times in stages.items()} == {
         "tokenize": 4, "queue": 3, "prefill": 2, "decode": 1,
@@ -79,5 +85,5 @@ def test_gaps_of_long_ago_are_forgotten() -> None:
     for step in range(2 * RECENT_STEPS):
         gap = 0.003 if step < RECENT_STEPS else 0.001
         result = StepResult(step, b"", step + gap, step + 1.0)
-        statistics.count_step(ScheduleBatch(planned_at=step - 0.5), result)
+        statistics.on_step(ScheduleBatch(planned_at=step - 0.5), result, StepUpdate())
     assert statistics.info()["step_gap_ms_p99"] == pytest.approx(1)

@@ -162,7 +162,7 @@ def test_a_request_that_was_accepted_is_never_refused_when_it_is_sent_again() ->
     door.ask("a", resent=True)
     assert door.submitted == ["a", "a"]
     assert isinstance(door.scheduler.sent[1], Drain)
-    assert door.scheduler.sent[2].resent
+    assert door.scheduler.sent[2].client_retry
 
 
 def test_a_front_door_leaves_when_all_is_told_on_its_own_demand() -> None:
@@ -189,9 +189,12 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     door.door.intake.scheduler_was_replaced()
     submits = {m.request_id: m for m in before if isinstance(m, Submit)}
     assert door.scheduler.sent == [
-        *(msgspec.structs.replace(submits[n], again=True) for n in ("both", "half", "aborted")),
+        *(
+            msgspec.structs.replace(submits[n], frontend_retry=True)
+            for n in ("both", "half", "aborted")
+        ),
         AbortRequest(b"c", "aborted", CLIENT),
-        *(msgspec.structs.replace(submits[n], again=True) for n in ("open", "of another")),
+        *(msgspec.structs.replace(submits[n], frontend_retry=True) for n in ("open", "of another")),
         Drain(),
     ]
     door.hear(ended=("both", "both", "half", "aborted", "open"))
@@ -217,7 +220,7 @@ def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
     door.door.intake.scheduler_was_replaced()
     assert door.scheduler.sent == [
         AbortRequest(b"gone", "", CLIENT_LOST),
-        msgspec.structs.replace(submit, again=True),
+        msgspec.structs.replace(submit, frontend_retry=True),
     ]
 
 
@@ -244,7 +247,7 @@ def test_what_is_sent_again_while_it_is_being_encoded_is_told_anew() -> None:
     assert len(door.pool.begun) == 1
     door.pool.finish()
     (submit,) = door.scheduler.sent
-    assert submit.resent
+    assert submit.client_retry
 
 
 def test_what_is_aborted_while_it_is_being_encoded_is_aborted_when_it_is_known() -> None:
@@ -270,9 +273,9 @@ def test_an_end_does_not_take_away_what_is_sent_again_meanwhile() -> None:
     door.hear(ended=("a",))
     door.pool.finish()
     submit = door.scheduler.sent[-1]
-    assert submit.resent
+    assert submit.client_retry
     door.door.intake.scheduler_was_replaced()
-    assert door.scheduler.sent == [msgspec.structs.replace(submit, again=True)]
+    assert door.scheduler.sent == [msgspec.structs.replace(submit, frontend_retry=True)]
 
 
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:

@@ -272,24 +272,24 @@ def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
     submit = through_the_front_door(message, FrontDoorArgs())
     assert isinstance(submit, Submit)
     assert submit.priority == 7
-    assert submit.queue_deadline == submit.received + 2.5
-    assert submit.deadline == submit.received + 40
+    assert submit.queue_deadline == submit.received_at + 2.5
+    assert submit.deadline == submit.received_at + 40
 
 
 def test_a_request_without_timeouts_has_the_servers() -> None:
     args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
     submit = through_the_front_door(encode(generate()), args)
     assert isinstance(submit, Submit)
-    assert submit.queue_deadline == submit.received + 3
-    assert submit.deadline == submit.received + 60
+    assert submit.queue_deadline == submit.received_at + 3
+    assert submit.deadline == submit.received_at + 60
 
 
 def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> None:
     args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
     submit = through_the_front_door(encode(generate(queue_timeout=9, timeout=5)), args)
     assert isinstance(submit, Submit)
-    assert submit.queue_deadline == submit.received + 9
-    assert submit.deadline == submit.received + 5
+    assert submit.queue_deadline == submit.received_at + 9
+    assert submit.deadline == submit.received_at + 5
 
 
 def test_a_server_without_timeouts_sets_no_deadline() -> None:
@@ -328,7 +328,7 @@ def test_the_clients_options_travel_with_the_request() -> None:
         assert message.truncate_prompt is True
         submit = through_the_front_door(encode(message), FrontDoorArgs())
         assert isinstance(submit, Submit)
-        assert submit.deadline == submit.received + 20
+        assert submit.deadline == submit.received_at + 20
 
 
 def test_a_client_that_says_nothing_leaves_it_to_the_server() -> None:

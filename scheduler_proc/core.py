@@ -1,0 +1,494 @@
+"""The scheduler core: what the next step runs, and what the result of a step means.
+
+It is pure: no clock, no sockets, no journal, no callbacks. `plan` composes a step out of the
+running batch and the waiting queue, `complete` takes a step's tokens in; both return what happened.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.planning.admission import Admission
+from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
+from scheduler_proc.policies import make_queue
+from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.request import (
+    FinishReason,
+    Request,
+    RequestFailure,
+    RequestStatus,
+    priority_retraction_key,
+    retraction_key,
+)
+
+DEFAULT_PREEMPTION_THRESHOLD = 10
+
+
+class Capacity(NamedTuple):
+    """What the worker has room for; without pages, there is no worker yet.
+
+    Attributes:
+        prefill_tokens: prompt tokens of one step that keep the worker busy.
+    """
+
+    num_pages: int = 0
+    page_size: int = 1
+    prefill_tokens: int = 0
+
+
+class BatchMode(str, enum.Enum):
+    """What a step computes (--batch-mode).
+
+    PREFILL_FIRST: prompts before anything else; but after a chunk the running requests have a
+        step, so that a long prompt never stops them for longer than one chunk.
+    MIXED: each step decodes and computes prompts, as many as the token budget allows.
+    DECODE_FIRST: prompts only as long as one decode step is not full.
+    ALTERNATE: one step of prompts, then one decode step.
+    """
+
+    PREFILL_FIRST = "prefill-first"
+    MIXED = "mixed"
+    DECODE_FIRST = "decode-first"
+    ALTERNATE = "alternate"
+
+
+class Room(enum.Enum):
+    """Whether a request gets another page.
+
+    FREE: it does. RETRACTED: it was retracted itself. WAIT: pages come back when steps in flight
+    are answered. POOL_FULL: it fills the whole pool alone.
+    """
+
+    FREE = enum.auto()
+    RETRACTED = enum.auto()
+    WAIT = enum.auto()
+    POOL_FULL = enum.auto()
+
+
+@dataclass(slots=True)
+class Plan:
+    """The next step; its batch is empty where nothing can run.
+
+    Attributes:
+        has_retracted: whether requests left the running batch since its composition began.
+        admitted: requests that left the waiting queue.
+        retracted: requests that gave their pages up and wait again.
+        failed: requests that cannot go on.
+    """
+
+    in_flight: bool
+    batch: ScheduleBatch = field(default_factory=ScheduleBatch)
+    has_retracted: bool = False
+    admitted: list[Request] = field(default_factory=list)
+    retracted: list[Request] = field(default_factory=list)
+    failed: list[RequestFailure] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepUpdate:
+    """What a step brought: token_ids[i] belongs to request seqs[i].
+
+    Attributes:
+        started: requests that have their first token.
+        finished: requests that ended by themselves, with a stop token or at their length.
+        failed: retracted requests that do not fit into the pool any more.
+    """
+
+    seqs: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    failed: list[RequestFailure] = field(default_factory=list)
+
+
+class SchedulerCore:
+    """Waiting queue, running batch and KV pages."""
+
+    def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
+        self.kv = KVCache(capacity.num_pages, capacity.page_size, args.prefix_cache)
+        self.admission = Admission(args, self.kv)
+        self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
+        self.quarantine = Quarantine()
+        self.num_retractions = num_retractions
+        self._running = RunningBatch()
+        self._mode = BatchMode(args.mode)
+        self._budget = args.prefill_budget(capacity.prefill_tokens)
+        self._slack = args.prefill_slack(capacity.prefill_tokens)
+        self._chunk = args.longest_chunk(capacity.prefill_tokens)
+        self._cuts_prompts = args.chunk_size(capacity.prefill_tokens) is not None
+        self._width = args.max_batch_size
+        self._prefill_width = args.prefill_width
+        by_priority = args.schedule_policy == "priority"
+        self._retraction_key = priority_retraction_key if by_priority else retraction_key
+        # Fair turns would give the slot back to the request that was preempted, over and over.
+        self._preempts = by_priority and not args.fair_clients
+        self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
+        self._last_step_prefilled = False
+
+    # --- requests come and go ---------------------------------------------------------------------
+
+    def add(self, request: Request) -> RequestFailure | None:
+        """Queue a request. Return its error where it can never run."""
+        if self.kv.num_pages and self.admission.never_fits(request):
+            return request, self.admission.prompt_too_long(request)
+        self._push(request)
+        return None
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that ends, wherever it stands. Steps in flight keep its pages."""
+        self.waiting.remove(request)
+        self.quarantine.remove(request)
+        if request in self._running:
+            self._stop_decoding(request)
+        self._running.remove(request)
+        if request.in_flight == 0:
+            self._release(request)
+
+    def retract_any(self, number: int) -> list[RequestFailure]:
+        """Retract running request `number`, modulo their count, without need (fault injection).
+
+        A quarantined request is left alone. Return the requests that failed.
+        """
+        running, plan = list(self._running), Plan(in_flight=False)
+        if running and self.quarantine.current is None:
+            self._retract(running[number % len(running)], plan)
+        return plan.failed
+
+    def _push(self, request: Request) -> None:
+        (self.quarantine if is_quarantined(request) else self.waiting).push(request)
+
+    def _release(self, request: Request) -> None:
+        """Take slot and pages back: no step of the request is in flight."""
+        self.admission.release(request)
+
+    # --- plan -------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a slot."""
+        return len(self.waiting) + len(self.quarantine)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request could use a step."""
+        num_running = len(self._running) + (self._running.chunked is not None)
+        return self.kv.num_pages > 0 and num_running + self.num_waiting > 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nothing runs, and the next prefill step has slots and token budget to spare."""
+        if self._running.all_requests or len(self.quarantine):
+            return False
+        num_admissible, budget = self._num_admissible(), self._budget + self._slack
+        first = self.waiting.first(num_admissible, budget)
+        return len(first) < num_admissible and sum(map(self._num_uncached, first)) < budget
+
+    def plan(self, now: float, in_flight: bool) -> Plan:
+        """Return the next step. in_flight: earlier steps are not answered yet."""
+        plan = Plan(in_flight)
+        self._compose(plan, now)
+        while plan.batch.is_empty and plan.has_retracted:
+            self._compose(plan, now)
+        batch = plan.batch
+        self._last_step_prefilled = batch.num_decodes < batch.batch_size
+        if batch.num_decodes and not plan.has_retracted:
+            self.admission.ratio.decay()
+        return plan
+
+    def _compose(self, plan: Plan, now: float) -> None:
+        plan.has_retracted = False
+        quarantined = self.quarantine.current
+        if quarantined is not None:
+            self._add_quarantined(quarantined, plan, now)
+        elif self._mode is BatchMode.MIXED:
+            self._add_decodes(plan)
+            self._add_prefills(plan, now)
+        elif self._decode_comes_first():
+            self._add_decodes(plan)
+            if plan.batch.is_empty:
+                self._add_prefills(plan, now)
+        else:
+            self._add_prefills(plan, now)
+            if plan.batch.is_empty:
+                self._add_decodes(plan)
+
+    def _decode_comes_first(self) -> bool:
+        in_turns = self._mode is BatchMode.ALTERNATE or self._running.chunked is not None
+        if self._last_step_prefilled and in_turns:
+            return True
+        return self._mode is BatchMode.DECODE_FIRST and len(self._running) >= self._width
+
+    def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
+        """Add a row of one request alone, so that it is known whose step crashes the worker."""
+        if request.slot >= 0:
+            if self._running.chunked is request:
+                self._add_prefill(request, self._chunk, plan)
+            else:
+                self._add_decodes(plan)
+            return
+        self._release_held_back()
+        for other in self._running.all_requests:
+            self._retract(other, plan)
+        if not plan.in_flight and self.admission.can_admit(request, 0):
+            self._admit(request, self._chunk, plan, now)
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def _add_decodes(self, plan: Plan) -> None:
+        rows = self._with_pages(self._running.next_group(self._width), plan)
+        plan.batch.add_decodes(rows)
+        for request in rows:
+            if request.num_known_tokens == request.max_total_tokens:
+                self._stop_decoding(request)
+
+    def _with_pages(self, group: list[Request], plan: Plan) -> list[Request]:
+        """Allocate a page to each request in `group` that needs one, retracting others if needed.
+
+        Return the requests that can decode.
+        """
+        full = [r for r in group if r.num_computed_tokens == r.page_capacity]
+        if not full:
+            return group
+        for request in full:
+            if request not in self._running:
+                continue
+            room = self._ensure_page(request, plan)
+            if room is Room.FREE:
+                self.kv.append_page(request)
+            elif room is Room.POOL_FULL:
+                plan.failed.append((request, self.admission.pool_is_full(request)))
+                plan.has_retracted = True
+                self.remove(request)
+        rows = [r for r in group if r.num_computed_tokens < r.page_capacity]
+        if plan.has_retracted:
+            rows = [request for request in rows if request in self._running]
+        for request in full:
+            if request.num_computed_tokens < request.page_capacity and request in self._running:
+                plan.batch.grown += (request.slot, request.pages[-1])
+        return rows
+
+    def _stop_decoding(self, request: Request) -> None:
+        """Remove a request from the running batch: it needs no further step."""
+        self._running.remove(request)
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def _add_prefills(self, plan: Plan, now: float) -> None:
+        budget = self._budget
+        if self._running.chunked is not None and self._preempts:
+            self._preempt_chunked(self.waiting.first(1, budget), plan)
+        if self._running.chunked is not None:
+            budget -= self._add_prefill(self._running.chunked, self._chunk, plan)
+        if budget > 0 and len(self.waiting) and not plan.has_retracted:
+            self._add_waiting(budget, plan, now)
+
+    def _add_prefill(self, request: Request, limit: int, plan: Plan) -> int:
+        """Add the next tokens of a prompt, at most `limit`. Return their number."""
+        count = request.num_uncomputed_tokens
+        if self._cuts_prompts:
+            count = min(count, limit)
+        samples = plan.batch.add_prefill(request, count)
+        self.kv.cache_computed(request)
+        self._running.chunked = None if samples else request
+        if samples and request.num_remaining_tokens:
+            self._running.add(request)
+        elif samples:
+            self._stop_decoding(request)
+        return count
+
+    def _add_waiting(self, budget: int, plan: Plan, now: float) -> None:
+        """Admit prompts from the waiting queue, as far as width, tokens, slots and pages last.
+
+        The pages of each are cached at once, so that the next one may match them: a common prefix
+        is computed once, in this very step.
+        """
+        num_admissible = self._num_admissible()
+        if num_admissible <= 0:
+            return
+        expected = self.admission.expected_tokens()
+        lookahead = self.waiting.lookahead
+        candidates = self.waiting.first(num_admissible + lookahead, budget)
+        if len(candidates) == len(self.waiting):
+            budget = self._stretched(budget, sum(r.num_uncomputed_tokens for r in candidates))
+        for request in candidates:
+            count = self._num_tokens_for(request, plan.batch, budget)
+            if count == 0 or not self._can_admit(request, expected, plan):
+                lookahead -= 1
+                if lookahead < 0:
+                    return
+                continue
+            self.waiting.take(request)
+            expected += request.num_remaining_tokens
+            budget -= self._admit(request, count, plan, now)
+            num_admissible -= 1
+            if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:
+                return
+
+    def _admit(self, request: Request, limit: int, plan: Plan, now: float) -> int:
+        """Give slot and pages to a request and add its first tokens. Return their number."""
+        self.admission.admit(request, now)
+        plan.admitted.append(request)
+        plan.batch.new.append(request.new_slot())
+        return self._add_prefill(request, limit, plan)
+
+    def _can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
+        if self.admission.can_admit(request, expected):
+            return True
+        if self._preempts and not self.admission.pending_release:
+            self._preempt_for(request, plan)
+        return False
+
+    def _num_admissible(self) -> int:
+        """Return how many requests this step may admit.
+
+        Without a free slot one is considered for which another may be preempted.
+        """
+        return min(self._prefill_width, self.admission.num_free_slots or int(self._preempts))
+
+    def _num_tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
+        """Return how many tokens of a waiting prompt this step can take; 0 for none.
+
+        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are
+        never cut; those after it are cut where a page ends.
+        """
+        count = self._num_uncached(request)
+        if count <= budget:
+            return count
+        if batch.batch_size == batch.num_decodes:
+            return min(count, self._chunk) if self._cuts_prompts else count
+        return budget // self.kv.page_size * self.kv.page_size if self._cuts_prompts else 0
+
+    def _num_uncached(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are not cached."""
+        depth = self.kv.match_prefix(request).depth
+        return request.num_known_tokens - depth * self.kv.page_size
+
+    def _stretched(self, budget: int, wanted: int) -> int:
+        """Return a budget for all that is wanted, where that is little more than the budget."""
+        return wanted if budget < wanted <= budget + self._slack else budget
+
+    # --- retraction -------------------------------------------------------------------------------
+
+    def _ensure_page(self, request: Request, plan: Plan) -> Room:
+        """See that a page is available for a running request, retracting others if needed.
+
+        The pages of a retracted request come back when its steps in flight are answered.
+        """
+        while self.kv.num_available == 0:
+            if self.admission.pending_release:
+                return Room.WAIT
+            if self._release_held_back():
+                continue
+            running = self._running.all_requests
+            if len(running) > 1:
+                victim = min(running, key=self._retraction_key)
+                self._retract(victim, plan)
+                if victim is request:
+                    return Room.RETRACTED
+            elif not self.kv.free_duplicates(request):
+                return Room.WAIT if plan.in_flight else Room.POOL_FULL
+        return Room.FREE
+
+    def _release_held_back(self) -> bool:
+        """Release pages that requests hold which need no step. Return whether there were any."""
+        return False
+
+    def _preempt_for(self, request: Request, plan: Plan) -> None:
+        """Retract the decoding request of the lowest priority for a much more urgent one."""
+        victim = min(self._running, key=priority_retraction_key, default=None)
+        if victim is not None and request.priority - victim.priority >= self._threshold:
+            self._retract(victim, plan)
+
+    def _preempt_chunked(self, first: list[Request], plan: Plan) -> None:
+        """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
+        chunked = self._running.chunked
+        if chunked is not None and any(
+            request.priority - chunked.priority >= self._threshold for request in first
+        ):
+            self._retract(chunked, plan)
+
+    def _retract(self, request: Request, plan: Plan) -> None:
+        """Take a running request's pages for others: it waits again.
+
+        What is not cached any more by then is computed again; its stream goes on unchanged.
+        """
+        self._running.remove(request)
+        self.num_retractions += 1
+        plan.retracted.append(request)
+        plan.has_retracted = True
+        self.admission.ratio.on_retract(list(self._running))
+        request.status = RequestStatus.RETRACTED
+        self.admission.pending_release.add(request.seq)
+        if request.in_flight == 0:
+            self._requeue(request, plan.failed)
+
+    def _requeue(self, request: Request, failed: list[RequestFailure]) -> None:
+        """Queue a retracted request of which no step is in flight any more."""
+        self.admission.release(request)
+        if self.admission.never_fits(request):
+            failed.append((request, self.admission.pool_is_full(request)))
+            return
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.forget_prompt_logprobs()
+        self._push(request)
+
+    # --- complete ---------------------------------------------------------------------------------
+
+    def complete(self, batch: ScheduleBatch, result: StepResult) -> StepUpdate:
+        """Take in the result of a step and return what it brought."""
+        requests, update = batch.requests, StepUpdate()
+        for piece in result.prompt_logprobs:
+            requests[piece.row].prompt_logprobs.append(piece.block)
+        for request in requests:
+            request.in_flight -= 1
+        token_ids = unpack_ids(result.token_ids)
+        self._take_tokens(zip(requests, token_ids, strict=True), result.ended, update)
+        for row in result.forced:
+            request, forced = requests[row.row], unpack_ids(row.token_ids)
+            request.extend_forced(len(forced))
+            if request.num_remaining_tokens <= 0 and request in self._running:
+                self._stop_decoding(request)
+            self._take_tokens(zip(repeat(request), forced), result.ended, update)
+        for request in requests:
+            if request.in_flight == 0 and request.status >= RequestStatus.RETRACTED:
+                if request.status is RequestStatus.RETRACTED:
+                    self._requeue(request, update.failed)
+                else:
+                    self._release(request)
+        return update
+
+    def _take_tokens(
+        self, tokens: Iterable[tuple[Request, int]], time: float, update: StepUpdate
+    ) -> None:
+        """Append each request's next token; -1 where the step sampled none."""
+        seqs, token_ids = update.seqs, update.token_ids
+        for request, token in tokens:
+            if token < 0 or request.finish_reason:
+                continue
+            if not request.first_token_at:
+                request.first_token_at = time
+                if request.status is RequestStatus.PREFILLING:
+                    request.status = RequestStatus.DECODING
+                update.started.append(request)
+            known = request.tokens
+            known.append(token)
+            seqs.append(request.seq)
+            token_ids.append(token)
+            if token in request.stop_ids:
+                self._finish(request, FinishReason.STOP, token, update)
+            elif len(known) == request.max_total_tokens:
+                self._finish(request, FinishReason.LENGTH, None, update)
+
+    def _finish(
+        self, request: Request, reason: FinishReason, matched_stop: int | None, update: StepUpdate
+    ) -> None:
+        self.remove(request)
+        request.finish(reason, matched_stop)
+        update.finished.append(request)
