@@ -88,10 +88,10 @@ def steady() -> Trace:
             "ignore_eos": source.random() < 0.5,
             "temperature": source.choice([0.0, 0.7, 1.0]),
         }
-        at_us = 2500 * number
+        at_us = 4000 * number
         client = CLIENTS[source.randrange(3)]
         trace.add(at_us, *submit(at_us, f"s{number}", client, prompt, params, number % 4 * 6))
-    trace.add(70_000, "inspect", b"alice", "info", {})
+    trace.add(100_000, "inspect", b"alice", "info", {})
     trace.add(10_000_000, "drain")
     return trace
 

@@ -14,7 +14,6 @@ from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.sockets import encode
 
 TO_WORKER, TO_DETOK = "worker", "detok"
-LENGTH_BYTES = 4
 # A plan's frame is an array of at most 15 fields, of which the tag is the first.
 PLAN_TAG, PLAN_TAG_AT = b"\xa4plan", slice(1, 6)
 
@@ -38,19 +37,21 @@ class FrameLog:
         self._hash = hashlib.sha256()
         self._write_line = write_line
 
-    def add(self, link: str, frame: bytes) -> None:
+    def add(self, link: str, frame: bytes, at_us: int = 0) -> None:
         """Add one encoded frame.
 
         Args:
             link: TO_WORKER or TO_DETOK.
             frame: the bytes as a socket would send them.
+            at_us: when it is sent; a plan that is sent too late or too early is another decision.
         """
-        self._hash.update(link.encode() + len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
+        start = f"{at_us} {link} {len(frame)} "
+        self._hash.update(start.encode() + frame)
         self.num_frames += 1
         self.num_plans += link == TO_WORKER and frame[PLAN_TAG_AT] == PLAN_TAG
         if self._write_line is not None:
             message = msgspec.msgpack.decode(frame)
-            self._write_line(f"{self.num_frames} {link} {json.dumps(as_json(message))}")
+            self._write_line(f"{self.num_frames} {at_us} us {link} {json.dumps(as_json(message))}")
 
     def observe(self, link: str, message: msgspec.Struct) -> None:
         """Add one message that is not encoded yet."""

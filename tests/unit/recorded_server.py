@@ -126,7 +126,7 @@ class Server:
     # --- what the scheduler sends -----------------------------------------------------------------
 
     def _take_worker_frame(self, frame: bytes) -> None:
-        self._log.add(TO_WORKER, frame)
+        self._log.add(TO_WORKER, frame, self._now_us)
         message = msgspec.msgpack.decode(frame)
         if message[0] == "plan":
             at_us, result = self._engine.run(message, self._now_us)
@@ -137,7 +137,7 @@ class Server:
             self.report(self._now_us + COMPILE_US, ["grammar", key, error])
 
     def _take_detok_frame(self, frame: bytes) -> None:
-        self._log.add(TO_DETOK, frame)
+        self._log.add(TO_DETOK, frame, self._now_us)
         message = msgspec.msgpack.decode(frame)
         if message[0] != "output":
             return
@@ -178,7 +178,7 @@ class Engine:
             self._slots[one[0]] = Slot(one)
         rows = list(zip(unpack_ids(slots), unpack_ids(counts), strict=True))
         began = max(now_us + 20, self._free_us)
-        self._free_us = ended = began + 1500 + 5 * len(rows) + 25 * sum(n for _, n in rows)
+        self._free_us = ended = began + 3000 + 5 * len(rows) + 15 * sum(n for _, n in rows)
         pieces = []
         for row, (slot, num) in enumerate(rows):
             block = self._slots[slot].prompt_block(num)
