@@ -1,4 +1,4 @@
-"""What the requests of this gateway took: counted here, shown by metrics.py."""
+"""Counters and histograms of the requests that came by HTTP, shown at GET /metrics."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,17 +7,17 @@ from quadriga.client.types import Completion
 from quadriga.histogram import SECONDS, Histogram
 from quadriga.sampling.params import SamplingParams
 
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-CHOICES = (1, 2, 5, 10, 20, 50, 128)
+TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 128)
 
 
 class RequestMetrics:
-    """What the requests of this gateway took, stage by stage."""
+    """Counters and histograms of one gateway. Times are in seconds."""
 
     def __init__(self) -> None:
-        self.slow_readers = 0
-        self.disconnects = 0
-        self.refused_connections = 0
+        self.num_slow_readers = 0
+        self.num_disconnects = 0
+        self.num_refused_connections = 0
         self.errors: Counter[str] = Counter()
         self.histograms = {
             "time_to_first_token_seconds": Histogram(SECONDS),
@@ -31,23 +31,24 @@ class RequestMetrics:
             "request_inference_time_seconds": Histogram(SECONDS),
             "request_detokenize_time_seconds": Histogram(SECONDS),
             "request_delivery_time_seconds": Histogram(SECONDS),
-            "request_prompt_tokens": Histogram(TOKENS),
-            "request_generation_tokens": Histogram(TOKENS),
-            "request_params_n": Histogram(CHOICES),
-            "request_params_max_tokens": Histogram(TOKENS),
+            "request_prompt_tokens": Histogram(TOKEN_BOUNDS),
+            "request_generation_tokens": Histogram(TOKEN_BOUNDS),
+            "request_params_n": Histogram(CHOICE_BOUNDS),
+            "request_params_max_tokens": Histogram(TOKEN_BOUNDS),
         }
 
     def count_error(self, code: str) -> None:
+        """Count a web request that failed with this error code."""
         self.errors[code] += 1
 
-    def count_asked(self, params: SamplingParams) -> None:
-        """A request goes to the ring."""
+    def count_submitted(self, params: SamplingParams) -> None:
+        """Count a request that is sent to the ring."""
         self.histograms["request_params_n"].observe(params.n)
         if params.max_new_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(params.max_new_tokens)
 
-    def count(self, completion: Completion) -> None:
-        """A request has ended."""
+    def count_completion(self, completion: Completion) -> None:
+        """Count a finished choice and the time of each of its stages."""
         times, usage, histograms = completion.timings, completion.usage, self.histograms
         histograms["e2e_request_latency_seconds"].observe(times.delivered - times.submitted)
         histograms["request_prompt_tokens"].observe(usage.prompt_tokens)
@@ -66,6 +67,6 @@ class RequestMetrics:
         if len(times.token_times) > 1:
             per_token = (last - first) / (len(times.token_times) - 1)
             histograms["request_time_per_output_token_seconds"].observe(per_token)
-        gaps = histograms["inter_token_latency_seconds"]
+        latencies = histograms["inter_token_latency_seconds"]
         for earlier, later in pairwise(times.token_times):
-            gaps.observe(later - earlier)
+            latencies.observe(later - earlier)

@@ -1,6 +1,6 @@
-"""The sampling fields of a request, by the names of OpenAI, vLLM and SGLang.
+"""Sampling fields by their names at OpenAI, vLLM and SGLang.
 
-A new field of SamplingParams needs one line in a table here.
+A new field of SamplingParams needs one line in a table of this file.
 """
 
 import re
@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from http_proc.protocol.errors import from_ring, invalid, shortened
+from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from http_proc.protocol.schema import OpenAIRequest
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.grammar import FIELDS
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import MAX_CHOICES, check_counts
 
-EVERYWHERE = {
+MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
+
+# Each table maps the request's name of a field to SamplingParams' name.
+COMMON = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -42,7 +45,7 @@ EVERYWHERE = {
     "n": "n",
 }
 OPENAI = {
-    **EVERYWHERE,
+    **COMMON,
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -52,19 +55,18 @@ OPENAI = {
     "seed": "seed",
 }
 CHAT = {**OPENAI, "max_completion_tokens": "max_new_tokens"}
-NATIVE = {
-    **EVERYWHERE,
+SGLANG = {
+    **COMMON,
     "max_new_tokens": "max_new_tokens",
     "min_new_tokens": "min_new_tokens",
     "sampling_seed": "seed",
 }
-"""SGLang's sampling_params."""
 
-_AT = re.compile(r"\$(?:\.(\w+))?")
+_PATH = re.compile(r"\$(?:\.(\w+))?")
 
 
 class Sampling(NamedTuple):
-    """params, and what SamplingParams' fields are called in this request, for errors."""
+    """Sampling parameters, and the request's name of each field, for error messages."""
 
     params: SamplingParams
     names: dict[str, str]
@@ -73,10 +75,12 @@ class Sampling(NamedTuple):
 def take_sampling(
     body: dict[str, Any], table: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Sampling:
-    """Take the sampling fields out of a body; null means "as if absent".
+    """Remove the sampling fields from `body` and return them; null means "as if absent".
 
-    defaults: by the names of SamplingParams. Raises ApiError for a wrong type, for a list that
-    is too long, and for one grammar by two names.
+    `table` maps the request's names to SamplingParams' names, which `defaults` has as keys.
+
+    Raises:
+        ApiError: a wrong type, a list that is too long, or a grammar given by two names.
     """
     values: dict[str, Any] = dict(defaults)
     names: dict[str, str] = {}
@@ -98,11 +102,11 @@ def take_sampling(
         raise wrong_type(error, names) from None
 
 
-def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
-    """400 that names the field to which msgspec's message points (`… - at `$.field``)."""
+def wrong_type(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Return a 400 that names the field of msgspec's message (`… - at `$.field``)."""
     text = shortened(str(error))
-    at = _AT.search(text)
-    field = at[1] if at and at[1] else ""
+    path = _PATH.search(text)
+    field = path[1] if path and path[1] else ""
     name = names.get(field, field)
     unknown = re.search(r"unknown field `(\w*)`", text)
     if unknown is not None and not field:
@@ -114,7 +118,7 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
 
 
 def check_prompt_logprobs(call: OpenAIRequest) -> None:
-    """400 where they are asked for in vLLM's way, which has no place for them in a stream."""
+    """Raise a 400 for prompt_logprobs in a stream: vLLM's format has no place for them there."""
     if call.stream and call.prompt_logprobs is not None:
         raise invalid(
             "prompt_logprobs cannot be streamed: leave stream out, or send echo and logprobs to"
@@ -123,13 +127,13 @@ def check_prompt_logprobs(call: OpenAIRequest) -> None:
         )
 
 
-def check_choices(n: int, prompts: int, limit: int) -> None:
-    """400 for more choices than one request may have."""
+def check_choices(n: int, num_prompts: int) -> None:
+    """Raise a 400 for more choices than one request may have."""
     if not 1 <= n <= MAX_CHOICES:
         raise invalid(f"n is {n}: it must be from 1 to {MAX_CHOICES}", "n")
-    if n * prompts > limit:
+    if n * num_prompts > MAX_CHOICES_PER_REQUEST:
         raise invalid(
-            f"{prompts} prompts of {n} choices are {n * prompts}: one request may have {limit};"
-            " send several",
+            f"{num_prompts} prompts of {n} choices are {n * num_prompts}: one request may have"
+            f" {MAX_CHOICES_PER_REQUEST}; send several",
             "prompt",
         )

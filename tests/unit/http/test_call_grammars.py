@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from http_proc.protocol.call_grammars import free_calls
+from http_proc.protocol.call_grammars import strict_calls
 from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
-from http_proc.protocol.tool_calls import make_parser
+from http_proc.protocol.tool_calls import ToolFormat, make_parser
 from quadriga.sampling.grammar import compile_grammar, grammar_of, load_vocabulary, to_library_form
 from quadriga.sampling.params import SamplingParams
 
@@ -69,8 +69,8 @@ def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
 
 @pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])
 def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, write: Any) -> None:
-    tool_format = write.__name__.partition("_")[0]
-    fields = free_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
+    tool_format = ToolFormat(write.__name__.partition("_")[0])
+    fields = strict_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
     grammar = grammar_of(SamplingParams(**fields))
     assert grammar is not None
     beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))

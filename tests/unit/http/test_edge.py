@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from http_proc import listener as listen
-from http_proc.endpoints import request_body as bodies
-from http_proc.middleware import access
-from http_proc.middleware import slow_client as watch
+from http_proc import listener
+from http_proc.endpoints import request_body
+from http_proc.middleware import request_scope, slow_client
 from http_proc.observe.request_metrics import RequestMetrics
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
@@ -61,14 +60,14 @@ async def answer(client: socket.socket) -> bytes:
 
 
 def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
-    return gateway.metrics.slow_readers == 1 and gateway.live == 0 and ring.handles[0].done
+    return gateway.metrics.num_slow_readers == 1 and gateway.num_open == 0 and ring.handles[0].done
 
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
 
@@ -76,7 +75,7 @@ def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
         client = await connect(gateway, request(ASK | {"stream": True}), 4096)
         while not ring.sinks:
             await asyncio.sleep(0)
-        while not gateway.metrics.slow_readers:
+        while not gateway.metrics.num_slow_readers:
             ring.sinks[0](chunk("a" * 100_000))
             await asyncio.sleep(0.01)
             if reads:
@@ -90,7 +89,7 @@ def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
 
 
 def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
@@ -111,16 +110,16 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
             assert said.startswith(b"HTTP/1.1 400 ")
             assert f"{field} is an empty list".encode() in said
             client.close()
-        assert gateway.live == 0
+        assert gateway.num_open == 0
 
     run(ScriptedRing(["a"]), test)
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at by hand, each time when it has just taken enough: no clock decides."""
-    watches: list[watch.SlowClientGuard] = []
+    watches: list[slow_client.SlowClientGuard] = []
 
-    class Known(watch.SlowClientGuard):
+    class Known(slow_client.SlowClientGuard):
         def __enter__(self) -> None:
             super().__enter__()
             watches.append(self)
@@ -128,7 +127,7 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
             own = self._transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
 
-    monkeypatch.setattr(access, "SlowClientGuard", Known)
+    monkeypatch.setattr(request_scope, "SlowClientGuard", Known)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
@@ -139,10 +138,10 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
             taken += len(piece)
             await asyncio.sleep(0)
             waits, now = watches[0].progress()
-            if waits and now - sent >= watch.MIN_BYTES_PER_INTERVAL:
-                watches[0]._look()
+            if waits and now - sent >= slow_client.MIN_BYTES_PER_INTERVAL:
+                watches[0]._check()
                 sent, looks = now, looks + 1
-        assert gateway.metrics.slow_readers == 0
+        assert gateway.metrics.num_slow_readers == 0
         assert looks > 10
         client.close()
 
@@ -179,7 +178,7 @@ def test_over_tls_a_long_stream_comes_to_its_end(tmp_path: Path, run_loop: Any) 
 def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "IDLE_TIMEOUT_S", 0.2)
 
     async def test(gateway: Any) -> None:
         slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
@@ -190,7 +189,7 @@ def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
 
 
 def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.1)
 
     async def test(gateway: Any) -> None:
         client = await connect(gateway, request(ASK, cut=1))
@@ -203,7 +202,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_BYTES", 1500)
+    monkeypatch.setattr(request_body, "MAX_TOTAL_BYTES", 1500)
 
     async def test(gateway: Any) -> None:
         large = ASK | {"prompt": "a" * 900}
@@ -224,7 +223,7 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
 def test_connections_over_the_limit_are_told_so_and_counted(run_loop: Any) -> None:
     async def test(gateway: Any) -> None:
         first = await connect(gateway)
-        while not gateway.metrics.refused_connections:
+        while not gateway.metrics.num_refused_connections:
             found = await answer(await connect(gateway, request(ASK)))
         assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
         assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["code"] == (
@@ -253,7 +252,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
         while not ring.handles[2:]:
             await asyncio.sleep(0)
         gone.close()
-        while gateway.live:
+        while gateway.num_open:
             await asyncio.sleep(0)
 
     run(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
@@ -295,14 +294,14 @@ def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
         loop, connection = asyncio.get_running_loop(), Stalled()
         suspended = 0.0
         monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
-        observer = watch.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
+        observer = slow_client.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
         with observer:
-            for seconds in (watch.STALL_SECONDS, 1000.0):
+            for seconds in (slow_client.CHECK_INTERVAL_S, 1000.0):
                 suspended += seconds
-                observer._look()
+                observer._check()
                 assert not connection.aborted
-            suspended += watch.STALL_SECONDS
-            observer._look()
+            suspended += slow_client.CHECK_INTERVAL_S
+            observer._check()
             assert connection.aborted
 
     asyncio.run(look())

@@ -209,7 +209,7 @@ def test_what_the_ring_says_becomes_a_status(
             assert caught.value.status_code == status
             assert ("retry-after" in caught.value.response.headers) is retry
         assert gateway.metrics.errors[error.code] == 2
-        assert gateway.live == 0
+        assert gateway.num_open == 0
 
     run(ring, test)
 
@@ -242,7 +242,7 @@ def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
             stream = await client.completions.create(model="tiny", prompt="x", stream=True)
             async for part in stream:
                 gateway_chunks.append(part)
-        assert gateway.live == 0
+        assert gateway.num_open == 0
 
     run(ring, test)
 

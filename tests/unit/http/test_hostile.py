@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from http_proc import gateway as gateway_module
+from http_proc import gateway
 from quadriga.errors import DeadlineExceeded
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
@@ -203,7 +203,7 @@ def test_the_start_is_over_once_a_probe_would_say_so() -> None:
 def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway_module, "PROBE_AGE", 60.0)
+    monkeypatch.setattr(gateway, "READY_MAX_AGE_S", 60.0)
     ring = LoadingRing(3)
 
     async def test(gateway: Any) -> None:

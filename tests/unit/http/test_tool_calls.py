@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from http_proc.protocol.tool_calls import ID_LENGTH, make_parser
+from http_proc.protocol.tool_calls import ID_LENGTH, ToolFormat, make_parser
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 MISTRAL = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]'
@@ -15,7 +15,7 @@ ROME = ("weather", {"city": "Rome"})
 
 
 def parse(tool_format: str, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
-    parser = make_parser(tool_format)
+    parser = make_parser(ToolFormat(tool_format))
     found = [parser.push(piece) for piece in pieces] + [parser.finish()]
     calls = [call for part in found for call in part.calls]
     assert all(len(call.id) == ID_LENGTH for call in calls)
