@@ -75,14 +75,10 @@ class Gateway:
 
     @contextmanager
     def open_group(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
-        """Register a request group that /abort_request finds by `rid`, for a `with` block.
+        """Register a request group for a `with` block; /abort_request finds it by `rid`.
 
-        Args:
-            rid: id of the answer.
-            names: the request's name of each field of the ring.
-
-        Raises:
-            ApiError: for every error of the ring within the block.
+        Errors of the ring leave the block as ApiErrors. `names` maps fields of the ring to the
+        names that the request uses.
         """
         if self.is_draining:
             error = ServerStopping("the server is stopping and takes no new requests")
@@ -130,8 +126,7 @@ class Gateway:
     async def drain(self, flush_timeout_s: float) -> None:
         """Refuse new requests and wait until the open ones are answered.
 
-        Args:
-            flush_timeout_s: limit for slow clients, after the ring has finished every request.
+        After the ring has finished them all, slow clients have `flush_timeout_s` to read them.
         """
         self.is_draining = True
         for group in list(self._groups.values()):
@@ -150,10 +145,8 @@ class Gateway:
     async def info(self, max_age_s: float = 0.0) -> dict[str, Any]:
         """Return the ring's info, at most `max_age_s` old. Concurrent callers share one question.
 
-        An answer that does not say "ready" is never reused.
-
-        Raises:
-            QuadrigaError: the ring has failed, or did not answer in INFO_TIMEOUT_S.
+        An answer that does not say "ready" is never reused. Raises QuadrigaError if the ring has
+        failed, or does not answer in INFO_TIMEOUT_S.
         """
         now = time.monotonic()
         task = self._info_task

@@ -51,13 +51,7 @@ class RequestGroup:
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
-        """Send one prompt with params.n choices to the ring.
-
-        `params.max_new_tokens` may be 0: then the prompt alone is computed.
-
-        Raises:
-            QuadrigaError: as `AsyncClient.submit`.
-        """
+        """Send one prompt with params.n choices to the ring; 0 new tokens compute it alone."""
         sink = self._sink(self._num_choices)
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
@@ -85,11 +79,7 @@ class RequestGroup:
             self._waiter.set_result(None)
 
     async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
-        """Wait for chunks and return all that have arrived, each with its choice's number.
-
-        Raises:
-            QuadrigaError: a choice failed.
-        """
+        """Wait for chunks and return all that have arrived, by choice. Raises a choice's error."""
         if not self._chunks and self._error is None:
             self._waiter = self._loop.create_future()
             await self._waiter

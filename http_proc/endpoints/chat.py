@@ -22,7 +22,7 @@ from http_proc.protocol.schema import (
 )
 from http_proc.protocol.structured import with_response_format, with_tool_calls
 from http_proc.protocol.tool_calls import ToolFormat, split_calls
-from http_proc.streaming import collect, stream_events
+from http_proc.responses import collect, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion
 from quadriga.sampling.params import SamplingParams
@@ -60,8 +60,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             renderer = ChatStream(head, usage, tool_format, call.parallel_tool_calls)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
-    answer = _body(head, call, tool_format, completions)
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    return json_response(_body(head, call, tool_format, completions))
 
 
 def _check_supported(call: ChatRequest) -> None:

@@ -8,7 +8,7 @@ from http_proc.endpoints.usage import StreamUsage
 from http_proc.gateway import ResponseHead
 from http_proc.protocol.logprobs import chat_logprobs
 from http_proc.protocol.tool_calls import ToolCallParser, ToolFormat, make_parser
-from http_proc.streaming import Template, event
+from http_proc.responses import Template, event
 from quadriga.client.types import StreamChunk
 
 CONTENT = "@content@"  # placeholder of the text in a chunk

@@ -18,7 +18,7 @@ from http_proc.protocol.schema import (
     usage_body,
 )
 from http_proc.protocol.structured import with_response_format
-from http_proc.streaming import Template, collect, event, stream_events
+from http_proc.responses import Template, collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
@@ -56,8 +56,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             renderer = CompletionStream(head, n, echoes, usage)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
-    answer = _body(head, n, echoes, completions, call)
-    return web.Response(body=_encode(answer), content_type="application/json")
+    return json_response(_body(head, n, echoes, completions, call))
 
 
 def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:

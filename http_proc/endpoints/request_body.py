@@ -43,12 +43,12 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     try:
         data = await asyncio.wait_for(_receive(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     await check_shape(data)
     try:
         body = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     if len(data) > SMALL_BYTES:
@@ -92,11 +92,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def convert(body: dict[str, Any], body_type: type[T]) -> T:
-    """Return the body as a typed object; null means "as if absent".
-
-    Raises:
-        ApiError: a field is unknown or of a wrong type.
-    """
+    """Return the body as a typed object, or raise ApiError; null means "as if absent"."""
     known = body_type.__struct_encode_fields__
     fields = {name: value for name, value in body.items() if value is not None or name not in known}
     try:

@@ -10,6 +10,7 @@ from http_proc.gateway import GATEWAY, READY_MAX_AGE_S, Gateway
 from http_proc.protocol.chat_messages import chat_prompt, check_counts, template_options
 from http_proc.protocol.errors import ApiError, from_ring, invalid
 from http_proc.protocol.schema import Message, RequestBody, Tool
+from http_proc.responses import json_response
 from quadriga.errors import QuadrigaError
 
 
@@ -91,25 +92,19 @@ class HealthStatus(msgspec.Struct):
     status: str
 
 
-def answer(value: Any, status: int = 200) -> web.Response:
-    """Return a JSON response."""
-    body = msgspec.json.encode(value)
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
 # --- models and server info -----------------------------------------------------------------------
 
 
 async def models(request: web.Request) -> web.Response:
     """List the one model that is served."""
-    return answer(ModelList([await _model(request.app[GATEWAY])]))
+    return json_response(ModelList([await _model(request.app[GATEWAY])]))
 
 
 async def model(request: web.Request) -> web.Response:
     """Return a model by its name, which may contain slashes."""
     gateway = request.app[GATEWAY]
     gateway.check_model(request.match_info["name"])
-    return answer(await _model(gateway))
+    return json_response(await _model(gateway))
 
 
 async def _model(gateway: Gateway) -> ModelCard:
@@ -119,7 +114,7 @@ async def _model(gateway: Gateway) -> ModelCard:
 
 async def server_info(request: web.Request) -> web.Response:
     """Return the ring's info, described in docs/protocol.md."""
-    return answer(await request.app[GATEWAY].info())
+    return json_response(await request.app[GATEWAY].info())
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -138,7 +133,7 @@ async def tokenize(request: web.Request) -> web.Response:
     prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
     info = await gateway.static_info()
-    return answer(TokenizeAnswer(len(tokens), info["context_length"], tokens))
+    return json_response(TokenizeAnswer(len(tokens), info["context_length"], tokens))
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -150,7 +145,7 @@ async def detokenize(request: web.Request) -> web.Response:
         text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
     except QuadrigaError as error:
         raise from_ring(error, {"prompt": "tokens", "token_ids": "tokens"}) from None
-    return answer(DetokenizeAnswer(text, text))
+    return json_response(DetokenizeAnswer(text, text))
 
 
 # --- aborts and cache -----------------------------------------------------------------------------
@@ -162,12 +157,12 @@ async def abort_request(request: web.Request) -> web.Response:
     if not call.rid and not call.abort_all:
         raise invalid("give the rid of a request, or abort_all", "rid")
     num_aborted = await request.app[GATEWAY].abort(None if call.abort_all else call.rid)
-    return answer(AbortAnswer(num_aborted))
+    return json_response(AbortAnswer(num_aborted))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
     """Free the cached prefixes that no request uses."""
-    return answer(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
+    return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
 
 
 # --- probes ---------------------------------------------------------------------------------------
@@ -175,7 +170,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def livez(_: web.Request) -> web.Response:
     """Answer 200: this process runs."""
-    return answer(HealthStatus("alive"))
+    return json_response(HealthStatus("alive"))
 
 
 async def readyz(request: web.Request) -> web.Response:
@@ -189,7 +184,7 @@ async def readyz(request: web.Request) -> web.Response:
         raise _unready(str(error)) from None
     if not info["ready"]:
         raise _unready("the model is being loaded")
-    return answer(HealthStatus("ready"))
+    return json_response(HealthStatus("ready"))
 
 
 def _unready(reason: str) -> ApiError:

@@ -11,7 +11,7 @@ from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import SGLANG, check_choices, take_sampling
 from http_proc.protocol.schema import Priority, RequestBody, Top
-from http_proc.streaming import collect, event, stream_events
+from http_proc.responses import collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -79,9 +79,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
     answers = [_answer(rid, completion, call.logprob_start_len) for completion in completions]
-    return web.Response(
-        body=_encode(answers[0] if single else answers), content_type="application/json"
-    )
+    return json_response(answers[0] if single else answers)
 
 
 def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:

@@ -17,11 +17,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 def forced_call(call: ChatRequest) -> dict[str, Any]:
-    """Return fields of SamplingParams for one call, {"name", "arguments"}, that obeys its tool.
-
-    Raises:
-        ApiError: tool_choice or a tool is wrong.
-    """
+    """Return fields of SamplingParams for one call, {"name", "arguments"}, that obeys its tool."""
     tools = _forced_tools(call)
     arguments = [tool.function.parameters or ANY_OBJECT for tool in tools]
     return {"json_schema": _any_call(tools, arguments, "arguments")}
@@ -31,9 +27,6 @@ def strict_calls(call: ChatRequest, tool_format: ToolFormat) -> dict[str, Any]:
     """Return fields of SamplingParams for text with calls that obey their tools.
 
     Calls of tools that are not strict may have any arguments.
-
-    Raises:
-        ApiError: a tool is wrong.
     """
     arguments = [
         (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
@@ -101,8 +94,8 @@ def _call(tool: Tool, arguments: Any, key: str, definitions: dict[str, Any]) -> 
     defs = arguments.pop("$defs", {})
     if not isinstance(defs, dict) or any(definitions.get(k, v) != v for k, v in defs.items()):
         raise invalid(
-            f"tool {tool.function.name!r} has $defs that are no map, or that another tool defines"
-            " otherwise; give them names of their own",
+            f"tool {tool.function.name!r} has $defs that are not a map, or that another tool"
+            " defines differently; rename them",
             "tools",
         )
     definitions.update(defs)

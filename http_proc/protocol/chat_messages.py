@@ -43,11 +43,7 @@ def check_counts(body: dict[str, Any]) -> None:
 
 @_api_errors()
 def chat_prompt(messages: list[Message]) -> Chat:
-    """Return the messages, each with its content as one text.
-
-    Raises:
-        ApiError: content that is not text, or a chat over a limit.
-    """
+    """Return the messages with one text each. Raises ApiError over a limit or if not text."""
     check_chat(messages)
     contents = [message.content for message in messages]
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -107,7 +103,7 @@ def _call(index: int, call: ToolCall) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         raise invalid(
-            f"messages[{index}].tool_calls: the arguments of {call.function.name} are no JSON",
+            f"messages[{index}].tool_calls: the arguments of {call.function.name} are not JSON",
             "messages",
         ) from None
     function = {"name": call.function.name, "arguments": arguments}

@@ -19,31 +19,12 @@ from quadriga.sampling.validation import MAX_CHOICES, check_counts
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
 
 # Each table maps the request's name of a field to SamplingParams' name.
-COMMON = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "stop_regex": "stop_regex",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "include_stop_str_in_output": "include_stop_str_in_output",
-    "no_stop_trim": "no_stop_trim",
-    "allowed_token_ids": "allowed_token_ids",
-    "bad_words": "bad_words",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "choice": "choice",
-    "structural_tag": "structural_tag",
-    "n": "n",
-}
+COMMON = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "allowed_token_ids",
+    "bad_words", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
+)}  # fmt: skip
 OPENAI = {
     **COMMON,
     "guided_json": "json_schema",
@@ -91,7 +72,7 @@ def take_sampling(
         if value is None:
             continue
         if field in names and field in FIELDS:
-            raise invalid(f"{name} and {names[field]} are one thing; leave one out", name)
+            raise invalid(f"{name} and {names[field]} are the same field; leave one out", name)
         values[field], names[field] = value, name
     try:
         check_counts(values)
@@ -110,7 +91,7 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> ApiError:
     name = names.get(field, field)
     unknown = re.search(r"unknown field `(\w*)`", text)
     if unknown is not None and not field:
-        return invalid(f"{unknown[1]} is no field of this request; leave it out", unknown[1])
+        return invalid(f"{unknown[1]} is not a field of this request; leave it out", unknown[1])
     missing = re.search(r"missing required field `(\w*)`", text)
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])

@@ -27,11 +27,7 @@ def with_response_format(sampling: Sampling, call: OpenAIRequest) -> Sampling:
 
 
 def _with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Sampling:
-    """Add `grammar`, fields of SamplingParams that the request's field `name` asks for.
-
-    Raises:
-        ApiError: the request has another grammar.
-    """
+    """Add `grammar` (fields of SamplingParams), for which the request's field `name` asks."""
     if not grammar:
         return sampling
     field = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)

@@ -1,7 +1,7 @@
-"""Send answers: server-sent events while the ring generates, or one body at the end."""
+"""Send answers: server-sent events while the ring generates, or one JSON body at the end."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,11 @@ HEADERS = {
 }
 
 _encode = msgspec.json.encode
+
+
+def json_response(body: Any) -> web.Response:
+    """Return a 200 with a JSON body."""
+    return web.Response(body=_encode(body), content_type="application/json")
 
 
 def event(body: bytes) -> bytes:
