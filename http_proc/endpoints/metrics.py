@@ -52,7 +52,7 @@ COUNTERS = {
     "num_preemptions": ("retractions", "Preempted (retracted) requests"),
     "steps": ("steps", "Steps of the worker"),
     "prefill_steps": ("prefill_steps", "Steps with prompt tokens"),
-    "late_plans": ("late_plans", "Steps whose plan arrived after the worker was idle"),
+    "late_plans": ("late_plans", "Steps whose plan arrived after the previous step had ended"),
     "worker_busy_seconds": ("busy_seconds", "Time of the worker in forward and sampling"),
 }
 # Counters with a label: (metric name, help text, label, key of the ring's info).
