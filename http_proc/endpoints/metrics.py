@@ -19,12 +19,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 
 from http_proc.gateway import GATEWAY
-from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
 from quadriga.errors import QuadrigaError
 from quadriga.histogram import buckets
 
 PREFIX = "quadriga:"
-HTTP_HELP = "Requests by HTTP"
 
 # Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
 GAUGES = {
@@ -88,7 +87,8 @@ class Collector:
         yield from _processes(self._info.get("pids", {}))
         http = self._http
         for name, histogram in http.histograms.items():
-            yield self._histogram(name, HTTP_HELP, {(): histogram.as_map()})
+            text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
+            yield self._histogram(name, text, {(): histogram.as_map()})
         yield self._labeled_counter("http_errors", "Failed web requests", "code", http.errors)
         text = "Disconnected clients that read too slowly"
         yield self._counter("http_slow_readers", text, http.num_slow_readers)

@@ -10,6 +10,25 @@ from quadriga.sampling.params import SamplingParams
 TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 128)
 
+# Metric name -> (bounds of the buckets, help text).
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (SECONDS, "Time from submission to the first token"),
+    "request_time_per_output_token_seconds": (SECONDS, "Mean time per token after the first"),
+    "inter_token_latency_seconds": (SECONDS, "Time between two tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "Time from submission to delivery"),
+    "request_tokenize_time_seconds": (SECONDS, "Time in the tokenizer"),
+    "request_queue_time_seconds": (SECONDS, "Time in the waiting queue"),
+    "request_prefill_time_seconds": (SECONDS, "Time from admission to the first token"),
+    "request_decode_time_seconds": (SECONDS, "Time from the first to the last token"),
+    "request_inference_time_seconds": (SECONDS, "Time from admission to the last token"),
+    "request_detokenize_time_seconds": (SECONDS, "Time in the detokenizer"),
+    "request_delivery_time_seconds": (SECONDS, "Time from the detokenizer to the gateway"),
+    "request_prompt_tokens": (TOKEN_BOUNDS, "Prompt tokens of a request"),
+    "request_generation_tokens": (TOKEN_BOUNDS, "Generated tokens of a choice"),
+    "request_params_n": (CHOICE_BOUNDS, "Number of choices"),
+    "request_params_max_tokens": (TOKEN_BOUNDS, "Limit of generated tokens"),
+}
+
 
 class RequestMetrics:
     """Counters and histograms of one gateway. Times are in seconds."""
@@ -19,23 +38,7 @@ class RequestMetrics:
         self.num_disconnects = 0
         self.num_refused_connections = 0
         self.errors: Counter[str] = Counter()
-        self.histograms = {
-            "time_to_first_token_seconds": Histogram(SECONDS),
-            "request_time_per_output_token_seconds": Histogram(SECONDS),
-            "inter_token_latency_seconds": Histogram(SECONDS),
-            "e2e_request_latency_seconds": Histogram(SECONDS),
-            "request_tokenize_time_seconds": Histogram(SECONDS),
-            "request_queue_time_seconds": Histogram(SECONDS),
-            "request_prefill_time_seconds": Histogram(SECONDS),
-            "request_decode_time_seconds": Histogram(SECONDS),
-            "request_inference_time_seconds": Histogram(SECONDS),
-            "request_detokenize_time_seconds": Histogram(SECONDS),
-            "request_delivery_time_seconds": Histogram(SECONDS),
-            "request_prompt_tokens": Histogram(TOKEN_BOUNDS),
-            "request_generation_tokens": Histogram(TOKEN_BOUNDS),
-            "request_params_n": Histogram(CHOICE_BOUNDS),
-            "request_params_max_tokens": Histogram(TOKEN_BOUNDS),
-        }
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def count_error(self, code: str) -> None:
         """Count a web request that failed with this error code."""
