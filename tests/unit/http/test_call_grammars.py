@@ -1,5 +1,4 @@
-"""Calls of strict tools in free text: what each format's grammar lets a model write, its parser
-reads."""
+"""Calls of strict tools in free text: each parser reads what its grammar lets a model write."""
 
 import json
 from pathlib import Path
@@ -59,7 +58,7 @@ def llama3(*calls: Any) -> str:
 
 @pytest.fixture(scope="module", params=[(), ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")])
 def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
-    """Without special tokens for calls, and with some."""
+    """A vocabulary without special tokens for calls, and one with some."""
     tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
     for number, text in enumerate(request.param, start=512):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -83,8 +82,8 @@ def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, w
     for calls in ([ROME], [ANY], [ROME, ANY]):
         assert obeys(write(*calls))
         parser = make_parser(tool_format)
-        found = [*parser.push(write(*calls)).calls, *parser.finish().calls]
-        read = [(one.function.name, json.loads(one.function.arguments)) for one in found]
+        parsed = [*parser.push(write(*calls)).calls, *parser.finish().calls]
+        read = [(call.function.name, json.loads(call.function.arguments)) for call in parsed]
         assert read == calls
     for wrong in (WRONG, UNKNOWN):
         assert not obeys(write(wrong)) and not obeys(write(ROME, wrong))

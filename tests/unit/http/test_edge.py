@@ -1,4 +1,4 @@
-"""Clients that are slow, many or silent, and what is written down about all of them."""
+"""Slow, silent and too many clients, and the request log."""
 
 import asyncio
 import json
@@ -32,14 +32,14 @@ def run(ring: ScriptedRing, test: Test, run_loop: Any = asyncio.run, **flags: An
 
 
 def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
-    """A POST of the body; without its last bytes where `cut` says so."""
+    """Return a POST of the body without its last `cut` bytes."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data[: len(data) - cut]
 
 
 async def connect(gateway: Any, data: bytes = b"", buffer: int | None = None) -> socket.socket:
-    """A connection on which so much was sent. buffer: bytes that its kernel takes unread."""
+    """Return a connection on which `data` was sent. `buffer`: bytes of its receive buffer."""
     client = socket.socket()
     if buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -51,12 +51,12 @@ async def connect(gateway: Any, data: bytes = b"", buffer: int | None = None) ->
 
 
 async def answer(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    loop, found = asyncio.get_running_loop(), b""
+    """Return everything that arrives until the server closes the connection."""
+    loop, received = asyncio.get_running_loop(), b""
     while data := await loop.sock_recv(client, 1 << 16):
-        found += data
+        received += data
     client.close()
-    return found
+    return received
 
 
 def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
@@ -64,7 +64,7 @@ def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
+def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_counted(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
@@ -88,7 +88,9 @@ def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
     run(ring, test)
 
 
-def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a" * 8_000_000])
 
@@ -116,33 +118,33 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at by hand, each time when it has just taken enough: no clock decides."""
-    watches: list[slow_client.SlowClientGuard] = []
+    """The test calls the check whenever the client has read enough, so that no clock decides."""
+    guards: list[slow_client.SlowClientGuard] = []
 
-    class Known(slow_client.SlowClientGuard):
+    class RecordedGuard(slow_client.SlowClientGuard):
         def __enter__(self) -> None:
             super().__enter__()
-            watches.append(self)
+            guards.append(self)
             assert self._transport is not None
-            own = self._transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            server_socket = self._transport.get_extra_info("socket")
+            server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
 
-    monkeypatch.setattr(request_scope, "SlowClientGuard", Known)
+    monkeypatch.setattr(request_scope, "SlowClientGuard", RecordedGuard)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
-        client, taken, sent, looks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
+        client, taken, sent, num_checks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
         while taken < 8_000_000:
             piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
-            assert piece, "it was cut off"
+            assert piece, "the client was disconnected"
             taken += len(piece)
             await asyncio.sleep(0)
-            waits, now = watches[0].progress()
-            if waits and now - sent >= slow_client.MIN_BYTES_PER_INTERVAL:
-                watches[0]._check()
-                sent, looks = now, looks + 1
+            waiting, now_sent = guards[0].progress()
+            if waiting and now_sent - sent >= slow_client.MIN_BYTES_PER_INTERVAL:
+                guards[0]._check()
+                sent, num_checks = now_sent, num_checks + 1
         assert gateway.metrics.num_slow_readers == 0
-        assert looks > 10
+        assert num_checks > 10
         client.close()
 
     run(ring, test)
@@ -193,8 +195,8 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def test(gateway: Any) -> None:
         client = await connect(gateway, request(ASK, cut=1))
-        found = await asyncio.get_running_loop().sock_recv(client, 4096)
-        assert found.startswith(b"HTTP/1.1 408 ")
+        response = await asyncio.get_running_loop().sock_recv(client, 4096)
+        assert response.startswith(b"HTTP/1.1 408 ")
         assert gateway.body_bytes == 0
         client.close()
 
@@ -210,9 +212,9 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
         while not gateway.body_bytes:
             await asyncio.sleep(0)
         second = await connect(gateway, request(large, cut=1))
-        found = await asyncio.get_running_loop().sock_recv(second, 4096)
-        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
-        assert b"too_many_bodies" in found
+        response = await asyncio.get_running_loop().sock_recv(second, 4096)
+        assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in response
+        assert b"too_many_bodies" in response
         first.close()
         second.close()
 
@@ -220,13 +222,13 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
-def test_connections_over_the_limit_are_told_so_and_counted(run_loop: Any) -> None:
+def test_connections_over_the_limit_get_a_503_and_are_counted(run_loop: Any) -> None:
     async def test(gateway: Any) -> None:
         first = await connect(gateway)
         while not gateway.metrics.num_refused_connections:
-            found = await answer(await connect(gateway, request(ASK)))
-        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
-        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+            response = await answer(await connect(gateway, request(ASK)))
+        assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in response
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == (
             "too_many_connections"
         )
         first.close()
@@ -243,7 +245,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
     ring = ScriptedRing(["a", "b"])
 
     async def test(gateway: Any) -> None:
-        key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: mine"
+        key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: abc"
         for body in (ASK, ASK | {"stream": True}, ASK | {"max_tokens": "x"}):
             data = request(body).replace(b"HTTP/1.1", key, 1)
             await answer(await connect(gateway, data))
@@ -259,7 +261,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
     lines = [record.getMessage() for record in caplog.records if record.name == "root"]
     whole, streamed, wrong, left = lines
     for line in (whole, streamed):
-        assert line.startswith("cmpl-mine · POST /v1/completions 200 · ")
+        assert line.startswith("cmpl-abc · POST /v1/completions 200 · ")
         assert " · stop · prompt 3 tokens, 0 cached · generated 2 · " in line
     assert wrong.startswith("POST /v1/completions 400 · ")
     assert "the client left" in left
@@ -267,7 +269,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
 
 
 class Stalled:
-    """A connection whose client takes nothing: the request, its writer and its transport."""
+    """A request, its writer and its transport, whose client reads nothing."""
 
     output_size = 10_000
     aborted = False
@@ -287,7 +289,7 @@ class Stalled:
         self.aborted = True
 
 
-def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
+def test_a_suspension_of_the_gateway_itself_disconnects_no_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def look() -> None:

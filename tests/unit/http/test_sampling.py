@@ -1,4 +1,4 @@
-"""Sampling fields by everybody's names become SamplingParams, or an error that names them."""
+"""Sampling fields by all supported names become SamplingParams, or an error that names them."""
 
 from typing import Any
 
@@ -59,6 +59,6 @@ def test_a_wrong_type_names_the_field_as_the_request_calls_it(
 
 def test_an_error_of_the_ring_speaks_of_the_requests_own_field() -> None:
     error = InvalidRequest("max_new_tokens is 0: must be at least 1", "max_new_tokens")
-    found = from_ring(error, {"max_new_tokens": "max_tokens"})
-    assert found.answer.error.param == "max_tokens"
-    assert str(found) == "max_tokens is 0: must be at least 1"
+    api_error = from_ring(error, {"max_new_tokens": "max_tokens"})
+    assert api_error.answer.error.param == "max_tokens"
+    assert str(api_error) == "max_tokens is 0: must be at least 1"
