@@ -13,13 +13,7 @@ from http_proc.protocol.chat_messages import NAMES, chat_options, chat_prompt, c
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.logprobs import chat_logprobs, prompt_logprobs
 from http_proc.protocol.sampling import CHAT, check_prompt_logprobs, take_sampling
-from http_proc.protocol.schema import (
-    AnswerMessage,
-    ChatBody,
-    ChatChoice,
-    ChatRequest,
-    usage_body,
-)
+from http_proc.protocol.schema import AnswerMessage, ChatBody, ChatChoice, ChatRequest, usage_body
 from http_proc.protocol.structured import with_response_format, with_tool_calls
 from http_proc.protocol.tool_calls import ToolFormat, split_calls
 from http_proc.responses import collect, json_response, stream_events

@@ -1,5 +1,6 @@
 """Format the chunks of a chat as server-sent events."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,15 +17,13 @@ CONTENT = "@content@"  # placeholder of the text in a chunk
 _encode = msgspec.json.encode
 
 
+@dataclass(slots=True)
 class ChatChoiceStream:
     """The state of one choice between its chunks."""
 
-    __slots__ = ("num_calls", "parser", "template")
-
-    def __init__(self, template: Template, parser: ToolCallParser | None) -> None:
-        self.template = template
-        self.parser = parser
-        self.num_calls = 0
+    template: Template
+    parser: ToolCallParser | None
+    num_calls: int = 0
 
 
 class ChatStream:

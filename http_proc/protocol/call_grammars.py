@@ -32,11 +32,7 @@ def strict_calls(call: ChatRequest, tool_format: ToolFormat) -> dict[str, Any]:
         (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
         for tool in call.tools
     ]
-    formats = {
-        ToolFormat.HERMES: _hermes,
-        ToolFormat.MISTRAL: _mistral,
-        ToolFormat.LLAMA3: _llama3,
-    }
+    formats = {ToolFormat.HERMES: _hermes, ToolFormat.MISTRAL: _mistral, ToolFormat.LLAMA3: _llama3}
     return formats[tool_format](call.tools, arguments)
 
 

@@ -99,7 +99,7 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> ApiError:
 
 
 def check_prompt_logprobs(call: OpenAIRequest) -> None:
-    """Raise a 400 for prompt_logprobs in a stream: vLLM's format has no place for them there."""
+    """Raise a 400 for prompt_logprobs in a stream: vLLM's format has no field for them."""
     if call.stream and call.prompt_logprobs is not None:
         raise invalid(
             "prompt_logprobs cannot be streamed: leave stream out, or send echo and logprobs to"
