@@ -1,36 +1,37 @@
-"""The table of endpoints."""
+"""The routing table and the order of the middlewares."""
 
 from functools import partial
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
-from http_proc.endpoints import chat, completions, metrics, openapi, service
-from http_proc.endpoints import sglang_generate as native
+from http_proc.endpoints import chat, completions, metrics, openapi, service, sglang_generate
+from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
-from http_proc.middleware import access
+from http_proc.middleware import auth
+from http_proc.middleware.request_scope import request_scope
 
 
 def make_app(gateway: Gateway) -> web.Application:
-    """The web application around a gateway."""
+    """Return the web application of a gateway."""
     args = gateway.args
-    middlewares: list[Any] = [access.serve]
+    middlewares: list[Middleware] = [request_scope]
     if args.origins:
-        middlewares.append(access.answer_preflight)
+        middlewares.append(auth.answer_preflight)
     if args.api_keys:
-        middlewares.append(access.key_check(args))
+        middlewares.append(auth.key_check(args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
-    get = partial(web.get, expect_handler=access.expect)
-    post = partial(web.post, expect_handler=access.expect)
-    app.on_response_prepare.append(access.header_signer(args))
+    get = partial(web.get, expect_handler=expect_continue)
+    post = partial(web.post, expect_handler=expect_continue)
+    app.on_response_prepare.append(auth.response_hook(args))
     app.router.add_routes(
         [
             post("/v1/completions", completions.completions),
             post("/v1/chat/completions", chat.chat_completions),
             get("/v1/models", service.models),
             get("/v1/models/{name:.+}", service.model),
-            post("/generate", native.generate),
+            post("/generate", sglang_generate.generate),
             post("/tokenize", service.tokenize),
             post("/detokenize", service.detokenize),
             post("/abort_request", service.abort_request),

@@ -1,4 +1,4 @@
-"""What the endpoints share: the ring's client, the facts of the server, and who is being served."""
+"""The state that all endpoints share: the ring's client, the server's info, open web requests."""
 
 import asyncio
 import re
@@ -18,21 +18,16 @@ from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 
-MAX_CHOICES = 1024
-"""Choices of one web request: prompts times n."""
-INFO_TIMEOUT = 2.0
-"""Seconds in which the ring must answer a probe."""
-PROBE_AGE = 0.5
-"""Seconds for which the answer that the ring is ready holds for a probe: many probes are one
-question."""
+INFO_TIMEOUT_S = 2.0
+# Probes within this time share one question to the ring.
+READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
-"""Between two questions, at the start, whether the ring is ready."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
-class Head(NamedTuple):
-    """What every piece of an answer has. created: Unix seconds."""
+class ResponseHead(NamedTuple):
+    """The fields at the top of every body and chunk. `created` is in Unix seconds."""
 
     id: str
     created: int
@@ -40,32 +35,36 @@ class Head(NamedTuple):
 
 
 class Gateway:
-    """One web server's state. `ring` must be connected before requests come."""
+    """State of one web server. `ring` must be connected before the first request arrives.
+
+    Attributes:
+        body_bytes: bytes of request bodies that are being received.
+    """
 
     def __init__(self, config: ServerConfig, ring: AsyncClient) -> None:
         self.args = config.http
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
-        self.started = int(time.time())
-        self.draining = False
+        self.started_at = int(time.time())
+        self.is_draining = False
         self.body_bytes = 0
-        self._all_answered = asyncio.Event()
-        self._all_answered.set()
-        self._facts: dict[str, Any] = {}
-        self._live: dict[str, RequestGroup] = {}
-        self._asking: asyncio.Task[dict[str, Any]] | None = None
-        self._asked_at = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._static_info: dict[str, Any] = {}
+        self._groups: dict[str, RequestGroup] = {}
+        self._info_task: asyncio.Task[dict[str, Any]] | None = None
+        self._info_asked_at = 0.0
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def head(self, request: web.Request, prefix: str) -> Head:
-        """The id is made of the request's, so that either ends it at /abort_request."""
-        name = request[RECORD].id = f"{prefix}-{request[REQUEST_ID]}"
-        return Head(name, int(time.time()), self.model)
+    def head(self, request: web.Request, prefix: str) -> ResponseHead:
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
+        answer_id = request[RECORD].id = f"{prefix}-{request[REQUEST_ID]}"
+        return ResponseHead(answer_id, int(time.time()), self.model)
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served here."""
+        """Raise a 404 for a model that is not served."""
         if name is not None and name != self.model:
             raise ApiError(
                 404,
@@ -75,84 +74,92 @@ class Gateway:
             )
 
     @contextmanager
-    def batch(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
-        """A batch that /abort_request finds by `rid`, and that ends with the `with` block.
+    def open_group(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
+        """Register a request group for a `with` block; /abort_request finds it by `rid`.
 
-        Errors of the ring leave it as ApiErrors, which call its fields by `names`.
+        Errors of the ring leave the block as ApiErrors. `names` maps fields of the ring to the
+        names that the request uses.
         """
-        if self.draining:
+        if self.is_draining:
             error = ServerStopping("the server is stopping and takes no new requests")
             raise from_ring(error, names)
-        while rid in self._live:
+        while rid in self._groups:
             rid += "+"
-        batch = self._live[rid] = RequestGroup(self.ring, self.metrics.count_asked)
-        self._all_answered.clear()
+        group = self._groups[rid] = RequestGroup(self.ring, self.metrics)
+        self._idle.clear()
         try:
-            with batch:
-                yield batch
+            with group:
+                yield group
         except QuadrigaError as error:
             raise from_ring(error, names) from None
         except asyncio.CancelledError:
-            self.metrics.disconnects += 1
+            self.metrics.num_disconnects += 1
             raise
         finally:
-            del self._live[rid]
-            if not self._live:
-                self._all_answered.set()
+            del self._groups[rid]
+            if not self._groups:
+                self._idle.set()
 
     @property
-    def live(self) -> int:
-        """Web requests that are being answered."""
-        return len(self._live)
+    def num_open(self) -> int:
+        """Number of web requests that are being answered."""
+        return len(self._groups)
 
-    def is_live(self, rid: str) -> bool:
-        return rid in self._live
+    def is_open(self, rid: str) -> bool:
+        """Return whether a request of this id is being answered."""
+        return rid in self._groups
 
     async def abort(self, rid: str | None) -> int:
-        """End the requests of this id, or all: they end with `abort`. How many there were."""
-        found = [batch for name, batch in self._live.items() if rid is None or _is(name, rid)]
-        for batch in found:
-            await batch.end()
-        return len(found)
+        """End the requests of `rid`, or all for None. Return how many web requests that were."""
+        groups = [
+            group for name, group in self._groups.items() if rid is None or _matches(name, rid)
+        ]
+        for group in groups:
+            await group.abort()
+        return len(groups)
 
     def fail_all(self, error: QuadrigaError) -> None:
-        """The ring will say nothing more, for this reason."""
-        for batch in self._live.values():
-            batch.fail(error)
+        """End every open request with `error`: the ring sends nothing more."""
+        for group in self._groups.values():
+            group.fail(error)
 
-    async def drain(self, patience: float) -> None:
-        """Take nothing new, and answer what is open: wait until the ring has ended it, and then at
-        most `patience` seconds for clients that read slowly."""
-        self.draining = True
-        for batch in list(self._live.values()):
-            await batch.ended.wait()
+    async def drain(self, flush_timeout_s: float) -> None:
+        """Refuse new requests and wait until the open ones are answered.
+
+        After the ring has finished them all, slow clients have `flush_timeout_s` to read them.
+        """
+        self.is_draining = True
+        for group in list(self._groups.values()):
+            await group.finished.wait()
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._all_answered.wait(), patience)
+            await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
 
-    # --- facts ------------------------------------------------------------------------------------
+    # --- info of the server -----------------------------------------------------------------------
 
-    async def facts(self) -> dict[str, Any]:
-        """What does not change while the server runs."""
-        if not self._facts.get("ready"):
-            self._facts = await self.info()
-        return self._facts
+    async def static_info(self) -> dict[str, Any]:
+        """Return an info of the ring whose constants are valid, such as the context length."""
+        if not self._static_info.get("ready"):
+            self._static_info = await self.info()
+        return self._static_info
 
-    async def info(self, most_age: float = 0.0) -> dict[str, Any]:
-        """Return the ring's info, at most so many seconds old. Callers that come before an answer
-        share it; one that does not say "ready" is used for no later caller. Raises what ended the
-        ring, or DeadlineExceeded."""
+    async def info(self, max_age_s: float = 0.0) -> dict[str, Any]:
+        """Return the ring's info, at most `max_age_s` old. Concurrent callers share one question.
+
+        An answer that does not say "ready" is never reused. Raises QuadrigaError if the ring has
+        failed, or does not answer in INFO_TIMEOUT_S.
+        """
         now = time.monotonic()
-        asking = self._asking
-        if asking is None or (
-            asking.done() and (now - self._asked_at > most_age or not _says_ready(asking))
+        task = self._info_task
+        if task is None or (
+            task.done() and (now - self._info_asked_at > max_age_s or not _says_ready(task))
         ):
-            self._asked_at = now
-            asking = self._asking = asyncio.create_task(self.ring.info(INFO_TIMEOUT))
-            asking.add_done_callback(_look_at)
-        return await asyncio.shield(asking)
+            self._info_asked_at = now
+            task = self._info_task = asyncio.create_task(self.ring.info(INFO_TIMEOUT_S))
+            task.add_done_callback(_retrieve_exception)
+        return await asyncio.shield(task)
 
     async def until_ready(self) -> None:
-        """Wait until the ring says that it can serve."""
+        """Wait until the ring reports that it can serve."""
         while True:
             with suppress(QuadrigaError):
                 if (await self.info())["ready"]:
@@ -165,13 +172,13 @@ GATEWAY = web.AppKey("gateway", Gateway)
 
 
 def request_id(request: web.Request) -> str:
-    """The client's X-Request-Id where it is a plain word, else a new one."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    """Return the client's X-Request-Id if it is well-formed, else a new id."""
+    client_id = request.headers.get("X-Request-Id", "")
+    return client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
 
 
-def _is(name: str, rid: str) -> bool:
-    """rid: the id of an answer, or of its request without the answer's prefix."""
+def _matches(name: str, rid: str) -> bool:
+    """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
     return name == rid or name.partition("-")[2] == rid
 
@@ -180,7 +187,7 @@ def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
     return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
 
 
-def _look_at(task: "asyncio.Task[dict[str, Any]]") -> None:
-    """An answer that nobody waits for any more is no error."""
+def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
+    """Keep asyncio from logging an exception that no caller waits for."""
     if not task.cancelled():
         task.exception()

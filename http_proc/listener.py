@@ -1,4 +1,4 @@
-"""The web server's socket, its certificate, and how many connections it has."""
+"""The listening socket: address, TLS, time limits and the limit of connections."""
 
 import asyncio
 import errno
@@ -11,24 +11,29 @@ from aiohttp import web
 
 from http_proc.app import make_app
 from http_proc.gateway import Gateway
-from http_proc.protocol.errors import RETRY_AFTER, ApiError
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
 from quadriga.config.http_args import HttpArgs
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.runtime.open_files import allow_open_files
 
 BACKLOG = 1024
-IDLE_SECONDS = 60
-"""A connection on which no whole head of a request has come for so long is closed."""
+# A connection is closed if no complete request head arrives in this time.
+IDLE_TIMEOUT_S = 60
+# Time for the last answers to reach slow clients when the server stops.
 FLUSH_TIMEOUT_S = 1.0
-"""Seconds that the last answers may take once the ring has nothing more to say."""
-PATIENCE = 5.0
-"""Seconds until a connection over the limit is closed, whether it has asked something or not."""
-FILES_BESIDE = 64
-"""Open files that are no connections."""
+# A connection over the limit is closed after this time, whether it has sent a request or not.
+OVERLOAD_TIMEOUT_S = 5.0
+# Open files of this process that are not connections.
+NUM_RESERVED_FILES = 64
 
 
 def bind(args: HttpArgs) -> socket.socket:
-    """A bound socket. AddressInUse, or ConfigError for an address that cannot be."""
+    """Return a socket that listens on the configured address.
+
+    Raises:
+        AddressInUse: another process has the port.
+        ConfigError: the address is invalid.
+    """
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -48,8 +53,11 @@ def bind(args: HttpArgs) -> socket.socket:
 
 
 def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
-    """The context of --ssl-certfile and --ssl-keyfile; None without them. ConfigError where they
-    cannot be read."""
+    """Return the TLS context of --ssl-certfile and --ssl-keyfile, or None without them.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     if not args.ssl_certfile:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -61,13 +69,13 @@ def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
 
 
 async def make_runner(gateway: Gateway) -> web.AppRunner:
-    """What serves the gateway's application; it has no connections yet."""
+    """Return aiohttp's runner of the gateway's application, without connections."""
     runner = web.AppRunner(
         make_app(gateway),
         access_log=None,
         handler_cancellation=True,
         handle_signals=False,
-        keepalive_timeout=IDLE_SECONDS,
+        keepalive_timeout=IDLE_TIMEOUT_S,
         shutdown_timeout=FLUSH_TIMEOUT_S,
     )
     await runner.setup()
@@ -77,49 +85,53 @@ async def make_runner(gateway: Gateway) -> web.AppRunner:
 async def listen(
     runner: web.AppRunner, listener: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway
 ) -> asyncio.Server:
-    """Take connections, of which those over the limit are told so."""
-    most, handlers = _most_connections(gateway.args.max_http_connections), runner.server
+    """Accept connections. Connections over the limit are answered with 503."""
+    max_connections = _max_connections(gateway.args.max_http_connections)
+    handlers = runner.server
     assert handlers is not None
 
     def make_protocol() -> asyncio.Protocol:
-        if len(handlers.connections) < most:
+        if len(handlers.connections) < max_connections:
             return handlers()
-        gateway.metrics.refused_connections += 1
-        return OverloadedProtocol(most)
+        gateway.metrics.num_refused_connections += 1
+        return OverloadedProtocol(max_connections)
 
     loop = asyncio.get_running_loop()
     return await loop.create_server(make_protocol, sock=listener, ssl=tls, backlog=BACKLOG)
 
 
 class OverloadedProtocol(asyncio.Protocol):
-    """Answers whatever is asked that there are too many connections."""
+    """Answer any request with 503 because too many connections are open."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
         self._has_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
-        asyncio.get_running_loop().call_later(PATIENCE, self._transport.abort)
+        """Start the time limit of the connection."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's type only looks like one
+        asyncio.get_running_loop().call_later(OVERLOAD_TIMEOUT_S, self._transport.abort)
 
-    def data_received(self, data: bytes) -> None:
-        """Answer the first bytes. The rest of the request is read to no purpose: a client that is
-        cut off while it sends may never see the answer."""
+    def data_received(self, data: bytes) -> None:  # noqa: ARG002 - asyncio's signature
+        """Answer the first bytes and discard the rest.
+
+        A client that is disconnected while it sends its request may never see the answer.
+        """
         if self._has_answered:
             return
         self._has_answered = True
         error = ApiError(
             503,
-            f"{self._most} connections are open, the most that may",
+            f"{self._max_connections} connections are open, the limit of this server; try again",
             "server_error",
             code="too_many_connections",
-            retry_after=RETRY_AFTER,
+            retry_after=RETRY_AFTER_S,
         )
         body = error.body()
         self._transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nServer: quadriga\r\n"
             b"Content-Type: application/json\r\nRetry-After: %d\r\nContent-Length: %d\r\n\r\n"
-            % (RETRY_AFTER, len(body))
+            % (RETRY_AFTER_S, len(body))
             + body
         )
         if self._transport.can_write_eof():
@@ -128,14 +140,14 @@ class OverloadedProtocol(asyncio.Protocol):
             self._transport.close()
 
 
-def _most_connections(wanted: int) -> int:
-    """Return how many connections there can be: the system may allow fewer open files."""
-    possible = max(allow_open_files(wanted + FILES_BESIDE) - FILES_BESIDE, 1)
-    if possible < wanted:
+def _max_connections(wanted: int) -> int:
+    """Return `wanted`, or what the limit of open files allows if that is less."""
+    allowed = max(allow_open_files(wanted + NUM_RESERVED_FILES) - NUM_RESERVED_FILES, 1)
+    if allowed < wanted:
         logging.warning(
-            "only %d HTTP connections are taken, not %d (--max-http-connections): the limit of open"
-            " files is too low (ulimit -n)",
-            possible,
+            "only %d HTTP connections are allowed, not %d (--max-http-connections): the limit of"
+            " open files is too low; raise it (ulimit -n)",
+            allowed,
             wanted,
         )
-    return min(possible, wanted)
+    return min(allowed, wanted)

@@ -1,4 +1,4 @@
-"""The process around the gateway: uvloop, the ring's client, the web server, the orders."""
+"""Entry point of the gateway process: event loop, ring client, web server, launcher commands."""
 
 import asyncio
 import gc
@@ -15,50 +15,52 @@ from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
 
 
 def main() -> None:
-    """`python -m http_proc`. It yields the processor to the worker, on which all wait."""
+    """Run the gateway with a lower CPU priority than the worker's."""
     run_child("http_proc", lambda child: uvloop.run(serve(child)), low_priority=True)
 
 
 async def serve(child: Child) -> None:
-    """Bind first: a port that is taken is known before anything is waited for."""
+    """Serve until the launcher stops this process.
+
+    The port is bound first, so that a taken port is reported before the model is loaded.
+    """
     args = child.config.http
-    # What it logs as errors are bytes that are no HTTP; ours are logged where they are caught.
+    # It logs bytes that are not HTTP as errors. Exceptions of handlers are logged by middleware.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener, tls = bind(args), tls_context(args)
-    began = time.monotonic()
-    endpoint, patience = child.config.front_door.endpoint, child.config.launch.start_timeout
+    began_at = time.monotonic()
+    endpoint, timeout_s = child.config.front_door.endpoint, child.config.launch.start_timeout
     keys = child.config.front_door.curve_dir
-    async with AsyncClient(endpoint, connect_timeout=patience, curve_dir=keys) as ring:
+    async with AsyncClient(endpoint, connect_timeout=timeout_s, curve_dir=keys) as ring:
         gateway = Gateway(child.config, ring)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
-        child.phase("connect", time.monotonic() - began)
+        child.phase("connect", time.monotonic() - began_at)
         if not child.again:
-            await gateway.until_ready()  # so that the start is over when /readyz says so
+            await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
-        await _until_the_end(child, gateway, server)
+        await _serve_until_stopped(child, gateway, server)
         await runner.cleanup()
 
 
-async def _until_the_end(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
-    """Serve until the launcher says otherwise; then answer what is open.
+async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
+    """Wait for a command to stop, then answer the open requests.
 
-    The ring ends every request that it has accepted. What then takes longer is a client that does
-    not read.
+    The ring finishes every accepted request, so that only slow clients need a time limit.
     """
     loop = asyncio.get_running_loop()
-    ordered = asyncio.Event()
+    stopping = asyncio.Event()
 
     def read_commands() -> None:
-        for order, why in child.control.read_commands():
-            if order == FAIL:
-                gateway.fail_all(ServerFailed(why))
-            if order in (DRAIN, FAIL):
-                ordered.set()
+        for command, reason in child.control.read_commands():
+            if command == FAIL:
+                gateway.fail_all(ServerFailed(reason))
+            if command in (DRAIN, FAIL):
+                stopping.set()
 
     loop.add_reader(child.control.fileno(), read_commands)
     child.control.attend()
-    await ordered.wait()
+    await stopping.wait()
     server.close()
     await gateway.drain(FLUSH_TIMEOUT_S)

@@ -1,10 +1,10 @@
-"""The ring's requests behind one web request: one for each prompt, each with n choices."""
+"""The requests to the ring behind one web request: one per prompt, each with n choices."""
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 
+from http_proc.observe.request_metrics import RequestMetrics
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import Handle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -13,63 +13,63 @@ from quadriga.sampling.params import SamplingParams
 
 
 class RequestGroup:
-    """Collects what comes for any of its choices, which are numbered through all prompts.
+    """Collect the chunks of all choices, which are numbered through all prompts.
 
-    Everything that has come by the time at which the reader takes it is taken at once: a reader
-    that is slower than the ring gets fewer and larger pieces, and what is kept is bounded by the
-    text of the answers. Leaving the `with` block aborts what has not ended. `ended` is set when the
-    ring has nothing more to say. on_submit is told of every prompt.
+    `next_chunks` returns everything that has arrived: a reader slower than the ring gets fewer and
+    larger batches, and memory is bounded by the text of the answers. Leaving the `with` block
+    aborts the requests that have not finished.
+
+    Attributes:
+        finished: set when the ring sends nothing more for this group.
     """
 
-    def __init__(self, ring: AsyncClient, on_submit: Callable[[SamplingParams], None]) -> None:
+    def __init__(self, ring: AsyncClient, metrics: RequestMetrics) -> None:
         self._ring = ring
-        self._on_submit = on_submit
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._handles: list[Handle] = []
-        self._items: list[tuple[int, StreamChunk]] = []
+        self._chunks: list[tuple[int, StreamChunk]] = []
         self._error: QuadrigaError | None = None
-        self._choices = 0
-        self._open = 0
-        self.ended = asyncio.Event()
+        self._num_choices = 0
+        self._num_unfinished = 0
+        self.finished = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> "RequestGroup":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        for handle in self._handles:
+            handle.abort()
+        self.finished.set()
 
     @property
-    def is_over(self) -> bool:
-        """Every choice has ended, and all of it was taken."""
-        return not self._open and not self._items
+    def is_done(self) -> bool:
+        """True if every choice has finished and all its chunks were taken."""
+        return not self._num_unfinished and not self._chunks
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
-        """One more prompt, with params.n choices. Raises what submit of the client raises.
-
-        params.max_new_tokens may be 0: the prompt is computed, and nothing comes after it.
-        """
-        sink = self._sink(self._choices)
+        """Send one prompt with params.n choices to the ring; 0 new tokens compute it alone."""
+        sink = self._sink(self._num_choices)
         if params.max_new_tokens == 0:
-            params, sink = msgspec.structs.replace(params, max_new_tokens=1), _without_answer(sink)
+            params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
         handle = self._ring.submit(prompt, params, stream=stream, sink=sink, **options)
-        self._on_submit(params)
+        self._metrics.count_submitted(params)
         self._handles.append(handle)
-        self._choices += params.n
-        self._open += params.n
+        self._num_choices += params.n
+        self._num_unfinished += params.n
 
-    def _sink(self, first: int) -> Sink:
+    def _sink(self, first_choice: int) -> Sink:
         def take(item: StreamChunk | QuadrigaError) -> None:
             if isinstance(item, QuadrigaError):
-                self._error = self._error or item
-                self._open = 0
-            else:
-                self._items.append((first + item.index, item))
-                self._open -= item.completion is not None
-            if not self._open:
-                self.ended.set()
+                self.fail(item)
+                return
+            self._chunks.append((first_choice + item.index, item))
+            self._num_unfinished -= item.completion is not None
+            if not self._num_unfinished:
+                self.finished.set()
             self._wake()
 
         return take
@@ -78,60 +78,54 @@ class RequestGroup:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[tuple[int, StreamChunk]]:
-        """What has come since the last time: at least one piece. Raises a choice's error."""
-        if not self._items and self._error is None:
+    async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
+        """Wait for chunks and return all that have arrived, by choice. Raises a choice's error."""
+        if not self._chunks and self._error is None:
             self._waiter = self._loop.create_future()
             await self._waiter
         if self._error is not None:
             raise self._error
-        items, self._items = self._items, []
-        return items
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
     async def completions(self) -> list[Completion]:
-        """Every choice's completion, in order. Raises the first error."""
-        found: dict[int, Completion] = {}
-        while not self.is_over:
-            for choice, chunk in await self.take():
+        """Return the completion of every choice, in order. Raises the first error."""
+        by_choice: dict[int, Completion] = {}
+        while not self.is_done:
+            for choice, chunk in await self.next_chunks():
                 if chunk.completion is not None:
-                    found[choice] = chunk.completion
-        return [found[choice] for choice in range(self._choices)]
-
-    def leave(self) -> None:
-        """Nobody reads any more: abort what has not ended, and forget it."""
-        for handle in self._handles:
-            handle.abort()
-        self.ended.set()
+                    by_choice[choice] = chunk.completion
+        return [by_choice[choice] for choice in range(self._num_choices)]
 
     def fail(self, error: QuadrigaError) -> None:
-        """The ring will say nothing more, for this reason."""
+        """End the group with `error`, unless it has failed before."""
         self._error = self._error or error
-        self._open = 0
-        self.ended.set()
+        self._num_unfinished = 0
+        self.finished.set()
         self._wake()
 
-    async def end(self) -> None:
-        """End what has not ended; it ends with `abort` and what it had."""
+    async def abort(self) -> None:
+        """End the open requests, which finish with the reason "abort" and their text so far."""
         for handle in self._handles:
             if not handle.done:
                 await self._ring.abort(handle.request_id)
 
 
-def _without_answer(sink: Sink) -> Sink:
-    """Leaves of each piece what it says of the prompt. The ring gives one token at least."""
+def _prompt_only(sink: Sink) -> Sink:
+    """Remove the generated token, for the ring generates at least one."""
 
     def take(item: StreamChunk | QuadrigaError) -> None:
         if not isinstance(item, QuadrigaError):
-            _leave_out(item)
-            if (end := item.completion) is not None:
-                _leave_out(end)
-                end.finish_reason, end.matched_stop = "length", None
-                end.usage = msgspec.structs.replace(end.usage, completion_tokens=0)
+            _clear(item)
+            if (completion := item.completion) is not None:
+                _clear(completion)
+                completion.finish_reason, completion.matched_stop = "length", None
+                completion.usage = msgspec.structs.replace(completion.usage, completion_tokens=0)
         sink(item)
 
     return take
 
 
-def _leave_out(item: StreamChunk | Completion) -> None:
+def _clear(item: StreamChunk | Completion) -> None:
     item.text, item.token_ids = "", []
     item.logprobs = None if item.logprobs is None else []

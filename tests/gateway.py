@@ -1,4 +1,4 @@
-"""A web gateway for a test: a process of its own beside a running ring."""
+"""Run a gateway as a separate process beside a running server."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ MODEL = "tiny"
 
 @contextmanager
 def running_gateway(endpoint: str, model_dir: object, *flags: str) -> Iterator[str]:
-    """Its URL, without a slash at the end."""
+    """Yield the URL of a gateway, without a trailing slash."""
     port = free_port()
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "http_proc", "--run-dir", run_dir]

@@ -1,1 +1,1 @@
-"""The HTTP endpoints."""
+"""The handlers of the HTTP endpoints, one module for each group of them."""

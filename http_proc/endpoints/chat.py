@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The handler of POST /v1/chat/completions."""
 
 from typing import Any
 
@@ -7,23 +7,16 @@ from aiohttp import web
 
 from http_proc.endpoints.chat_stream import ChatStream
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.endpoints.usage import UsageInStream
-from http_proc.gateway import GATEWAY, Gateway, Head
+from http_proc.endpoints.usage import StreamUsage
+from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.chat_messages import NAMES, chat_options, chat_prompt, check_counts
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.logprobs import chat_logprobs, prompt_logprobs
 from http_proc.protocol.sampling import CHAT, check_prompt_logprobs, take_sampling
-from http_proc.protocol.schema import (
-    AnswerMessage,
-    ChatBody,
-    ChatChoice,
-    ChatRequest,
-    ToolCall,
-    usage_body,
-)
-from http_proc.protocol.structured import take_calls, take_formats
-from http_proc.protocol.tool_calls import make_parser
-from http_proc.streaming.streams import stream, whole
+from http_proc.protocol.schema import AnswerMessage, ChatBody, ChatChoice, ChatRequest, usage_body
+from http_proc.protocol.structured import with_response_format, with_tool_calls
+from http_proc.protocol.tool_calls import ToolFormat, split_calls
+from http_proc.responses import collect, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion
 from quadriga.sampling.params import SamplingParams
@@ -38,29 +31,30 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     call = convert(body, ChatRequest)
     gateway.check_model(call.model)
     _check_supported(call)
-    facts = await gateway.facts()
-    _check_template(gateway, facts)
-    sampling = take_formats(sampling, call)
-    sampling, tool_format = take_calls(sampling, call, facts["tool_format"])
-    params, fill = _params(sampling.params, call, facts)
+    info = await gateway.static_info()
+    _check_template(gateway, info)
+    model_format = ToolFormat(info["tool_format"]) if info["tool_format"] else None
+    sampling = with_response_format(sampling, call)
+    sampling, tool_format = with_tool_calls(sampling, call, model_format)
+    params = _params(sampling.params, call, model_format, info["context_length"])
     prompt, chat = chat_prompt(call.messages), chat_options(call)
     options: RequestOptions = {
         "priority": call.priority,
         "chat": chat,
-        "clamp_max_new_tokens": fill,
+        # An answer without a limit may fill the context.
+        "clamp_max_new_tokens": sampling.params.max_new_tokens is None,
     }
     head = gateway.head(request, "chatcmpl")
     names = {**NAMES, **sampling.names}
-    with gateway.batch(head.id, names) as batch:
-        batch.submit(prompt, params, call.stream, options)
+    with gateway.open_group(head.id, names) as group:
+        group.submit(prompt, params, call.stream, options)
         if call.stream:
-            usage = UsageInStream(call.stream_options, params.n)
+            usage = StreamUsage(call.stream_options, params.n)
             await usage.count_prompts(gateway.ring, [prompt], chat)
             renderer = ChatStream(head, usage, tool_format, call.parallel_tool_calls)
-            return await stream(request, batch, renderer, names)
-        answers = await whole(request, batch)
-    found = _body(head, call, tool_format, answers)
-    return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+            return await stream_events(request, group, renderer, names)
+        completions = await collect(request, group)
+    return json_response(_body(head, call, tool_format, completions))
 
 
 def _check_supported(call: ChatRequest) -> None:
@@ -71,8 +65,8 @@ def _check_supported(call: ChatRequest) -> None:
         raise invalid("modalities must be ['text']", "modalities")
 
 
-def _check_template(gateway: Gateway, facts: dict[str, Any]) -> None:
-    if not facts["chat"]:
+def _check_template(gateway: Gateway, info: dict[str, Any]) -> None:
+    if not info["chat"]:
         raise invalid(
             f"{gateway.model} has no chat template, it is a base model: send a plain prompt to"
             " /v1/completions",
@@ -82,53 +76,48 @@ def _check_template(gateway: Gateway, facts: dict[str, Any]) -> None:
 
 
 def _params(
-    params: SamplingParams, call: ChatRequest, facts: dict[str, Any]
-) -> tuple[SamplingParams, bool]:
-    """The parameters, and whether they may be cut to what the context leaves.
+    params: SamplingParams, call: ChatRequest, model_format: ToolFormat | None, context_length: int
+) -> SamplingParams:
+    """Return the parameters with logprobs and max_new_tokens.
 
-    An answer without a limit may fill the context. Where special tokens mark tool calls, they must
-    be seen.
+    Special tokens are kept in the text if they may mark tool calls.
     """
-    fill = params.max_new_tokens is None
+    changes: dict[str, Any] = {}
     if call.logprobs:
-        params = msgspec.structs.replace(params, logprobs=call.top_logprobs)
+        changes["logprobs"] = call.top_logprobs
     if call.prompt_logprobs is not None:
-        params = msgspec.structs.replace(params, prompt_logprobs=call.prompt_logprobs)
-    if fill:
-        params = msgspec.structs.replace(params, max_new_tokens=facts["context_length"])
+        changes["prompt_logprobs"] = call.prompt_logprobs
+    if params.max_new_tokens is None:
+        changes["max_new_tokens"] = context_length
     may_call = call.tools and call.tool_choice != "none"
-    if may_call and facts["tool_format"] in ("mistral", "llama3"):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    return params, fill
+    if may_call and model_format in (ToolFormat.MISTRAL, ToolFormat.LLAMA3):
+        changes["skip_special_tokens"] = False
+    return msgspec.structs.replace(params, **changes)
 
 
-def _body(head: Head, call: ChatRequest, tool_format: str, answers: list[Completion]) -> ChatBody:
+def _body(
+    head: ResponseHead,
+    call: ChatRequest,
+    tool_format: ToolFormat | None,
+    completions: list[Completion],
+) -> ChatBody:
     choices = []
-    for index, answer in enumerate(answers):
-        text, calls = _split(answer.text, tool_format)
+    for index, completion in enumerate(completions):
+        text, calls = split_calls(completion.text, tool_format)
         if not call.parallel_tool_calls:
             calls = calls[:1]
-        called = bool(calls) and answer.finish_reason == "stop"
+        called = bool(calls) and completion.finish_reason == "stop"
         choices.append(
             ChatChoice(
                 index,
                 AnswerMessage(text if text or not calls else None, calls or msgspec.UNSET),
-                "tool_calls" if called else answer.finish_reason,
-                None if answer.logprobs is None else chat_logprobs(answer.logprobs),
-                answer.matched_stop,
+                "tool_calls" if called else completion.finish_reason,
+                None if completion.logprobs is None else chat_logprobs(completion.logprobs),
+                completion.matched_stop,
             )
         )
-    usage = usage_body([answer.usage for answer in answers], len(answers))
+    usage = usage_body([completion.usage for completion in completions], len(completions))
     body = ChatBody(head.id, head.created, head.model, choices, usage)
-    if (of_prompt := answers[0].prompt_logprobs) is not None:
-        body.prompt_logprobs = prompt_logprobs(of_prompt)
+    if (logprobs := completions[0].prompt_logprobs) is not None:
+        body.prompt_logprobs = prompt_logprobs(logprobs)
     return body
-
-
-def _split(text: str, tool_format: str) -> tuple[str, list[ToolCall]]:
-    """The text and the tool calls of an answer."""
-    if not tool_format:
-        return text, []
-    parser = make_parser(tool_format)
-    found = [parser.push(text), parser.finish()]
-    return "".join(part.text for part in found), [c for part in found for c in part.calls]

@@ -1,47 +1,53 @@
-"""The chunks of a chat as events."""
+"""Format the chunks of a chat as server-sent events."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from http_proc.endpoints.usage import UsageInStream
-from http_proc.gateway import Head
+from http_proc.endpoints.usage import StreamUsage
+from http_proc.gateway import ResponseHead
 from http_proc.protocol.logprobs import chat_logprobs
-from http_proc.protocol.tool_calls import ParsedCalls, ToolCallParser, make_parser
-from http_proc.streaming.sse import Template, event
+from http_proc.protocol.tool_calls import ToolCallParser, ToolFormat, make_parser
+from http_proc.responses import Template, event
 from quadriga.client.types import StreamChunk
 
-CONTENT = "@content@"
-"""The place of the text in a chunk."""
+CONTENT = "@content@"  # placeholder of the text in a chunk
 
 _encode = msgspec.json.encode
 
 
+@dataclass(slots=True)
 class ChatChoiceStream:
-    """What a choice needs between its chunks."""
+    """The state of one choice between its chunks."""
 
-    __slots__ = ("calls", "parser", "template")
-
-    def __init__(self, template: Template, parser: ToolCallParser | None) -> None:
-        self.template = template
-        self.parser = parser
-        self.calls = 0
+    template: Template
+    parser: ToolCallParser | None
+    num_calls: int = 0
 
 
 class ChatStream:
-    """The first event of a choice has its role, the last its finish_reason; a tool call is one
-    event, sent when it is whole. A chunk without text is sent only if it is the first or last."""
+    """Renderer of a chat.
+
+    The first event of a choice has the role, the last one the finish_reason. A tool call is one
+    event, sent when it is complete. A chunk without text is sent only if it is the first or last.
+    """
 
     def __init__(
-        self, head: Head, usage: UsageInStream, tool_format: str, parallel_tool_calls: bool
+        self,
+        head: ResponseHead,
+        usage: StreamUsage,
+        tool_format: ToolFormat | None,
+        parallel_tool_calls: bool,
     ) -> None:
         self._head = head
         self._usage = usage
         self._tool_format = tool_format
-        self._most_calls = None if parallel_tool_calls else 1
+        self._max_calls = None if parallel_tool_calls else 1
         self._choices: dict[int, ChatChoiceStream] = {}
 
     def render(self, index: int, chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk of choice `index`."""
         usage = self._usage.of_chunk(index, chunk)
         choice, events = self._choices.get(index), b""
         if choice is None:
@@ -61,13 +67,13 @@ class ChatStream:
             return events + choice.template.fill(_encode(text), usage)
         return events
 
-    def last(self) -> bytes:
-        usage = self._usage.last()
+    def finish(self) -> bytes:
+        """Return the event with the usage of all choices, if the request asks for it."""
+        usage = self._usage.total()
         return b"" if usage is None else event(_encode(self._chunk([]) | {"usage": usage}))
 
     def _open(self, index: int) -> ChatChoiceStream:
-        one = self._choice(index, {"content": CONTENT})
-        chunk = self._chunk([one]) | self._usage.slot
+        chunk = self._chunk([_choice(index, {"content": CONTENT})]) | self._usage.slot
         template = Template(chunk, CONTENT, *self._usage.slot.values())
         return ChatChoiceStream(
             template, make_parser(self._tool_format) if self._tool_format else None
@@ -76,42 +82,38 @@ class ChatStream:
     def _parse(
         self, choice: ChatChoiceStream, chunk: StreamChunk
     ) -> tuple[str, list[dict[str, Any]]]:
-        """The text, and the deltas of the calls that are whole now."""
+        """Return the text, and the deltas of the calls that are complete now."""
         assert choice.parser is not None
-        found = [choice.parser.push(chunk.text)]
+        parts = [choice.parser.push(chunk.text)]
         if chunk.completion is not None:
-            found.append(choice.parser.finish())
+            parts.append(choice.parser.finish())
         deltas = []
-        for call in (call for part in found for call in part.calls):
-            if self._most_calls is None or choice.calls < self._most_calls:
-                body = {"index": choice.calls, **msgspec.to_builtins(call)}
+        for call in (call for part in parts for call in part.calls):
+            if self._max_calls is None or choice.num_calls < self._max_calls:
+                body = {"index": choice.num_calls, **msgspec.to_builtins(call)}
                 deltas.append({"tool_calls": [body]})
-                choice.calls += 1
-        return _joined(found), deltas
+                choice.num_calls += 1
+        return "".join(part.text for part in parts), deltas
 
     def _full(
         self, index: int, choice: ChatChoiceStream, text: str, chunk: StreamChunk, usage: bytes
     ) -> bytes:
-        """An event that has more than text: an end, or log-probabilities."""
-        more: dict[str, Any] = {}
+        """Return an event with more than text: logprobs, or the end of the choice."""
+        fields: dict[str, Any] = {}
         if chunk.logprobs is not None:
-            more["logprobs"] = chat_logprobs(chunk.logprobs)
+            fields["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk.completion is not None:
             reason = chunk.completion.finish_reason
-            called = choice.calls and reason == "stop"
-            more["finish_reason"] = "tool_calls" if called else reason
-            more["stop_reason"] = chunk.completion.matched_stop
-        return self._delta(index, {"content": text} if text else {}, usage, more)
+            called = choice.num_calls and reason == "stop"
+            fields["finish_reason"] = "tool_calls" if called else reason
+            fields["stop_reason"] = chunk.completion.matched_stop
+        return self._delta(index, {"content": text} if text else {}, usage, fields)
 
     def _delta(
         self, index: int, delta: dict[str, Any], usage: bytes, fields: dict[str, Any] | None = None
     ) -> bytes:
-        one = self._choice(index, delta) | (fields or {})
-        more = {"usage": msgspec.Raw(usage)} if self._usage.slot else {}
-        return event(_encode(self._chunk([one]) | more))
-
-    def _choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = self._chunk([_choice(index, delta) | (fields or {})])
+        return event(_encode(chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -123,5 +125,5 @@ class ChatStream:
         }
 
 
-def _joined(found: list[ParsedCalls]) -> str:
-    return "".join(part.text for part in found)
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,13 +1,13 @@
-"""POST /v1/completions."""
+"""The handler of POST /v1/completions."""
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.endpoints.usage import UsageInStream
-from http_proc.gateway import GATEWAY, MAX_CHOICES, Gateway, Head
+from http_proc.endpoints.usage import StreamUsage
+from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
@@ -17,21 +17,16 @@ from http_proc.protocol.schema import (
     CompletionRequest,
     usage_body,
 )
-from http_proc.protocol.structured import take_formats
-from http_proc.streaming.sse import Template, event
-from http_proc.streaming.streams import stream, whole
+from http_proc.protocol.structured import with_response_format
+from http_proc.responses import Template, collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's."""
-
-TEXT = "@text@"
-"""The place of the text in a chunk."""
-
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+TEXT = "@text@"  # placeholder of the text in a chunk
+# The request's name of each field of the ring, beside the sampling fields.
 NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}
-"""What the ring's fields are called here, beside the sampling fields."""
 
 _encode = msgspec.json.encode
 
@@ -43,48 +38,48 @@ async def completions(request: web.Request) -> web.StreamResponse:
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
     call = convert(body, CompletionRequest)
     gateway.check_model(call.model)
-    sampling = take_formats(sampling, call)
+    sampling = with_response_format(sampling, call)
     _check_supported(call, sampling.params)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
-    check_choices(n, len(prompts), MAX_CHOICES)
+    check_choices(n, len(prompts))
     head = gateway.head(request, "cmpl")
     options: RequestOptions = {"priority": call.priority}
     names = {**NAMES, **sampling.names}
-    with gateway.batch(head.id, names) as batch:
+    with gateway.open_group(head.id, names) as group:
         for prompt in prompts:
-            batch.submit(prompt, params, call.stream, options)
+            group.submit(prompt, params, call.stream, options)
         echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
         if call.stream:
-            usage = UsageInStream(call.stream_options, n)
+            usage = StreamUsage(call.stream_options, n)
             await usage.count_prompts(gateway.ring, prompts)
             renderer = CompletionStream(head, n, echoes, usage)
-            return await stream(request, batch, renderer, names)
-        answers = await whole(request, batch)
-    return web.Response(
-        body=_encode(_body(head, n, echoes, answers, call)), content_type="application/json"
-    )
+            return await stream_events(request, group, renderer, names)
+        completions = await collect(request, group)
+    return json_response(_body(head, n, echoes, completions, call))
 
 
 def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
-    """Each prompt of the field `prompt`: a text or token ids, or a list of those."""
+    """Return the prompts of the field `prompt`: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid("prompt is an empty list: send at least one prompt", "prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in prompt):
+    types = set(map(type, prompt))
+    if types == {int}:
+        return [cast(list[int], prompt)]
+    if int in types:
         raise invalid("prompt mixes token ids with other prompts: send lists of ids", "prompt")
-    return list(prompt)  # type: ignore[arg-type]
+    return cast(list[Prompt], prompt)
 
 
 def _params(params: SamplingParams, call: CompletionRequest) -> SamplingParams:
-    """With the log-probabilities that are asked for; with echo also those of the prompt."""
+    """Return the parameters with logprobs; echo adds those of the prompt."""
     echoed = call.logprobs if call.echo else None
-    wanted = [top for top in (echoed, call.prompt_logprobs) if top is not None]
-    of_prompt = max(wanted) if wanted else None
-    return msgspec.structs.replace(params, logprobs=call.logprobs, prompt_logprobs=of_prompt)
+    num_top = [num for num in (echoed, call.prompt_logprobs) if num is not None]
+    return msgspec.structs.replace(
+        params, logprobs=call.logprobs, prompt_logprobs=max(num_top, default=None)
+    )
 
 
 def _check_supported(call: CompletionRequest, params: SamplingParams) -> None:
@@ -103,39 +98,48 @@ def _check_supported(call: CompletionRequest, params: SamplingParams) -> None:
 async def _echoes(
     gateway: Gateway, prompts: list[Prompt], skip_special_tokens: bool, echo: bool
 ) -> list[str]:
-    """What comes before the completion of each prompt."""
+    """Return the text before the completion of each prompt."""
     if not echo:
         return [""] * len(prompts)
     return [
         prompt
         if isinstance(prompt, str)
-        else await gateway.ring.detokenize(prompt, skip_special_tokens)  # type: ignore[arg-type]
+        else await gateway.ring.detokenize(cast(list[int], prompt), skip_special_tokens)
         for prompt in prompts
     ]
 
 
 def _body(
-    head: Head, n: int, echoes: list[str], answers: list[Completion], call: CompletionRequest
+    head: ResponseHead,
+    n: int,
+    echoes: list[str],
+    completions: list[Completion],
+    call: CompletionRequest,
 ) -> CompletionBody:
     choices = []
-    for index, answer in enumerate(answers):
-        echo, of_prompt = echoes[index // n], answers[index - index % n].prompt_logprobs
-        choice = CompletionChoice(index, echo + answer.text, answer.finish_reason)
-        choice.stop_reason = answer.matched_stop
-        if answer.logprobs is not None:
-            told = [*((of_prompt or ()) if call.echo else ()), *answer.logprobs]
-            choice.logprobs = CompletionLogprobs(0).told(told)
+    for index, completion in enumerate(completions):
+        # The ring sends the prompt's logprobs with the first of its n choices.
+        of_prompt = completions[index - index % n].prompt_logprobs
+        text = echoes[index // n] + completion.text
+        choice = CompletionChoice(index, text, completion.finish_reason)
+        choice.stop_reason = completion.matched_stop
+        if completion.logprobs is not None:
+            echoed = (of_prompt or []) if call.echo else []
+            choice.logprobs = CompletionLogprobs(0).render([*echoed, *completion.logprobs])
         if call.prompt_logprobs is not None and of_prompt is not None:
             choice.prompt_logprobs = prompt_logprobs(of_prompt)
         choices.append(choice)
-    usage = usage_body([answer.usage for answer in answers], n)
+    usage = usage_body([completion.usage for completion in completions], n)
     return CompletionBody(head.id, head.created, head.model, choices, usage)
 
 
 class CompletionStream:
-    """Chunks as events. A chunk without text is sent only if it is the first or the last."""
+    """Renderer of completions.
 
-    def __init__(self, head: Head, n: int, echoes: list[str], usage: UsageInStream) -> None:
+    A chunk without text is sent only if it is the first or the last of its choice.
+    """
+
+    def __init__(self, head: ResponseHead, n: int, echoes: list[str], usage: StreamUsage) -> None:
         self._head = head
         self._usage = usage
         self._echoes = [echo for echo in echoes for _ in range(n)]
@@ -143,6 +147,7 @@ class CompletionStream:
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the event of a chunk, if any."""
         usage = self._usage.of_chunk(choice, chunk)
         template, text = self._templates.get(choice), chunk.text
         if template is None:
@@ -156,37 +161,38 @@ class CompletionStream:
             return event(_encode(self._full(choice, text, chunk, usage)))
         return template.fill(_encode(text), usage)
 
-    def last(self) -> bytes:
-        usage = self._usage.last()
+    def finish(self) -> bytes:
+        """Return the event with the usage of all choices, if the request asks for it."""
+        usage = self._usage.total()
         return b"" if usage is None else event(_encode(self._chunk(None) | {"usage": usage}))
 
     def _full(self, choice: int, text: str, chunk: StreamChunk, usage: bytes) -> dict[str, Any]:
-        """A chunk that has more than text: an end, or log-probabilities."""
+        """Return a chunk with more than text: logprobs, or the end of the choice."""
         end = chunk.completion
         full = self._chunk(choice, text, *((end.finish_reason, end.matched_stop) if end else ()))
         if chunk.logprobs is not None:
-            told = [*(chunk.prompt_logprobs or ()), *chunk.logprobs]
+            tokens = [*(chunk.prompt_logprobs or ()), *chunk.logprobs]
             if choice not in self._logprobs:
                 offset = 0 if chunk.prompt_logprobs else len(self._echoes[choice])
                 self._logprobs[choice] = CompletionLogprobs(offset)
-            full["choices"][0]["logprobs"] = self._logprobs[choice].told(told)
+            full["choices"][0]["logprobs"] = self._logprobs[choice].render(tokens)
         return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
 
     def _chunk(
         self, choice: int | None, text: str = "", reason: str | None = None, stop: object = None
     ) -> dict[str, Any]:
-        one: dict[str, Any] = {
+        body: dict[str, Any] = {
             "index": choice,
             "text": text,
             "logprobs": None,
             "finish_reason": reason,
         }
         if reason is not None:
-            one["stop_reason"] = stop
+            body["stop_reason"] = stop
         return {
             "id": self._head.id,
             "object": "text_completion",
             "created": self._head.created,
             "model": self._head.model,
-            "choices": [] if choice is None else [one],
+            "choices": [] if choice is None else [body],
         }

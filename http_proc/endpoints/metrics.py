@@ -1,9 +1,9 @@
-"""GET /metrics for Prometheus: the ring's gauges and counters, and what requests took here.
+"""GET /metrics: gauges and counters of the ring, and the metrics of the requests by HTTP.
 
-Names and meanings follow vLLM's and SGLang's, with the prefix `quadriga:`.
+Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -19,80 +19,83 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 
 from http_proc.gateway import GATEWAY
-from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
 from quadriga.errors import QuadrigaError
 from quadriga.histogram import buckets
 
 PREFIX = "quadriga:"
-OF_HTTP = "Of the requests that came by HTTP"
 
+# Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
 GAUGES = {
-    "num_requests_running": ("running", "Requests that hold a slot"),
-    "num_requests_waiting": ("waiting", "Requests that wait to be admitted"),
-    "num_grammar_queue_reqs": ("waiting_for_grammar", "Those of them whose grammar is compiled"),
-    "num_used_tokens": ("", "Tokens that the KV pages of requests hold or have room for"),
-    "new_token_ratio": ("new_token_ratio", "Share of the new tokens that admission reserves"),
-    "max_total_num_tokens": ("", "Tokens that the KV pool holds"),
-    "kv_cache_usage_perc": ("", "Share of the KV pages that requests hold, 0 to 1"),
+    "num_requests_running": ("running", "Running requests"),
+    "num_requests_waiting": ("waiting", "Waiting requests"),
+    "num_grammar_queue_reqs": (
+        "waiting_for_grammar",
+        "Waiting requests whose grammar is being compiled",
+    ),
+    "num_used_tokens": ("", "Capacity of the KV pages that requests hold, in tokens"),
+    "new_token_ratio": ("new_token_ratio", "Fraction of max_new_tokens that admission reserves"),
+    "max_total_num_tokens": ("", "Capacity of the KV pool in tokens"),
+    "kv_cache_usage_perc": ("", "Fraction of the KV pages that requests hold, 0 to 1"),
     "journal_failed": ("", "1 while the journal cannot be written, else 0"),
-    "step_gap_p99_ms": ("step_gap_ms_p99", "Idle time of the worker between two planned steps"),
+    "step_gap_p99_ms": (
+        "step_gap_ms_p99",
+        "Idle time of the worker between two steps, 99th percentile in ms",
+    ),
 }
 COUNTERS = {
-    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of requests that gave a token"),
-    "generation_tokens": ("generation_tokens_total", "Tokens generated"),
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of requests that generated a token"),
+    "generation_tokens": ("generation_tokens_total", "Generated tokens"),
     "prefix_cache_queries": ("prompt_tokens_total", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("cached_tokens_total", "Prompt tokens found in the prefix cache"),
-    "num_preemptions": ("retractions", "Requests that gave their place up and came back"),
+    "num_preemptions": ("retractions", "Preempted (retracted) requests"),
     "steps": ("steps", "Steps of the worker"),
-    "prefill_steps": ("prefill_steps", "Steps with prompt tokens in them"),
-    "late_plans": ("late_plans", "Steps that the worker had to wait for"),
-    "worker_busy_seconds": ("busy_seconds", "Forward and sampling"),
+    "prefill_steps": ("prefill_steps", "Steps with prompt tokens"),
+    "late_plans": ("late_plans", "Steps whose plan arrived after the previous step had ended"),
+    "worker_busy_seconds": ("busy_seconds", "Time of the worker in forward and sampling"),
 }
-"""By their names here: the key of the ring's info, and what it is."""
-BY_LABEL = (
-    ("request_success", "Requests that have ended, by reason", "finished_reason", "ended"),
-    ("num_aborted_requests", "Requests that were ended from outside", "reason", "aborts"),
+# Counters with a label: (metric name, help text, label, key of the ring's info).
+LABELED_COUNTERS = (
+    ("request_success", "Finished requests", "finished_reason", "ended"),
+    ("num_aborted_requests", "Aborted requests", "reason", "aborts"),
     ("request_errors", "Requests that the scheduler ended with an error", "code", "errors"),
 )
-"""Counters with a label: name, what it is, the label, the key of the ring's info."""
-POOL = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
+POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
 
 
 class Collector:
-    """One look at everything. info: the ring's, empty where it does not answer."""
+    """One sample of all metrics.
 
-    def __init__(self, model: str, info: dict[str, Any], live: int, own: RequestMetrics) -> None:
+    Args:
+        info: the ring's info, empty if the ring does not answer.
+        num_open: number of web requests that are being answered.
+    """
+
+    def __init__(
+        self, model: str, info: dict[str, Any], num_open: int, http: RequestMetrics
+    ) -> None:
         self._model = model
         self._info = info
-        self._live = live
-        self._own = own
+        self._num_open = num_open
+        self._http = http
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("http_requests_live", "Web requests that are being answered", self._live)
+        """Yield every metric family."""
+        yield self._gauge("http_requests_live", "Open web requests", self._num_open)
         if self._info.get("ready"):
             yield from self._ring()
         yield from _processes(self._info.get("pids", {}))
-        for name, histogram in self._own.histograms.items():
-            family = HistogramMetricFamily(PREFIX + name, OF_HTTP, labels=["model_name"])
-            family.add_metric([self._model], *buckets(histogram.as_map()))
-            yield family
-        errors = CounterMetricFamily(
-            PREFIX + "http_errors", "Web requests that failed", labels=["model_name", "code"]
-        )
-        for code, count in self._own.errors.items():
-            errors.add_metric([self._model, code], count)
-        yield errors
-        yield self._counter(
-            "http_slow_readers", "Clients that were cut off", self._own.slow_readers
-        )
-        yield self._counter(
-            "http_disconnects", "Web requests whose client left", self._own.disconnects
-        )
-        yield self._counter(
-            "http_connections_refused",
-            "Connections over --max-http-connections",
-            self._own.refused_connections,
-        )
+        http = self._http
+        for name, histogram in http.histograms.items():
+            text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
+            yield self._histogram(name, text, {(): histogram.as_map()})
+        yield self._labeled_counter("http_errors", "Failed web requests", "code", http.errors)
+        text = "Disconnected clients that read too slowly"
+        yield self._counter("http_slow_readers", text, http.num_slow_readers)
+        text = "Web requests whose client disconnected"
+        yield self._counter("http_disconnects", text, http.num_disconnects)
+        text = "Connections over --max-http-connections"
+        yield self._counter("http_connections_refused", text, http.num_refused_connections)
 
     def _ring(self) -> Iterator[Metric]:
         info = self._info
@@ -107,28 +110,19 @@ class Collector:
             yield self._gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
             yield self._counter(name, text, info[key])
-        for name, text, label, key in BY_LABEL:
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
-            for value, count in info[key].items():
-                family.add_metric([self._model, value], count)
-            yield family
-        tokens = HistogramMetricFamily(
-            PREFIX + "iteration_tokens_total", "Tokens of a step", labels=["model_name"]
-        )
-        tokens.add_metric([self._model], *buckets(info["step_tokens"]))
-        yield tokens
-        stages = HistogramMetricFamily(
-            PREFIX + "per_stage_req_latency_seconds",
-            "Of every request, also those that did not come by HTTP",
-            labels=["model_name", "stage"],
-        )
-        for stage, times in info["stage_seconds"].items():
-            stages.add_metric([self._model, stage], *buckets(times))
-        yield stages
+        for name, text, label, key in LABELED_COUNTERS:
+            yield self._labeled_counter(name, text, label, info[key])
+        text = "Tokens of a step"
+        yield self._histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
+        text = "Time of a request in each stage, by HTTP or not"
+        stages: dict[tuple[str, ...], dict[str, float]] = {
+            (stage,): times for stage, times in info["stage_seconds"].items()
+        }
+        yield self._histogram("per_stage_req_latency_seconds", text, stages, "stage")
         pool = GaugeMetricFamily(
-            PREFIX + "cache_config_info", "The KV pool", labels=["model_name", *POOL]
+            PREFIX + "cache_config_info", "The KV pool", labels=["model_name", *POOL_LABELS]
         )
-        pool.add_metric([self._model, *(str(info[key]) for key in POOL.values())], 1)
+        pool.add_metric([self._model, *(str(info[key]) for key in POOL_LABELS.values())], 1)
         yield pool
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -141,9 +135,30 @@ class Collector:
         family.add_metric([self._model], value)
         return family
 
+    def _labeled_counter(
+        self, name: str, text: str, label: str, counts: Mapping[str, int]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for value, count in counts.items():
+            family.add_metric([self._model, value], count)
+        return family
+
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        samples: Mapping[tuple[str, ...], dict[str, float]],
+        *labels: str,
+    ) -> HistogramMetricFamily:
+        """Return a family with one histogram for each tuple of label values."""
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+        for values, histogram in samples.items():
+            family.add_metric([self._model, *values], *buckets(histogram))
+        return family
+
 
 def _processes(pids: dict[str, int]) -> Iterable[Metric]:
-    """CPU time and memory of each process of the ring that is on this machine."""
+    """Return CPU time and memory of each process of the ring that runs on this machine."""
     cpu = CounterMetricFamily(PREFIX + "process_cpu_seconds", "CPU time", labels=["process"])
     memory = GaugeMetricFamily(PREFIX + "process_resident_bytes", "Memory", labels=["process"])
     for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
@@ -158,14 +173,14 @@ def _processes(pids: dict[str, int]) -> Iterable[Metric]:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """All of it, also where the ring does not answer."""
+    """Return all metrics, without those of the ring if it does not answer."""
     gateway = request.app[GATEWAY]
     try:
         info = await gateway.info()
     except QuadrigaError:
         info = {}
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(gateway.model, info, gateway.live, gateway.metrics))
+    registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

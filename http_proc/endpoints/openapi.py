@@ -1,4 +1,9 @@
-"""GET /openapi.json, made of the types that requests are checked with, and a page that shows it."""
+"""GET /openapi.json, generated from the types that check the requests, and GET /docs.
+
+A framework such as Litestar would generate the document and type the bodies. This code and aiohttp
+are used instead because they cost less CPU time per event of a stream, on cores that the gateway
+shares with the worker: docs/dependencies.md has the figures for aiohttp and for ASGI servers.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -42,63 +47,70 @@ RANGES: dict[str, dict[str, Any]] = {
 
 
 class Endpoint(NamedTuple):
-    """takes: the body's type, if it has one, with sampling fields by these names; gives: the
-    answer's type. streams: it may be a stream instead, listed: or a list of such."""
+    """An endpoint of the document.
+
+    Attributes:
+        response: type of the response's body.
+        body: type of the request's body, if it has one.
+        sampling: the sampling fields beside those of `body`: name -> SamplingParams' name.
+        streams: the response may be a stream instead.
+        is_listed: the response may be a list of `response` instead.
+    """
 
     path: str
-    what: str
-    gives: Any
-    takes: Any = None
-    fields: dict[str, str] | None = None
+    summary: str
+    response: Any
+    body: Any = None
+    sampling: dict[str, str] | None = None
     method: str = "get"
     streams: bool = False
-    listed: bool = False
+    is_listed: bool = False
 
 
-def _post(path: str, what: str, takes: Any, gives: Any, **more: Any) -> Endpoint:
-    return Endpoint(path, what, gives, takes, method="post", **more)
+def _post(path: str, summary: str, body: Any, response: Any, **options: Any) -> Endpoint:
+    return Endpoint(path, summary, response, body, method="post", **options)
 
 
 ENDPOINTS = [
     _post("/v1/completions", "Complete prompts", schema.CompletionRequest, schema.CompletionBody,
-          fields=sampling.OPENAI, streams=True),
+          sampling=sampling.OPENAI, streams=True),
     _post("/v1/chat/completions", "Answer a chat", schema.ChatRequest, schema.ChatBody,
-          fields=sampling.CHAT, streams=True),
+          sampling=sampling.CHAT, streams=True),
     Endpoint("/v1/models", "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", "One model", service.ModelCard),
-    _post("/generate", "Complete prompts, in SGLang's shape", GenerateRequest, GenerateAnswer,
-          streams=True, listed=True),
+    _post("/generate", "Complete prompts, in SGLang's format", GenerateRequest, GenerateAnswer,
+          streams=True, is_listed=True),
     _post("/tokenize", "Token ids of a text or a chat", service.TokenizeRequest,
           service.TokenizeAnswer),
     _post("/detokenize", "Text of token ids", service.DetokenizeRequest, service.DetokenizeAnswer),
     _post("/abort_request", "End requests", service.AbortBody, service.AbortAnswer),
-    _post("/flush_cache", "Forget cached prefixes that nobody uses", None, service.FlushAnswer),
+    _post("/flush_cache", "Free the unused cached prefixes", None, service.FlushAnswer),
     Endpoint("/livez", "Whether this process can answer", service.HealthStatus),
     Endpoint("/readyz", "Whether the whole server can take requests", service.HealthStatus),
     Endpoint("/health", "The same as /readyz", service.HealthStatus),
-    Endpoint("/server_info", "How the server was started and what it does", dict[str, Any]),
+    Endpoint("/server_info", "Configuration and state of the server", dict[str, Any]),
     Endpoint("/metrics", "Gauges, counters and histograms for Prometheus", PLAIN),
 ]  # fmt: skip
 
 
 @cache
 def document() -> bytes:
-    """The OpenAPI 3.1 document as JSON."""
+    """Return the OpenAPI 3.1 document as JSON."""
     types: list[Any] = [ErrorAnswer, SamplingParams]
     for endpoint in ENDPOINTS:
-        types += [kind for kind in (endpoint.takes, endpoint.gives) if isinstance(kind, type)]
+        types += [body for body in (endpoint.body, endpoint.response) if isinstance(body, type)]
     _, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     params = components["SamplingParams"]["properties"]
     for endpoint in ENDPOINTS:
-        if endpoint.takes is not None:
-            _complete(components[endpoint.takes.__name__], endpoint.fields or {}, params)
-    native = {"type": "object", "properties": {}, "additionalProperties": False}
-    _complete(native, sampling.NATIVE, params)
+        if endpoint.body is not None:
+            _add_sampling(components[endpoint.body.__name__], endpoint.sampling or {}, params)
+    sglang = {"type": "object", "properties": {}, "additionalProperties": False}
+    _add_sampling(sglang, sampling.SGLANG, params)
     properties = components["GenerateRequest"]["properties"]
-    properties["sampling_params"] = {"anyOf": [native, {"type": "null"}]}
-    paths = {one.path: {one.method: _operation(one)} for one in ENDPOINTS}
+    properties["sampling_params"] = {"anyOf": [sglang, {"type": "null"}]}
+    paths = {endpoint.path: {endpoint.method: _operation(endpoint)} for endpoint in ENDPOINTS}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -113,8 +125,8 @@ def document() -> bytes:
     )
 
 
-def _complete(schema: dict[str, Any], fields: dict[str, str], params: dict[str, Any]) -> None:
-    """Add the sampling fields, with SamplingParams' own types. null means "as if absent"."""
+def _add_sampling(schema: dict[str, Any], fields: dict[str, str], params: dict[str, Any]) -> None:
+    """Add sampling fields with SamplingParams' types, and make optional fields nullable."""
     properties = schema["properties"]
     for name, field in fields.items():
         properties[name] = params[field] | RANGES.get(field, {})
@@ -124,14 +136,14 @@ def _complete(schema: dict[str, Any], fields: dict[str, str], params: dict[str, 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": endpoint.what,
+        "summary": endpoint.summary,
         "responses": {
-            "200": {"description": "Done", "content": _answers(endpoint)},
+            "200": {"description": "Done", "content": _response(endpoint)},
             "default": {"description": "What went wrong", "content": _json(_ref(ErrorAnswer))},
         },
     }
-    if endpoint.takes is not None:
-        operation["requestBody"] = {"required": True, "content": _json(_ref(endpoint.takes))}
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(_ref(endpoint.body))}
     if "{name}" in endpoint.path:
         operation["parameters"] = [
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -139,27 +151,28 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return operation
 
 
-def _answers(endpoint: Endpoint) -> dict[str, Any]:
-    if endpoint.gives == PLAIN:
+def _response(endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint.response == PLAIN:
         return {PLAIN: {"schema": {"type": "string"}}}
-    one = _ref(endpoint.gives) if isinstance(endpoint.gives, type) else {"type": "object"}
-    whole = {"anyOf": [one, {"type": "array", "items": one}]} if endpoint.listed else one
-    return _json(whole) | ({STREAM: {}} if endpoint.streams else {})
+    schema = _ref(endpoint.response) if isinstance(endpoint.response, type) else {"type": "object"}
+    if endpoint.is_listed:
+        schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+    return _json(schema) | ({STREAM: {}} if endpoint.streams else {})
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _ref(kind: Any) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+def _ref(body_type: Any) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{body_type.__name__}"}
 
 
-async def openapi(request: web.Request) -> web.Response:
-    """The document."""
+async def openapi(_: web.Request) -> web.Response:
+    """Return the document."""
     return web.Response(body=document(), content_type="application/json")
 
 
-async def docs(request: web.Request) -> web.FileResponse:
-    """A page of its own: it needs nothing from other hosts."""
+async def docs(_: web.Request) -> web.FileResponse:
+    """Return a page that shows the document and loads nothing from other hosts."""
     return web.FileResponse(PAGE, headers={"Content-Type": "text/html; charset=utf-8"})

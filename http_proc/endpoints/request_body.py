@@ -1,82 +1,101 @@
-"""From the bytes of a request to a typed one: whatever is wrong is a 400 that names the field."""
+"""Receive, decode and type a request body; every error is a 4xx that names the field."""
 
 import asyncio
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from http_proc.endpoints.body_shape import check_shape
+from http_proc.endpoints.body_shape import SMALL_BYTES, check_shape
 from http_proc.gateway import GATEWAY
-from http_proc.protocol.errors import RETRY_AFTER, ApiError, invalid
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, invalid
 from http_proc.protocol.sampling import wrong_type
 
-BODY_TIMEOUT = 60.0
-"""Seconds in which the whole body must have come."""
-MAX_BYTES = 256 * 1024 * 1024
-"""Of bodies that are being received at one time, or of one body where one may have more."""
+BODY_TIMEOUT_S = 60.0
+# Of all bodies that are being received, unless --max-body-bytes is more.
+MAX_TOTAL_BYTES = 256 * 1024 * 1024
 
 T = TypeVar("T", bound=msgspec.Struct)
 _decode = msgspec.json.Decoder().decode
 
 
+async def expect_continue(request: web.Request) -> None:
+    """Answer `Expect: 100-continue`.
+
+    aiohttp's own handler copies the header into its refusal, which fails if it is not UTF-8.
+    """
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect may be 100-continue only")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the interim response is not part of the answer
+
+
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The JSON object in the body."""
+    """Return the JSON object in the body.
+
+    Other requests are served between the steps of a large body, each of which takes long.
+
+    Raises:
+        ApiError: the body is late, too large, not JSON, or not an object.
+    """
     try:
-        data = await asyncio.wait_for(_receive(request), BODY_TIMEOUT)
+        data = await asyncio.wait_for(_receive(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     await check_shape(data)
     try:
         body = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
+    if len(data) > SMALL_BYTES:
+        await asyncio.sleep(0)
     return body
 
 
 async def _receive(request: web.Request) -> bytes:
-    """The body, within the bounds of one and of all at a time."""
-    gateway, most = request.app[GATEWAY], request.client_max_size
-    if (request.content_length or 0) > most:
-        raise _too_large(most)
+    """Return the body, within the limits for one body and for all bodies together."""
+    gateway, max_bytes = request.app[GATEWAY], request.client_max_size
+    if (request.content_length or 0) > max_bytes:
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async for piece in request.content.iter_any():
             body += piece
             gateway.body_bytes += len(piece)
-            if len(body) > most:
-                raise _too_large(most)
-            if gateway.body_bytes > max(MAX_BYTES, most):
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            if gateway.body_bytes > max(MAX_TOTAL_BYTES, max_bytes):
                 raise ApiError(
                     503,
                     f"bodies of {gateway.body_bytes} bytes are being received, and at most"
-                    f" {MAX_BYTES} are taken at one time; try again",
+                    f" {MAX_TOTAL_BYTES} are taken at one time; try again",
                     "server_error",
                     code="too_many_bodies",
-                    retry_after=RETRY_AFTER,
+                    retry_after=RETRY_AFTER_S,
                 )
     finally:
         gateway.body_bytes -= len(body)
     return bytes(body)
 
 
-def _too_large(most: int) -> ApiError:
+def _too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is over {most} bytes; shorten the prompt, or start the server with a larger"
+        f"the body is over {max_bytes} bytes; shorten the prompt, or start the server with a larger"
         " --max-body-bytes",
         code="body_too_large",
     )
 
 
-def convert(body: dict[str, Any], kind: type[T]) -> T:
-    """What is left of the body, typed; null means "as if absent". ApiError for wrong types, and for
-    unknown fields."""
-    known = kind.__struct_encode_fields__
-    fields = {name: v for name, v in body.items() if v is not None or name not in known}
+def convert(body: dict[str, Any], body_type: type[T]) -> T:
+    """Return the body as a typed object, or raise ApiError; null means "as if absent"."""
+    known = body_type.__struct_encode_fields__
+    fields = {name: value for name, value in body.items() if value is not None or name not in known}
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, body_type)
     except (msgspec.ValidationError, RecursionError) as error:
         raise wrong_type(error, {}) from None

@@ -1,4 +1,4 @@
-"""The endpoints around generating: models, tokens, aborts, the cache, and how the server is."""
+"""The handlers beside generation: models, tokens, aborts, cache, server info and probes."""
 
 from typing import Any
 
@@ -6,15 +6,16 @@ import msgspec
 from aiohttp import web
 
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.gateway import GATEWAY, PROBE_AGE, Gateway
+from http_proc.gateway import GATEWAY, READY_MAX_AGE_S, Gateway
 from http_proc.protocol.chat_messages import chat_prompt, check_counts, template_options
 from http_proc.protocol.errors import ApiError, from_ring, invalid
-from http_proc.protocol.schema import Message, Request, Tool
+from http_proc.protocol.schema import Message, RequestBody, Tool
+from http_proc.responses import json_response
 from quadriga.errors import QuadrigaError
 
 
-class TokenizeRequest(Request):
-    """prompt: a text; or messages, as for a chat."""
+class TokenizeRequest(RequestBody):
+    """POST /tokenize. prompt: a text; or messages, as for a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -23,23 +24,26 @@ class TokenizeRequest(Request):
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class DetokenizeRequest(Request):
-    """tokens: token ids."""
+class DetokenizeRequest(RequestBody):
+    """POST /detokenize. tokens: token ids."""
 
     tokens: list[int]
     model: str | None = None
     skip_special_tokens: bool = False
 
 
-class AbortBody(Request):
-    """rid: the id of an answer, or its X-Request-Id; abort_all: every request of this gateway."""
+class AbortBody(RequestBody):
+    """POST /abort_request.
+
+    rid: the id of an answer, or its X-Request-Id. abort_all: end every request of this gateway.
+    """
 
     rid: str = ""
     abort_all: bool = False
 
 
 class ModelCard(msgspec.Struct):
-    """created: when this gateway started, in Unix seconds; max_model_len: the context in tokens."""
+    """A model. created: start of the gateway, in Unix seconds; max_model_len: context in tokens."""
 
     id: str
     created: int
@@ -56,7 +60,7 @@ class ModelList(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """tokens: their ids; max_model_len: the context in tokens."""
+    """Token ids of a text or a chat. max_model_len: context in tokens."""
 
     count: int
     max_model_len: int
@@ -64,20 +68,20 @@ class TokenizeAnswer(msgspec.Struct):
 
 
 class DetokenizeAnswer(msgspec.Struct):
-    """The text: as `prompt` for clients of vLLM, as `text` for those of SGLang."""
+    """A text: as `prompt` for clients of vLLM, as `text` for clients of SGLang."""
 
     prompt: str
     text: str
 
 
 class AbortAnswer(msgspec.Struct):
-    """aborted: how many requests were found."""
+    """aborted: number of requests that were open."""
 
     aborted: int
 
 
 class FlushAnswer(msgspec.Struct):
-    """flushed_pages: pages that are free now."""
+    """flushed_pages: number of pages that became free."""
 
     flushed_pages: int
 
@@ -88,42 +92,36 @@ class HealthStatus(msgspec.Struct):
     status: str
 
 
-def answer(value: Any, status: int = 200) -> web.Response:
-    """A JSON answer."""
-    body = msgspec.json.encode(value)
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-# --- models and facts -----------------------------------------------------------------------------
+# --- models and server info -----------------------------------------------------------------------
 
 
 async def models(request: web.Request) -> web.Response:
-    """The one model that is served."""
-    return answer(ModelList([await _model(request.app[GATEWAY])]))
+    """List the one model that is served."""
+    return json_response(ModelList([await _model(request.app[GATEWAY])]))
 
 
 async def model(request: web.Request) -> web.Response:
-    """One model by its name, which may have slashes."""
+    """Return a model by its name, which may contain slashes."""
     gateway = request.app[GATEWAY]
     gateway.check_model(request.match_info["name"])
-    return answer(await _model(gateway))
+    return json_response(await _model(gateway))
 
 
 async def _model(gateway: Gateway) -> ModelCard:
-    facts = await gateway.facts()
-    return ModelCard(gateway.model, gateway.started, facts["context_length"])
+    info = await gateway.static_info()
+    return ModelCard(gateway.model, gateway.started_at, info["context_length"])
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """The ring's info, as docs/protocol.md lists it."""
-    return answer(await request.app[GATEWAY].info())
+    """Return the ring's info, described in docs/protocol.md."""
+    return json_response(await request.app[GATEWAY].info())
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """The token ids of a text or a chat, as a request would have them."""
+    """Return the token ids that a generation request with this text or chat would have."""
     gateway = request.app[GATEWAY]
     body = await read_object(request)
     check_counts(body)
@@ -134,12 +132,12 @@ async def tokenize(request: web.Request) -> web.Response:
     chat = template_options(call.tools, call.chat_template_kwargs)
     prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
-    facts = await gateway.facts()
-    return answer(TokenizeAnswer(len(tokens), facts["context_length"], tokens))
+    info = await gateway.static_info()
+    return json_response(TokenizeAnswer(len(tokens), info["context_length"], tokens))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), DetokenizeRequest)
     gateway.check_model(call.model)
@@ -147,47 +145,47 @@ async def detokenize(request: web.Request) -> web.Response:
         text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
     except QuadrigaError as error:
         raise from_ring(error, {"prompt": "tokens", "token_ids": "tokens"}) from None
-    return answer(DetokenizeAnswer(text, text))
+    return json_response(DetokenizeAnswer(text, text))
 
 
-# --- what changes the server's state --------------------------------------------------------------
+# --- aborts and cache -----------------------------------------------------------------------------
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End requests: they end with finish_reason `abort` and what they had."""
+    """End requests, which finish with the reason "abort" and their text so far."""
     call = convert(await read_object(request), AbortBody)
     if not call.rid and not call.abort_all:
         raise invalid("give the rid of a request, or abort_all", "rid")
-    found = await request.app[GATEWAY].abort(None if call.abort_all else call.rid)
-    return answer(AbortAnswer(found))
+    num_aborted = await request.app[GATEWAY].abort(None if call.abort_all else call.rid)
+    return json_response(AbortAnswer(num_aborted))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Forget cached prefixes that nobody uses now."""
-    return answer(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
+    """Free the cached prefixes that no request uses."""
+    return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
 
 
 # --- probes ---------------------------------------------------------------------------------------
 
 
-async def livez(request: web.Request) -> web.Response:
-    """This process can answer."""
-    return answer(HealthStatus("alive"))
+async def livez(_: web.Request) -> web.Response:
+    """Answer 200: this process runs."""
+    return json_response(HealthStatus("alive"))
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """The whole ring answers, the model is loaded, and new requests are taken."""
+    """Answer 200 if the whole ring answers, the model is loaded and requests are accepted."""
     gateway = request.app[GATEWAY]
-    if gateway.draining:
+    if gateway.is_draining:
         raise _unready("the server is stopping")
     try:
-        info = await gateway.info(PROBE_AGE)
+        info = await gateway.info(READY_MAX_AGE_S)
     except QuadrigaError as error:
         raise _unready(str(error)) from None
     if not info["ready"]:
         raise _unready("the model is being loaded")
-    return answer(HealthStatus("ready"))
+    return json_response(HealthStatus("ready"))
 
 
-def _unready(why: str) -> ApiError:
-    return ApiError(503, why, "server_error", code="not_ready")
+def _unready(reason: str) -> ApiError:
+    return ApiError(503, reason, "server_error", code="not_ready")

@@ -1,23 +1,23 @@
-"""POST /generate, in SGLang's shape."""
+"""The handler of POST /generate, SGLang's own endpoint."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from aiohttp import web
 
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.gateway import GATEWAY, MAX_CHOICES
+from http_proc.gateway import GATEWAY
 from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
-from http_proc.protocol.sampling import NATIVE, check_choices, take_sampling
-from http_proc.protocol.schema import Priority, Request, Top
-from http_proc.streaming.sse import event
-from http_proc.streaming.streams import stream, whole
+from http_proc.protocol.sampling import SGLANG, check_choices, take_sampling
+from http_proc.protocol.schema import Priority, RequestBody, Top
+from http_proc.responses import collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
 
+# The request's name of each field of the ring.
 NAMES = {"prompt": "text", "prompt_token_ids": "input_ids"}
 
 Start = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -25,12 +25,13 @@ Start = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 _encode = msgspec.json.encode
 
 
-class GenerateRequest(Request):
-    """text, or input_ids: one prompt, or a list of them. rid: a name for /abort_request.
+class GenerateRequest(RequestBody):
+    """POST /generate.
 
+    text, or input_ids: one prompt, or a list of them. rid: an id for /abort_request.
     sampling_params: by SGLang's names; max_new_tokens 0 computes the prompt alone. return_logprob:
-    of the generated tokens, with as many of the likeliest as top_logprobs_num says; with
-    logprob_start_len 0 or more also of the prompt's from there on.
+    return the logprob of each generated token, with top_logprobs_num top tokens. logprob_start_len:
+    if 0 or more, also the logprobs of the prompt from this token on.
     """
 
     text: str | list[str] | None = None
@@ -45,7 +46,7 @@ class GenerateRequest(Request):
 
 
 class GenerateAnswer(msgspec.Struct):
-    """What one choice came to. meta_info: counts, reason and log-probabilities."""
+    """One choice. meta_info: token counts, finish reason and logprobs."""
 
     text: str
     output_ids: list[int]
@@ -53,38 +54,36 @@ class GenerateAnswer(msgspec.Struct):
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Complete each prompt n times; a list of prompts, or n over 1, is answered by a list."""
+    """Complete each prompt n times. The answer to a list of prompts, or to n > 1, is a list."""
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), GenerateRequest)
     prompts, single = _prompts(call)
     fields = dict(call.sampling_params)
-    sampling = take_sampling(fields, NATIVE, {})
+    sampling = take_sampling(fields, SGLANG, {})
     if fields:
         name = next(iter(fields))
         raise invalid(f"{name} is not supported by this server; leave it out", name)
     params, n = _params(sampling.params, call), sampling.params.n
-    check_choices(n, len(prompts), MAX_CHOICES)
+    check_choices(n, len(prompts))
     rid = request[RECORD].id = call.rid or gateway.head(request, "gen").id
-    if gateway.is_live(rid):
+    if gateway.is_open(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
     options: RequestOptions = {"priority": call.priority}
     single = single and n == 1
     names = {**NAMES, **sampling.names}
-    with gateway.batch(rid, names) as batch:
+    with gateway.open_group(rid, names) as group:
         for prompt in prompts:
-            batch.submit(prompt, params, call.stream, options)
+            group.submit(prompt, params, call.stream, options)
         if call.stream:
             renderer = GenerateStream(rid, single, call.logprob_start_len)
-            return await stream(request, batch, renderer, names)
-        answers = await whole(request, batch)
-    bodies = [_answer(rid, answer, call.logprob_start_len) for answer in answers]
-    return web.Response(
-        body=_encode(bodies[0] if single else bodies), content_type="application/json"
-    )
+            return await stream_events(request, group, renderer, names)
+        completions = await collect(request, group)
+    answers = [_answer(rid, completion, call.logprob_start_len) for completion in completions]
+    return json_response(answers[0] if single else answers)
 
 
 def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether there is one that is no list."""
+    """Return the prompts, and whether the request has a single one outside of a list."""
     if (call.text is None) == (call.input_ids is None):
         raise invalid("give either text or input_ids", "text")
     if call.text is not None:
@@ -92,64 +91,69 @@ def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
             raise invalid("text is an empty list: send at least one prompt", "text")
         return ([call.text], True) if isinstance(call.text, str) else (list(call.text), False)
     ids = call.input_ids or []
-    if all(isinstance(item, int) for item in ids):
-        return [ids], True  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in ids):
+    types = set(map(type, ids))
+    if types <= {int}:
+        return [cast(list[int], ids)], True
+    if int in types:
         raise invalid("input_ids mixes ids and lists of ids", "input_ids")
-    return list(ids), False  # type: ignore[arg-type]
+    return cast(list[Prompt], ids), False
 
 
 def _params(params: SamplingParams, call: GenerateRequest) -> SamplingParams:
-    """With the log-probabilities that are asked for."""
+    """Return the parameters with logprobs."""
     if not call.return_logprob:
         return params
-    of_prompt = call.top_logprobs_num if call.logprob_start_len >= 0 else None
+    num_prompt_top = call.top_logprobs_num if call.logprob_start_len >= 0 else None
     return msgspec.structs.replace(
-        params, logprobs=call.top_logprobs_num, prompt_logprobs=of_prompt
+        params, logprobs=call.top_logprobs_num, prompt_logprobs=num_prompt_top
     )
 
 
-def _answer(rid: str, answer: Completion, start: int) -> GenerateAnswer:
+def _answer(rid: str, completion: Completion, start: int) -> GenerateAnswer:
     meta: dict[str, Any] = {
         "id": rid,
-        "finish_reason": _finish_reason(answer),
-        "prompt_tokens": answer.usage.prompt_tokens,
-        "completion_tokens": answer.usage.completion_tokens,
-        "cached_tokens": answer.usage.cached_tokens,
-        "e2e_latency": answer.timings.delivered - answer.timings.submitted,
+        "finish_reason": _finish_reason(completion),
+        "prompt_tokens": completion.usage.prompt_tokens,
+        "completion_tokens": completion.usage.completion_tokens,
+        "cached_tokens": completion.usage.cached_tokens,
+        "e2e_latency": completion.timings.delivered - completion.timings.submitted,
     }
-    meta |= _logprobs(answer, start)
-    return GenerateAnswer(answer.text, answer.token_ids, meta)
+    meta |= _logprobs(completion, start)
+    return GenerateAnswer(completion.text, completion.token_ids, meta)
 
 
 def _logprobs(item: Completion | StreamChunk, start: int) -> dict[str, list[Any]]:
-    """Of the generated tokens and of the prompt from `start` on, where they are told."""
-    found: dict[str, list[Any]] = {}
+    """Return the logprobs of the generated tokens, and of the prompt from token `start` on."""
+    lists: dict[str, list[Any]] = {}
     if item.logprobs is not None:
-        found |= _listed("output", item.logprobs)
+        lists |= _lists("output", item.logprobs)
     if item.prompt_logprobs is not None:
-        found |= _listed("input", item.prompt_logprobs[start:])
-    return found
+        lists |= _lists("input", item.prompt_logprobs[start:])
+    return lists
 
 
-def _listed(of: str, told: list[TokenLogprob]) -> dict[str, list[Any]]:
-    """As SGLang has them: [log-probability, token id, text]."""
-    tokens = [[one.logprob, one.token_id, one.text] for one in told]
-    top = [[[t.logprob, t.token_id, t.bytes.decode("utf-8", "replace")] for t in one.top]
-           for one in told]  # fmt: skip
-    return {f"{of}_token_logprobs": tokens, f"{of}_top_logprobs": top}
+def _lists(prefix: str, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
+    """Return SGLang's two lists, with [logprob, token id, text] for each token."""
+    top = [
+        [[like.logprob, like.token_id, like.bytes.decode("utf-8", "replace")] for like in token.top]
+        for token in tokens
+    ]
+    return {
+        f"{prefix}_token_logprobs": [[tok.logprob, tok.token_id, tok.text] for tok in tokens],
+        f"{prefix}_top_logprobs": top,
+    }
 
 
-def _finish_reason(answer: Completion) -> dict[str, Any]:
-    if answer.finish_reason == "length":
-        return {"type": "length", "length": answer.usage.completion_tokens}
-    if answer.finish_reason == "stop":
-        return {"type": "stop", "matched": answer.matched_stop}
-    return {"type": answer.finish_reason}
+def _finish_reason(completion: Completion) -> dict[str, Any]:
+    if completion.finish_reason == "length":
+        return {"type": "length", "length": completion.usage.completion_tokens}
+    if completion.finish_reason == "stop":
+        return {"type": "stop", "matched": completion.matched_stop}
+    return {"type": completion.finish_reason}
 
 
 class GenerateStream:
-    """Each event has all the text so far, as SGLang's."""
+    """Renderer of /generate: each event has the whole text so far, like SGLang's."""
 
     def __init__(self, rid: str, single: bool, start: int) -> None:
         self._rid = rid
@@ -157,9 +161,10 @@ class GenerateStream:
         self._single = single
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
-        self._told: dict[int, dict[str, list[Any]]] = {}
+        self._logprobs: dict[int, dict[str, list[Any]]] = {}
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the event of a chunk."""
         if chunk.completion is not None:
             answer = _answer(self._rid, chunk.completion, self._start)
         else:
@@ -173,11 +178,11 @@ class GenerateStream:
         ids += chunk.token_ids
         meta: dict[str, Any] = {"id": self._rid, "finish_reason": None}
         meta["completion_tokens"] = len(ids)
-        told = self._told.setdefault(choice, {})
+        logprobs = self._logprobs.setdefault(choice, {})
         for name, entries in _logprobs(chunk, self._start).items():
-            told[name] = told.get(name, []) + entries
-        meta |= told
-        return GenerateAnswer(text, ids, meta)
+            logprobs[name] = logprobs.get(name, []) + entries
+        return GenerateAnswer(text, ids, meta | logprobs)
 
-    def last(self) -> bytes:
+    def finish(self) -> bytes:
+        """Return nothing: SGLang's streams end with their last chunk."""
         return b""

@@ -1,7 +1,7 @@
-"""Token counts in a stream: in the last chunk, or in every chunk, or not at all."""
+"""Token counts in a stream: in the last chunk, in every chunk, or in none."""
 
 import asyncio
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -13,60 +13,60 @@ from quadriga.wire.messages.public import ChatOptions, Usage
 USAGE = "@usage@"
 
 
-class UsageInStream:
-    """Counts what the chunks of n choices of each prompt have.
+class StreamUsage:
+    """Count the tokens of a stream that has `n` choices for each prompt.
 
-    Chunks tell the length of a prompt only at their end. Who wants it in every chunk makes the
-    server encode the prompt a second time.
+    The ring sends the length of a prompt only with the last chunk, so that a usage in every chunk
+    makes the server encode the prompt a second time.
     """
 
     def __init__(self, options: StreamOptions, n: int) -> None:
         self._n = n
         self._in_every_chunk = options.continuous_usage_stats
         self._at_the_end = options.include_usage or options.continuous_usage_stats
-        self._prompt_tokens: list[int] = []
-        self._tokens: dict[int, int] = {}
-        self._ended: dict[int, Usage] = {}
+        self._num_prompt_tokens: list[int] = []
+        self._num_tokens: dict[int, int] = {}
+        self._final: dict[int, Usage] = {}
 
     @property
     def slot(self) -> dict[str, Any]:
-        """The place of the usage in a chunk; none where nobody asked for it."""
+        """The placeholder of the usage in a chunk; empty if the request asks for no usage."""
         return {"usage": USAGE} if self._at_the_end else {}
 
     async def count_prompts(
         self, ring: AsyncClient, prompts: list[Prompt], chat: ChatOptions = NO_CHAT_OPTIONS
     ) -> None:
-        """Call once all choices have been submitted."""
+        """Count the prompts' tokens if every chunk has them. Call it after submitting."""
         if self._in_every_chunk:
-            self._prompt_tokens = await asyncio.gather(
+            self._num_prompt_tokens = await asyncio.gather(
                 *(_count(ring, prompt, chat) for prompt in prompts)
             )
 
     def of_chunk(self, choice: int, chunk: StreamChunk) -> bytes:
-        """The usage in a chunk as JSON: null unless it is wanted in every one."""
+        """Return the usage in a chunk as JSON: null unless every chunk has one."""
         if chunk.completion is not None:
-            self._ended[choice] = chunk.completion.usage
+            self._final[choice] = chunk.completion.usage
         if not self._in_every_chunk:
             return b"null"
-        tokens = self._tokens[choice] = self._tokens.get(choice, 0) + len(chunk.token_ids)
-        prompt = self._prompt_tokens[choice // self._n]
-        cached = chunk.completion.usage.cached_tokens if chunk.completion else 0
+        num_tokens = self._num_tokens.get(choice, 0) + len(chunk.token_ids)
+        self._num_tokens[choice] = num_tokens
+        num_prompt = self._num_prompt_tokens[choice // self._n]
+        num_cached = chunk.completion.usage.cached_tokens if chunk.completion else 0
         return msgspec.json.encode(
-            UsageBody(prompt, tokens, prompt + tokens, PromptDetails(cached))
+            UsageBody(num_prompt, num_tokens, num_prompt + num_tokens, PromptDetails(num_cached))
         )
 
-    def last(self) -> UsageBody | None:
-        """The usage of all choices, where it was asked for."""
+    def total(self) -> UsageBody | None:
+        """Return the usage of all choices, or None if the request asks for no usage."""
         if not self._at_the_end:
             return None
-        return usage_body([self._ended[choice] for choice in sorted(self._ended)], self._n)
+        return usage_body([self._final[choice] for choice in sorted(self._final)], self._n)
 
 
 async def _count(ring: AsyncClient, prompt: Prompt, chat: ChatOptions) -> int:
-    """An empty prompt runs as one token."""
-    ids = prompt if _is_ids(prompt) else await ring.tokenize(prompt, chat)
-    return max(1, len(ids))
+    ids = prompt if _is_token_ids(prompt) else await ring.tokenize(prompt, chat)
+    return max(1, len(ids))  # an empty prompt is computed as one token
 
 
-def _is_ids(prompt: Prompt) -> bool:
+def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))

@@ -1,1 +1,1 @@
-"""Around every request: API keys, CORS, request ids, error bodies and slow clients."""
+"""What surrounds every handler: ids, error bodies, API keys, CORS and slow clients."""

@@ -1,4 +1,4 @@
-"""Watches over what a client takes of its answer: one that takes next to nothing is cut off."""
+"""Disconnect clients that read next to nothing of their answer."""
 
 import asyncio
 import logging
@@ -8,18 +8,18 @@ from aiohttp import web
 
 from http_proc.observe.request_metrics import RequestMetrics
 
-STALL_SECONDS = 30.0
-LATE_SECONDS = STALL_SECONDS / 4
-"""A look that comes so much too late finds what happened while this process did not run."""
+CHECK_INTERVAL_S = 30.0
+# A check this late means that the gateway itself was suspended, so the client is not to blame.
+MAX_CHECK_DELAY_S = CHECK_INTERVAL_S / 4
 MIN_BYTES_PER_INTERVAL = 1024
-"""A client that takes less than this in STALL_SECONDS of what waits for it is cut off."""
 
 
 class SlowClientGuard:
-    """Around the serving of one request; what waits for the client is in the connection's buffer.
+    """Watch the connection of one request while its answer is sent.
 
-    Within it a write of aiohttp's that waits, waits until the buffer is empty, so that an answer
-    is not over before it has gone.
+    Every CHECK_INTERVAL_S in which data was waiting, the client must read at least
+    MIN_BYTES_PER_INTERVAL of it. Data waits in the transport's write buffer: the guard makes
+    aiohttp's writes wait until that buffer is empty, so that an answer ends when it was sent.
     """
 
     def __init__(self, request: web.Request, metrics: RequestMetrics) -> None:
@@ -27,14 +27,14 @@ class SlowClientGuard:
         self._transport = request.transport
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._waited = 0
-        self._sent = 0
+        self._last_waiting = 0
+        self._last_sent = 0
         if self._transport is not None:
-            # Not 0: a TLS transport that has nothing to send would hold up its writer, too.
+            # Not 0: an idle TLS transport would block its writer as well.
             self._transport.set_write_buffer_limits(high=1)
 
     def __enter__(self) -> None:
-        self._look_later()
+        self._schedule()
 
     def __exit__(
         self,
@@ -44,33 +44,34 @@ class SlowClientGuard:
     ) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _schedule(self) -> None:
+        self._due_at = self._loop.time() + CHECK_INTERVAL_S
+        self._timer = self._loop.call_at(self._due_at, self._check)
+
+    def _check(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        waits, sent = self.progress()
-        is_late = self._loop.time() > self._due_at + LATE_SECONDS
-        if self._waited and waits and sent - self._sent < MIN_BYTES_PER_INTERVAL and not is_late:
-            self._cut_off()
+        waiting, sent = self.progress()
+        is_late = self._loop.time() > self._due_at + MAX_CHECK_DELAY_S
+        is_slow = sent - self._last_sent < MIN_BYTES_PER_INTERVAL
+        if self._last_waiting and waiting and is_slow and not is_late:
+            self._disconnect()
             return
-        self._waited, self._sent = waits, sent
-        self._look_later()
-
-    def _look_later(self) -> None:
-        self._due_at = self._loop.time() + STALL_SECONDS
-        self._timer = self._loop.call_at(self._due_at, self._look)
+        self._last_waiting, self._last_sent = waiting, sent
+        self._schedule()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes that wait for the client, and those that have gone to it."""
+        """Return the number of bytes that wait for the client, and of bytes sent to it."""
         assert self._transport is not None
-        waits = self._transport.get_write_buffer_size()
-        return waits, self._writer.output_size - waits
+        waiting = self._transport.get_write_buffer_size()
+        return waiting, self._writer.output_size - waiting
 
-    def _cut_off(self) -> None:
+    def _disconnect(self) -> None:
         assert self._transport is not None
         logging.warning(
-            "an HTTP client took less than %d bytes in %g s: cut off",
+            "disconnected an HTTP client that read less than %d bytes in %g s",
             MIN_BYTES_PER_INTERVAL,
-            STALL_SECONDS,
+            CHECK_INTERVAL_S,
         )
-        self._metrics.slow_readers += 1
+        self._metrics.num_slow_readers += 1
         self._transport.abort()

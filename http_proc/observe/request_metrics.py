@@ -1,4 +1,4 @@
-"""What the requests of this gateway took: counted here, shown by metrics.py."""
+"""Counters and histograms of the requests that came by HTTP, shown at GET /metrics."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,47 +7,51 @@ from quadriga.client.types import Completion
 from quadriga.histogram import SECONDS, Histogram
 from quadriga.sampling.params import SamplingParams
 
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-CHOICES = (1, 2, 5, 10, 20, 50, 128)
+TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 128)
+
+# Metric name -> (bounds of the buckets, help text).
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (SECONDS, "Time from submission to the first token"),
+    "request_time_per_output_token_seconds": (SECONDS, "Mean time per token after the first"),
+    "inter_token_latency_seconds": (SECONDS, "Time between two tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "Time from submission to delivery"),
+    "request_tokenize_time_seconds": (SECONDS, "Time in the tokenizer"),
+    "request_queue_time_seconds": (SECONDS, "Time in the waiting queue"),
+    "request_prefill_time_seconds": (SECONDS, "Time from admission to the first token"),
+    "request_decode_time_seconds": (SECONDS, "Time from the first to the last token"),
+    "request_inference_time_seconds": (SECONDS, "Time from admission to the last token"),
+    "request_detokenize_time_seconds": (SECONDS, "Time in the detokenizer"),
+    "request_delivery_time_seconds": (SECONDS, "Time from the detokenizer to the gateway"),
+    "request_prompt_tokens": (TOKEN_BOUNDS, "Prompt tokens of a request"),
+    "request_generation_tokens": (TOKEN_BOUNDS, "Generated tokens of a choice"),
+    "request_params_n": (CHOICE_BOUNDS, "Number of choices"),
+    "request_params_max_tokens": (TOKEN_BOUNDS, "Limit of generated tokens"),
+}
 
 
 class RequestMetrics:
-    """What the requests of this gateway took, stage by stage."""
+    """Counters and histograms of one gateway. Times are in seconds."""
 
     def __init__(self) -> None:
-        self.slow_readers = 0
-        self.disconnects = 0
-        self.refused_connections = 0
+        self.num_slow_readers = 0
+        self.num_disconnects = 0
+        self.num_refused_connections = 0
         self.errors: Counter[str] = Counter()
-        self.histograms = {
-            "time_to_first_token_seconds": Histogram(SECONDS),
-            "request_time_per_output_token_seconds": Histogram(SECONDS),
-            "inter_token_latency_seconds": Histogram(SECONDS),
-            "e2e_request_latency_seconds": Histogram(SECONDS),
-            "request_tokenize_time_seconds": Histogram(SECONDS),
-            "request_queue_time_seconds": Histogram(SECONDS),
-            "request_prefill_time_seconds": Histogram(SECONDS),
-            "request_decode_time_seconds": Histogram(SECONDS),
-            "request_inference_time_seconds": Histogram(SECONDS),
-            "request_detokenize_time_seconds": Histogram(SECONDS),
-            "request_delivery_time_seconds": Histogram(SECONDS),
-            "request_prompt_tokens": Histogram(TOKENS),
-            "request_generation_tokens": Histogram(TOKENS),
-            "request_params_n": Histogram(CHOICES),
-            "request_params_max_tokens": Histogram(TOKENS),
-        }
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def count_error(self, code: str) -> None:
+        """Count a web request that failed with this error code."""
         self.errors[code] += 1
 
-    def count_asked(self, params: SamplingParams) -> None:
-        """A request goes to the ring."""
+    def count_submitted(self, params: SamplingParams) -> None:
+        """Count a request that is sent to the ring."""
         self.histograms["request_params_n"].observe(params.n)
         if params.max_new_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(params.max_new_tokens)
 
-    def count(self, completion: Completion) -> None:
-        """A request has ended."""
+    def count_completion(self, completion: Completion) -> None:
+        """Count a finished choice and the time of each of its stages."""
         times, usage, histograms = completion.timings, completion.usage, self.histograms
         histograms["e2e_request_latency_seconds"].observe(times.delivered - times.submitted)
         histograms["request_prompt_tokens"].observe(usage.prompt_tokens)
@@ -66,6 +70,6 @@ class RequestMetrics:
         if len(times.token_times) > 1:
             per_token = (last - first) / (len(times.token_times) - 1)
             histograms["request_time_per_output_token_seconds"].observe(per_token)
-        gaps = histograms["inter_token_latency_seconds"]
+        latencies = histograms["inter_token_latency_seconds"]
         for earlier, later in pairwise(times.token_times):
-            gaps.observe(later - earlier)
+            latencies.observe(later - earlier)

@@ -1,1 +1,1 @@
-"""The bodies of requests and answers, and their translation to the client library."""
+"""Request and response bodies, and their translation to the client library's types."""

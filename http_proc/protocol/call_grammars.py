@@ -1,6 +1,6 @@
-"""Grammars of tool calls: one that must be made, and those in a text that may have some.
+"""Grammars of tool calls: for a call that is forced, and for calls within free text.
 
-How each format is written is told in tool_calls.py, which reads what these let the model write.
+The formats are described in tool_calls.py, which parses what these grammars let a model write.
 """
 
 import json
@@ -10,27 +10,29 @@ import msgspec
 
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.schema import ChatRequest, Tool
+from http_proc.protocol.tool_calls import ToolFormat
 from quadriga.sampling.grammar import JSON_OPTIONS
 
 ANY_OBJECT = {"type": "object"}
 
 
 def forced_call(call: ChatRequest) -> dict[str, Any]:
-    """As fields of SamplingParams: one call, {"name", "arguments"}, that obeys its tool. Raises
-    ApiError."""
+    """Return fields of SamplingParams for one call, {"name", "arguments"}, that obeys its tool."""
     tools = _forced_tools(call)
     arguments = [tool.function.parameters or ANY_OBJECT for tool in tools]
     return {"json_schema": _any_call(tools, arguments, "arguments")}
 
 
-def free_calls(call: ChatRequest, tool_format: str) -> dict[str, Any]:
-    """As fields of SamplingParams: text with calls in it that obey their tools; those that are not
-    strict have any arguments. Raises ApiError."""
+def strict_calls(call: ChatRequest, tool_format: ToolFormat) -> dict[str, Any]:
+    """Return fields of SamplingParams for text with calls that obey their tools.
+
+    Calls of tools that are not strict may have any arguments.
+    """
     arguments = [
         (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
         for tool in call.tools
     ]
-    formats = {"hermes": _hermes, "mistral": _mistral, "llama3": _llama3}
+    formats = {ToolFormat.HERMES: _hermes, ToolFormat.MISTRAL: _mistral, ToolFormat.LLAMA3: _llama3}
     return formats[tool_format](call.tools, arguments)
 
 
@@ -44,20 +46,20 @@ def _hermes(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
 
 
 def _mistral(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
-    """A list of calls, as older models have it, or a name before its arguments, as newer ones."""
+    """Allow a list of calls, as older models write it, or a name and its arguments, as newer."""
     trigger = "[TOOL_CALLS]"
-    one = _any_call(tools, arguments, "arguments")
-    definitions = {key: one.pop(key) for key in ("$defs",) if key in one}
-    calls = {"type": "array", "items": one, "minItems": 1, **definitions}
-    ways = [(f"{trigger}{space}", calls) for space in ("", " ")]
+    call = _any_call(tools, arguments, "arguments")
+    definitions = {key: call.pop(key) for key in ("$defs",) if key in call}
+    calls = {"type": "array", "items": call, "minItems": 1, **definitions}
+    variants = [(f"{trigger}{space}", calls) for space in ("", " ")]
     for tool, schema in zip(tools, arguments, strict=True):
-        ways += [(f"{trigger}{tool.function.name}{mark}", schema) for mark in ("", "[ARGS]")]
-    structures = [{"begin": begin, "schema": schema, "end": ""} for begin, schema in ways]
+        variants += [(f"{trigger}{tool.function.name}{mark}", schema) for mark in ("", "[ARGS]")]
+    structures = [{"begin": begin, "schema": schema, "end": ""} for begin, schema in variants]
     return {"structural_tag": {"structures": structures, "triggers": [trigger]}}
 
 
 def _llama3(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
-    """An answer that begins with a brace is calls and nothing else, any other is text."""
+    """Allow an answer of calls alone if it begins with a brace, else text."""
     schema = _any_call(tools, arguments, "parameters") | {"x-guidance": JSON_OPTIONS}
     lines = [
         "%llguidance {}",
@@ -71,7 +73,7 @@ def _llama3(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
 
 
 def _any_call(tools: list[Tool], arguments: list[Any], key: str) -> dict[str, Any]:
-    """The schema of an object that calls one of the tools. key: what its arguments are called."""
+    """Return the schema of a call of any of the tools. `key`: the name of its arguments."""
     definitions: dict[str, Any] = {}
     calls = [
         _call(tool, schema, key, definitions) for tool, schema in zip(tools, arguments, strict=True)
@@ -80,16 +82,19 @@ def _any_call(tools: list[Tool], arguments: list[Any], key: str) -> dict[str, An
 
 
 def _call(tool: Tool, arguments: Any, key: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments define goes where their references look for it: to the root."""
+    """Return the schema of a call of `tool`.
+
+    Its `$defs` move to `definitions`, for the root of the schema, to which references point.
+    """
     arguments = dict(arguments)
-    own = arguments.pop("$defs", {})
-    if not isinstance(own, dict) or any(definitions.get(k, v) != v for k, v in own.items()):
+    defs = arguments.pop("$defs", {})
+    if not isinstance(defs, dict) or any(definitions.get(k, v) != v for k, v in defs.items()):
         raise invalid(
-            f"tool {tool.function.name!r} has $defs that are no map, or that another tool defines"
-            " otherwise; give them names of their own",
+            f"tool {tool.function.name!r} has $defs that are not a map, or that another tool"
+            " defines differently; rename them",
             "tools",
         )
-    definitions.update(own)
+    definitions.update(defs)
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, key: arguments},

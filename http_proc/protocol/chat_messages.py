@@ -1,4 +1,4 @@
-"""OpenAI's messages as chat templates know them."""
+"""Convert OpenAI's messages and tools to the input of a chat template."""
 
 import json
 from collections.abc import Iterator
@@ -19,36 +19,34 @@ from quadriga.wire.chat_limits import (
 )
 from quadriga.wire.messages.public import ChatOptions
 
+# The request's name of each field of the ring.
 NAMES = {"prompt": "messages", "template_args": "chat_template_kwargs"}
-"""What the ring's fields are called here."""
-MAX_CONTENT_PARTS = 16_384
-"""Of all messages of a chat."""
+MAX_CONTENT_PARTS = 16_384  # of all messages of a chat
 
 
 @contextmanager
-def _by_names() -> Iterator[None]:
-    """Raise the ring's errors of a chat as ApiErrors with the names of the web's fields."""
+def _api_errors() -> Iterator[None]:
+    """Convert the ring's errors to ApiErrors that use the request's field names."""
     try:
         yield
     except InvalidRequest as error:
         raise from_ring(error, NAMES) from None
 
 
-@_by_names()
+@_api_errors()
 def check_counts(body: dict[str, Any]) -> None:
-    """Raise ApiError for more messages or tools than a chat may have, before anything is done
-    for each of them."""
+    """Raise ApiError for too many messages or tools, before any of them is processed."""
     for name, check in (("messages", check_num_turns), ("tools", check_num_tools)):
-        if isinstance(given := body.get(name), list):
-            check(len(given))
+        if isinstance(items := body.get(name), list):
+            check(len(items))
 
 
-@_by_names()
+@_api_errors()
 def chat_prompt(messages: list[Message]) -> Chat:
-    """Return the messages with their content as one text each. Raises ApiError for what is no
-    text, and for a chat over a bound."""
+    """Return the messages with one text each. Raises ApiError over a limit or if not text."""
     check_chat(messages)
-    num_parts = sum(len(m.content) for m in messages if isinstance(m.content, list))
+    contents = [message.content for message in messages]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
     if num_parts > MAX_CONTENT_PARTS:
         raise invalid(
             f"the messages have {num_parts} content parts: at most {MAX_CONTENT_PARTS} are allowed;"
@@ -59,7 +57,7 @@ def chat_prompt(messages: list[Message]) -> Chat:
 
 
 def chat_options(call: ChatRequest) -> ChatOptions:
-    """Return what the template is given beside the messages. Raises ApiError over a bound."""
+    """Return the tools and variables of the chat template. Raises ApiError over a limit."""
     tools = call.tools if call.tool_choice != "none" else []
     arguments = dict(call.chat_template_kwargs)
     if call.reasoning_effort is not None:
@@ -67,9 +65,9 @@ def chat_options(call: ChatRequest) -> ChatOptions:
     return template_options(tools, arguments)
 
 
-@_by_names()
+@_api_errors()
 def template_options(tools: list[Tool], arguments: dict[str, Any]) -> ChatOptions:
-    """Return them as the ring has them. Raises ApiError over a bound."""
+    """Return tools and variables in the ring's format. Raises ApiError over a limit."""
     options = ChatOptions(msgspec.to_builtins(tools), arguments)
     check_chat_options(options)
     return options
@@ -100,12 +98,12 @@ def _text(index: int, content: str | list[ContentPart] | None) -> str:
 
 
 def _call(index: int, call: ToolCall) -> dict[str, Any]:
-    """Templates want the arguments as an object, clients send them as JSON text."""
+    """Return a tool call with decoded arguments: clients send JSON, templates take an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         raise invalid(
-            f"messages[{index}].tool_calls: the arguments of {call.function.name} are no JSON",
+            f"messages[{index}].tool_calls: the arguments of {call.function.name} are not JSON",
             "messages",
         ) from None
     function = {"name": call.function.name, "arguments": arguments}

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape: {"error": {message, type, param, code}} and a status."""
+"""Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
 
 import math
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ import msgspec
 from quadriga import errors
 from quadriga.errors import QuadrigaError
 
-RETRY_AFTER = 1
-"""Seconds after which it makes sense to try again when the queue was full."""
-RETRY_AFTER_RESTART = 10
-"""The same, when the server is stopping or has lost a process."""
+# For a limit that other requests release soon, such as a full queue.
+RETRY_AFTER_S = 1
+# For a server that is stopping, or has lost a process.
+RETRY_AFTER_RESTART_S = 10
 
 INVALID = "invalid_request_error"
+# A message may quote what the client has sent.
 MAX_MESSAGE_CHARS = 1000
-"""A message may quote what the client has sent."""
 
 
 class ErrorBody(msgspec.Struct):
-    """param: the request's field that is to blame; code: a short name of what went wrong."""
+    """What went wrong. param: the request's field that is wrong; code: a short name."""
 
     message: str
     type: str
@@ -28,13 +28,18 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of every answer that is not a success."""
+    """The body of every answer with an error status."""
 
     error: ErrorBody
 
 
 class ApiError(Exception):
-    """Ends a request with this status and body. retry_after: seconds; allow: methods; or None."""
+    """An error that ends a web request with a status and a body.
+
+    Attributes:
+        retry_after: seconds, for the header Retry-After, or None.
+        allow: methods, for the header Allow, or None.
+    """
 
     def __init__(
         self,
@@ -53,16 +58,18 @@ class ApiError(Exception):
         self.allow: str | None = None
 
     def body(self) -> bytes:
+        """Return the JSON body."""
         return msgspec.json.encode(self.answer)
 
     def headers(self) -> dict[str, str]:
+        """Return the headers that belong to this error."""
         seconds = None if self.retry_after is None else math.ceil(self.retry_after)
         headers = {"Retry-After": seconds, "Allow": self.allow}
         return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def shortened(text: str) -> str:
-    """Return a text without its middle where it is long: values stand there, names around them."""
+    """Return a long text without its middle, where values stand, and with its ends."""
     if len(text) <= MAX_MESSAGE_CHARS:
         return text
     half = MAX_MESSAGE_CHARS // 2
@@ -70,27 +77,27 @@ def shortened(text: str) -> str:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request can never be served as it stands."""
+    """Return a 400: the request can never be served in this form."""
     return ApiError(400, message, INVALID, param, code)
 
 
 _STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
     errors.InvalidRequest: (400, INVALID, None),
     errors.PromptTooLong: (400, INVALID, None),
-    errors.QueueFull: (429, "rate_limit_error", RETRY_AFTER),
+    errors.QueueFull: (429, "rate_limit_error", RETRY_AFTER_S),
     errors.DeadlineExceeded: (504, "timeout_error", None),
-    errors.ServerStopping: (503, "server_error", RETRY_AFTER_RESTART),
-    errors.ServerFailed: (503, "server_error", RETRY_AFTER_RESTART),
-    errors.ServerUnreachable: (503, "server_error", RETRY_AFTER_RESTART),
-    errors.SlowReader: (503, "server_error", RETRY_AFTER),
+    errors.ServerStopping: (503, "server_error", RETRY_AFTER_RESTART_S),
+    errors.ServerFailed: (503, "server_error", RETRY_AFTER_RESTART_S),
+    errors.ServerUnreachable: (503, "server_error", RETRY_AFTER_RESTART_S),
+    errors.SlowReader: (503, "server_error", RETRY_AFTER_S),
 }
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
-_KNOWN_WORDS = {errors.PromptTooLong.code: "this model's maximum context length is exceeded: "}
-"""Of OpenAI's, by which clients tell errors apart."""
+# OpenAI's wording, by which some clients recognize the error.
+_PREFIXES = {errors.PromptTooLong.code: "this model's maximum context length is exceeded: "}
 
 
 def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
-    """An error of the ring as a web error. names: what the ring's fields are called here."""
+    """Convert an error of the ring. `names`: the request's name of each field of the ring."""
     status, kind, retry_after = _STATUS.get(type(error), (500, "server_error", None))
     retry_after = getattr(error, "retry_after", None) or retry_after
     field = getattr(error, "field", "")
@@ -98,5 +105,5 @@ def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     param, message = names.get(field, field), str(error)
     if field and message.startswith(field):
         message = param + message[len(field) :]
-    message = _KNOWN_WORDS.get(error.code, "") + message
+    message = _PREFIXES.get(error.code, "") + message
     return ApiError(status, message, kind, param or None, code, retry_after)

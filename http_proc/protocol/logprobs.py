@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, and in vLLM's of a prompt."""
+"""Logprobs in OpenAI's two formats, and prompt logprobs in vLLM's."""
 
 import codecs
 from typing import Any
@@ -10,18 +10,22 @@ MAX_TOP = 20
 
 
 class CompletionLogprobs:
-    """As /v1/completions has them, a list for each property, for one choice: whole or in pieces.
+    """Format the logprobs of one choice for /v1/completions, at once or chunk by chunk.
 
-    text_offset: the characters before the first token that is told of.
+    Args:
+        text_offset: number of characters before the first token.
     """
 
     def __init__(self, text_offset: int) -> None:
         self._offset = text_offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def told(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
-        """The token itself is always among the likeliest. A token within a character has the
-        offset of that character."""
+    def render(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
+        """Return OpenAI's four lists for the next tokens.
+
+        The token itself is always in `top_logprobs`. A token that ends within a character has the
+        offset of that character.
+        """
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -29,33 +33,33 @@ class CompletionLogprobs:
         return {
             "tokens": [_name(token.bytes) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_likeliest(token) for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens],
             "text_offset": offsets,
         }
 
 
-def _likeliest(token: TokenLogprob) -> dict[str, float] | None:
+def _top(token: TokenLogprob) -> dict[str, float] | None:
     if token.logprob is None:
         return None
-    top = {_name(one.bytes): one.logprob for one in reversed(token.top)}
+    top = {_name(likely.bytes): likely.logprob for likely in reversed(token.top)}
     return {_name(token.bytes): token.logprob} | top
 
 
 def _name(data: bytes) -> str:
-    """Half a character is called by its bytes, as OpenAI does it: many are U+FFFD alike."""
+    """Return the token's text, or its bytes as OpenAI spells them if it is half a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(told: list[TokenLogprob]) -> dict[str, Any]:
-    """As /v1/chat/completions has them: an object for each token."""
+def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
+    """Return logprobs in the format of /v1/chat/completions: one object per token."""
     content = []
-    for token in told:
-        one = _token(token.bytes, token.logprob)
-        one["top_logprobs"] = [_token(top.bytes, top.logprob) for top in token.top]
-        content.append(one)
+    for token in tokens:
+        entry = _token(token.bytes, token.logprob)
+        entry["top_logprobs"] = [_token(top.bytes, top.logprob) for top in token.top]
+        content.append(entry)
     return {"content": content, "refusal": None}
 
 
@@ -63,17 +67,19 @@ def _token(data: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def prompt_logprobs(told: list[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """As vLLM has them: for each token a map by ids, of the likeliest and of itself. rank: null
-    where it is not among them."""
-    return [None if token.logprob is None else _by_id(token) for token in told]
+def prompt_logprobs(tokens: list[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """Return logprobs in vLLM's format: per token a map by ids, of the top tokens and itself.
+
+    `rank` is null if the token is not among the top tokens.
+    """
+    return [None if token.logprob is None else _by_id(token) for token in tokens]
 
 
 def _by_id(token: TokenLogprob) -> dict[str, Any]:
-    found = {str(token.token_id): _ranked(token.bytes, token.logprob, None)}
-    for rank, one in enumerate(token.top, 1):
-        found[str(one.token_id)] = _ranked(one.bytes, one.logprob, rank)
-    return found
+    by_id = {str(token.token_id): _ranked(token.bytes, token.logprob, None)}
+    for rank, likely in enumerate(token.top, 1):
+        by_id[str(likely.token_id)] = _ranked(likely.bytes, likely.logprob, rank)
+    return by_id
 
 
 def _ranked(data: bytes, logprob: float | None, rank: int | None) -> dict[str, Any]:

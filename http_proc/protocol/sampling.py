@@ -1,6 +1,6 @@
-"""The sampling fields of a request, by the names of OpenAI, vLLM and SGLang.
+"""Sampling fields by their names at OpenAI, vLLM and SGLang.
 
-A new field of SamplingParams needs one line in a table here.
+A new field of SamplingParams needs one line in a table of this file.
 """
 
 import re
@@ -9,40 +9,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from http_proc.protocol.errors import from_ring, invalid, shortened
+from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from http_proc.protocol.schema import OpenAIRequest
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.grammar import FIELDS
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import MAX_CHOICES, check_counts
 
-EVERYWHERE = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "stop_regex": "stop_regex",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "include_stop_str_in_output": "include_stop_str_in_output",
-    "no_stop_trim": "no_stop_trim",
-    "allowed_token_ids": "allowed_token_ids",
-    "bad_words": "bad_words",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "choice": "choice",
-    "structural_tag": "structural_tag",
-    "n": "n",
-}
+MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
+
+# Each table maps the request's name of a field to SamplingParams' name.
+COMMON = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "allowed_token_ids",
+    "bad_words", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
+)}  # fmt: skip
 OPENAI = {
-    **EVERYWHERE,
+    **COMMON,
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -52,19 +36,18 @@ OPENAI = {
     "seed": "seed",
 }
 CHAT = {**OPENAI, "max_completion_tokens": "max_new_tokens"}
-NATIVE = {
-    **EVERYWHERE,
+SGLANG = {
+    **COMMON,
     "max_new_tokens": "max_new_tokens",
     "min_new_tokens": "min_new_tokens",
     "sampling_seed": "seed",
 }
-"""SGLang's sampling_params."""
 
-_AT = re.compile(r"\$(?:\.(\w+))?")
+_PATH = re.compile(r"\$(?:\.(\w+))?")
 
 
 class Sampling(NamedTuple):
-    """params, and what SamplingParams' fields are called in this request, for errors."""
+    """Sampling parameters, and the request's name of each field, for error messages."""
 
     params: SamplingParams
     names: dict[str, str]
@@ -73,10 +56,12 @@ class Sampling(NamedTuple):
 def take_sampling(
     body: dict[str, Any], table: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Sampling:
-    """Take the sampling fields out of a body; null means "as if absent".
+    """Remove the sampling fields from `body` and return them; null means "as if absent".
 
-    defaults: by the names of SamplingParams. Raises ApiError for a wrong type, for a list that
-    is too long, and for one grammar by two names.
+    `table` maps the request's names to SamplingParams' names, which `defaults` has as keys.
+
+    Raises:
+        ApiError: a wrong type, a list that is too long, or a grammar given by two names.
     """
     values: dict[str, Any] = dict(defaults)
     names: dict[str, str] = {}
@@ -87,7 +72,7 @@ def take_sampling(
         if value is None:
             continue
         if field in names and field in FIELDS:
-            raise invalid(f"{name} and {names[field]} are one thing; leave one out", name)
+            raise invalid(f"{name} and {names[field]} are the same field; leave one out", name)
         values[field], names[field] = value, name
     try:
         check_counts(values)
@@ -98,15 +83,15 @@ def take_sampling(
         raise wrong_type(error, names) from None
 
 
-def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
-    """400 that names the field to which msgspec's message points (`… - at `$.field``)."""
+def wrong_type(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Return a 400 that names the field of msgspec's message (`… - at `$.field``)."""
     text = shortened(str(error))
-    at = _AT.search(text)
-    field = at[1] if at and at[1] else ""
+    path = _PATH.search(text)
+    field = path[1] if path and path[1] else ""
     name = names.get(field, field)
     unknown = re.search(r"unknown field `(\w*)`", text)
     if unknown is not None and not field:
-        return invalid(f"{unknown[1]} is no field of this request; leave it out", unknown[1])
+        return invalid(f"{unknown[1]} is not a field of this request; leave it out", unknown[1])
     missing = re.search(r"missing required field `(\w*)`", text)
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])
@@ -114,7 +99,7 @@ def wrong_type(error: Exception, names: Mapping[str, str]) -> Exception:
 
 
 def check_prompt_logprobs(call: OpenAIRequest) -> None:
-    """400 where they are asked for in vLLM's way, which has no place for them in a stream."""
+    """Raise a 400 for prompt_logprobs in a stream: vLLM's format has no field for them."""
     if call.stream and call.prompt_logprobs is not None:
         raise invalid(
             "prompt_logprobs cannot be streamed: leave stream out, or send echo and logprobs to"
@@ -123,13 +108,13 @@ def check_prompt_logprobs(call: OpenAIRequest) -> None:
         )
 
 
-def check_choices(n: int, prompts: int, limit: int) -> None:
-    """400 for more choices than one request may have."""
+def check_choices(n: int, num_prompts: int) -> None:
+    """Raise a 400 for more choices than one request may have."""
     if not 1 <= n <= MAX_CHOICES:
         raise invalid(f"n is {n}: it must be from 1 to {MAX_CHOICES}", "n")
-    if n * prompts > limit:
+    if n * num_prompts > MAX_CHOICES_PER_REQUEST:
         raise invalid(
-            f"{prompts} prompts of {n} choices are {n * prompts}: one request may have {limit};"
-            " send several",
+            f"{num_prompts} prompts of {n} choices are {n * num_prompts}: one request may have"
+            f" {MAX_CHOICES_PER_REQUEST}; send several",
             "prompt",
         )

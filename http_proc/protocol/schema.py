@@ -1,7 +1,7 @@
-"""What OpenAI's endpoints take, beside the sampling fields (sampling.py), and what they give.
+"""Request and response bodies of OpenAI's endpoints, without the sampling fields (sampling.py).
 
-Fields that OpenAI has and that change nothing here are taken and ignored; a field that is not
-listed is refused by name.
+OpenAI's fields without an effect on this server are accepted and ignored; a field that is not
+listed is refused by name. The docstrings are the descriptions in /openapi.json.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,13 +15,16 @@ Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)]
 Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
 
 
-class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of what the endpoints take."""
+class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of all request bodies."""
 
 
-class StreamOptions(Request, kw_only=True):
-    """include_usage: one last chunk with the usage; continuous_usage_stats: it is in every chunk.
-    include_obfuscation is ignored."""
+class StreamOptions(RequestBody, kw_only=True):
+    """Where a stream has token counts.
+
+    include_usage: in one last chunk. continuous_usage_stats: in every chunk. include_obfuscation is
+    ignored.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -29,8 +32,11 @@ class StreamOptions(Request, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct):
-    """type: text, json_object, json_schema or structural_tag; json_schema: {"name", "schema"};
-    structures and triggers: of a structural tag."""
+    """The grammar of an answer.
+
+    type: text, json_object, json_schema or structural_tag. json_schema: {"name", "schema"}.
+    structures, triggers: the parts of a structural tag.
+    """
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -38,8 +44,8 @@ class ResponseFormat(msgspec.Struct):
     triggers: list[str] | None = None
 
 
-class StructuredOutputs(Request, kw_only=True):
-    """vLLM's way to ask for a grammar: one of these."""
+class StructuredOutputs(RequestBody, kw_only=True):
+    """A grammar in vLLM's format: one of these fields."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -49,9 +55,12 @@ class StructuredOutputs(Request, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class OpenAIRequest(Request, kw_only=True):
-    """What both endpoints take. prompt_logprobs: of the prompt's tokens and so many of the
-    likeliest, as vLLM has them. The fields after structured_outputs change nothing."""
+class OpenAIRequest(RequestBody, kw_only=True):
+    """Fields of both endpoints.
+
+    prompt_logprobs: number of top tokens for each token of the prompt, in vLLM's format. The fields
+    after structured_outputs have no effect.
+    """
 
     model: str | None = None
     stream: bool = False
@@ -71,10 +80,11 @@ class OpenAIRequest(Request, kw_only=True):
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
-    """POST /v1/completions. prompt: a text, a list of texts, token ids, or a list of those.
+    """POST /v1/completions.
 
-    echo: the prompt comes before the completion. best_of: 1 or n. logprobs: of each token, also of
-    the prompt's with echo, and of so many of the likeliest.
+    prompt: a text, token ids, or a list of either. echo: put the prompt before the completion.
+    best_of: 1 or n. logprobs: number of top tokens for each token, with echo also for those of the
+    prompt.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -85,14 +95,14 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct):
-    """arguments: JSON text."""
+    """A function's name and its arguments as JSON text."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct):
-    """A call that the model makes."""
+    """A call by the model."""
 
     id: str
     function: FunctionCall
@@ -100,7 +110,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """A piece of a message. Only text is understood."""
+    """A part of a message. Only text is supported."""
 
     type: str
     text: str | None = None
@@ -118,7 +128,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class FunctionSchema(msgspec.Struct, omit_defaults=True):
-    """parameters: a JSON schema."""
+    """A function that the model may call. parameters: a JSON schema."""
 
     name: str
     description: str | None = None
@@ -127,7 +137,7 @@ class FunctionSchema(msgspec.Struct, omit_defaults=True):
 
 
 class Tool(msgspec.Struct):
-    """A function that the model may call."""
+    """A tool of the request."""
 
     function: FunctionSchema
     type: Literal["function"] = "function"
@@ -136,9 +146,9 @@ class Tool(msgspec.Struct):
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions.
 
-    logprobs: of each token; top_logprobs: and of so many of the likeliest. tool_choice: "none",
-    "auto", "required", or a function by name. chat_template_kwargs: further variables of the chat
-    template.
+    logprobs: return the logprob of each token. top_logprobs: number of top tokens for each token.
+    tool_choice: "none", "auto", "required", or a function by name. chat_template_kwargs: further
+    variables of the chat template.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -153,17 +163,17 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     verbosity: str | None = None
 
 
-# --- answers --------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------
 
 
 class PromptDetails(msgspec.Struct):
-    """cached_tokens: how many of the prompt's tokens came from the prefix cache."""
+    """cached_tokens: number of prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class UsageBody(msgspec.Struct):
-    """Tokens."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -183,7 +193,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionBody(msgspec.Struct):
-    """The answer to POST /v1/completions."""
+    """The response of POST /v1/completions."""
 
     id: str
     created: int
@@ -194,7 +204,7 @@ class CompletionBody(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The assistant's turn. content: null where it only calls tools."""
+    """The assistant's turn. content: null if it only calls tools."""
 
     content: str | None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
@@ -213,7 +223,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatBody(msgspec.Struct):
-    """The answer to POST /v1/chat/completions."""
+    """The response of POST /v1/chat/completions."""
 
     id: str
     created: int
@@ -225,7 +235,7 @@ class ChatBody(msgspec.Struct):
 
 
 def usage_body(usages: list[Usage], n: int) -> UsageBody:
-    """The sum over all choices; the prompt of n choices counts once."""
+    """Return the sum over all choices; the prompt of n choices counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
     cached = PromptDetails(sum(usage.cached_tokens for usage in usages[::n]))

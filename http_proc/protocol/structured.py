@@ -1,47 +1,46 @@
-"""What a request asks of the text in other words than the ring's: response_format, vLLM's
-structured_outputs, and calls that must obey their tools."""
+"""Structured output: response_format, vLLM's structured_outputs, and schemas of tool calls."""
 
 from typing import Any
 
 import msgspec
 
-from http_proc.protocol.call_grammars import ANY_OBJECT, forced_call, free_calls
+from http_proc.protocol.call_grammars import ANY_OBJECT, forced_call, strict_calls
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import ChatRequest, OpenAIRequest, ResponseFormat, StructuredOutputs
+from http_proc.protocol.tool_calls import ToolFormat
 from quadriga.sampling.grammar import FIELDS
 
-FORCED_FORMAT = "llama3"
-"""How a forced call is written, whatever the model's own way: one JSON object, nothing around."""
+# A forced call is one JSON object without text around it, whatever the model's own format.
+FORCED_FORMAT = ToolFormat.LLAMA3
 
 
-def take_formats(sampling: Sampling, call: OpenAIRequest) -> Sampling:
-    """With what response_format and structured_outputs ask for. Raises ApiError."""
+def with_response_format(sampling: Sampling, call: OpenAIRequest) -> Sampling:
+    """Add the grammar of response_format or structured_outputs. Raises ApiError."""
     if call.response_format is not None:
-        wanted = _of_format(call.response_format)
-        sampling = obeying(sampling, "response_format", wanted)
+        grammar = _response_format(call.response_format)
+        sampling = _with_grammar(sampling, "response_format", grammar)
     if call.structured_outputs is not None:
-        wanted = _of_outputs(call.structured_outputs)
-        sampling = obeying(sampling, "structured_outputs", wanted)
+        grammar = _structured_outputs(call.structured_outputs)
+        sampling = _with_grammar(sampling, "structured_outputs", grammar)
     return sampling
 
 
-def obeying(sampling: Sampling, name: str, wanted: dict[str, Any]) -> Sampling:
-    """With a grammar for which the request's field `name` asks. wanted: fields of SamplingParams.
-    Raises ApiError where another one is given."""
-    if not wanted:
+def _with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Sampling:
+    """Add `grammar` (fields of SamplingParams), for which the request's field `name` asks."""
+    if not grammar:
         return sampling
-    given = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)
-    if given is not None:
-        other = sampling.names.get(given, given)
+    field = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)
+    if field is not None:
+        other = sampling.names.get(field, field)
         raise invalid(
             f"{other} and {name} are both given, and a text can obey one: leave one out", name
         )
-    params = msgspec.structs.replace(sampling.params, **wanted)
-    return Sampling(params, {**sampling.names, **dict.fromkeys(wanted, name)})
+    params = msgspec.structs.replace(sampling.params, **grammar)
+    return Sampling(params, {**sampling.names, **dict.fromkeys(grammar, name)})
 
 
-def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
+def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
     match wanted.type:
         case "text":
             return {}
@@ -65,8 +64,7 @@ def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     )
 
 
-def _of_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
-    """vLLM's names."""
+def _structured_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
     fields = {
         "json_schema": ANY_OBJECT if wanted.json_object else wanted.json,
         "regex": wanted.regex,
@@ -77,16 +75,23 @@ def _of_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
     return {field: value for field, value in fields.items() if value is not None}
 
 
-# --- calls ----------------------------------------------------------------------------------------
+def with_tool_calls(
+    sampling: Sampling, call: ChatRequest, tool_format: ToolFormat | None
+) -> tuple[Sampling, ToolFormat | None]:
+    """Add the grammar of tool_choice and strict tools.
 
+    `tool_format` is the model's own format of calls, None if its template takes no tools.
 
-def take_calls(sampling: Sampling, call: ChatRequest, tool_format: str) -> tuple[Sampling, str]:
-    """With what is asked of the calls, and the format in which they then come, "" for none.
-    tool_format: the model's own. Raises ApiError."""
+    Returns:
+        The parameters, and the format in which to parse calls, None for no parsing.
+
+    Raises:
+        ApiError: tool_choice is wrong, or the request has another grammar.
+    """
     if call.tool_choice == "none":
-        return sampling, ""
+        return sampling, None
     if call.tool_choice != "auto":
-        return obeying(sampling, "tools", forced_call(call)), FORCED_FORMAT
+        return _with_grammar(sampling, "tools", forced_call(call)), FORCED_FORMAT
     if tool_format and any(tool.function.strict for tool in call.tools):
-        return obeying(sampling, "tools", free_calls(call, tool_format)), tool_format
-    return sampling, tool_format if call.tools else ""
+        return _with_grammar(sampling, "tools", strict_calls(call, tool_format)), tool_format
+    return sampling, tool_format if call.tools else None

@@ -1,63 +1,81 @@
-"""Tool calls in what a model writes, found while it is being written.
+"""Parse tool calls out of a model's answer while it is generated.
 
-Three formats are known: Hermes and Qwen (<tool_call>{"name", "arguments"}</tool_call>), Mistral
+Three formats are supported: Hermes and Qwen (<tool_call>{"name", "arguments"}</tool_call>), Mistral
 ([TOOL_CALLS] before a list of such objects, or before name{arguments}), and Llama 3 (the answer is
-one object {"name", "parameters"}, or several with semicolons). What turns out to be no call is
-text, and is given back unchanged.
+one object {"name", "parameters"}, or several separated by semicolons). Anything that turns out not
+to be a call stays text, unchanged.
 """
 
 import json
 import re
 import secrets
 import string
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from http_proc.protocol.schema import FunctionCall, ToolCall
 
 _decoder = json.JSONDecoder()
 _ID_ALPHABET = string.ascii_letters + string.digits
-ID_LENGTH = 9
-"""Mistral's templates take no other length."""
+ID_LENGTH = 9  # the only length that Mistral's templates accept
+
+
+class ToolFormat(Enum):
+    """How a model writes tool calls, by the name in the server's info."""
+
+    HERMES = "hermes"
+    MISTRAL = "mistral"
+    LLAMA3 = "llama3"
 
 
 class ParsedCalls(NamedTuple):
-    """Text of the answer, and the calls that were completed."""
+    """Text of the answer, and the calls that are complete."""
 
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
 
 
 class ToolCallParser(Protocol):
-    """Takes one answer, piece by piece."""
+    """Parse one answer, piece by piece."""
 
     def push(self, text: str) -> ParsedCalls:
-        """What is certain now."""
+        """Take the next piece and return what is certain now."""
 
     def finish(self) -> ParsedCalls:
-        """The rest; nothing may be pushed afterwards."""
+        """Return the rest; nothing may be pushed afterwards."""
 
 
-def make_parser(tool_format: str) -> ToolCallParser:
-    """tool_format: hermes, mistral or llama3."""
-    parsers: dict[str, type[ToolCallParser]] = {
-        "hermes": HermesParser,
-        "mistral": MistralParser,
-        "llama3": Llama3Parser,
+def make_parser(tool_format: ToolFormat) -> ToolCallParser:
+    """Return a parser for one answer."""
+    parsers: dict[ToolFormat, type[ToolCallParser]] = {
+        ToolFormat.HERMES: HermesParser,
+        ToolFormat.MISTRAL: MistralParser,
+        ToolFormat.LLAMA3: Llama3Parser,
     }
     return parsers[tool_format]()
 
 
+def split_calls(text: str, tool_format: ToolFormat | None) -> tuple[str, list[ToolCall]]:
+    """Return the text and the calls of a whole answer."""
+    if tool_format is None:
+        return text, []
+    parser = make_parser(tool_format)
+    parts = [parser.push(text), parser.finish()]
+    return "".join(part.text for part in parts), [call for part in parts for call in part.calls]
+
+
 class HermesParser:
-    """Calls stand between tags, anywhere in the text."""
+    """Parse calls between tags, anywhere in the text."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = False
-        self._called = False
+        self._has_called = False
 
     def push(self, text: str) -> ParsedCalls:
+        """Return the text outside of tags, and the calls whose closing tag has arrived."""
         self._held += text
         out = ""
         calls: list[ToolCall] = []
@@ -65,11 +83,9 @@ class HermesParser:
             if not self._inside:
                 before, tag, after = self._held.partition(self.OPEN)
                 if not tag:
-                    kept = _possible_beginning(before, self.OPEN)
-                    self._held = before[len(before) - kept :]
-                    return ParsedCalls(
-                        out + self._between(before[: len(before) - kept]), tuple(calls)
-                    )
+                    end = len(before) - _partial_tag_length(before, self.OPEN)
+                    self._held = before[end:]
+                    return ParsedCalls(out + self._between(before[:end]), tuple(calls))
                 out += self._between(before)
                 self._held, self._inside = after, True
             body, tag, after = self._held.partition(self.CLOSE)
@@ -80,23 +96,23 @@ class HermesParser:
                 out += self.OPEN + body + self.CLOSE
             else:
                 calls.append(call)
-                self._called = True
+                self._has_called = True
             self._held, self._inside = after, False
 
     def finish(self) -> ParsedCalls:
-        """A call that lacks nothing but its closing tag is a call."""
+        """Return the rest; a call may lack its closing tag."""
         call = _call(_load(self._held)) if self._inside else None
         if call is not None:
             return ParsedCalls(calls=(call,))
         return ParsedCalls(self.OPEN + self._held if self._inside else self._between(self._held))
 
     def _between(self, text: str) -> str:
-        """The line breaks around calls are no text."""
-        return "" if self._called and not text.strip() else text
+        """Drop the whitespace between calls."""
+        return "" if self._has_called and not text.strip() else text
 
 
 class MistralParser:
-    """Everything after the mark is calls."""
+    """Parse calls after the mark; nothing after it is text."""
 
     MARK = "[TOOL_CALLS]"
     _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)")
@@ -106,6 +122,7 @@ class MistralParser:
         self._inside = False
 
     def push(self, text: str) -> ParsedCalls:
+        """Return the text before the mark, and the calls that are complete."""
         self._held += text
         if self._inside:
             return self._calls() if "}" in text or "]" in text else ParsedCalls()
@@ -113,12 +130,12 @@ class MistralParser:
         if mark:
             self._held, self._inside = after, True
             return ParsedCalls(before, self._calls().calls)
-        kept = _possible_beginning(before, self.MARK)
-        self._held = before[len(before) - kept :]
-        return ParsedCalls(before[: len(before) - kept])
+        end = len(before) - _partial_tag_length(before, self.MARK)
+        self._held = before[end:]
+        return ParsedCalls(before[:end])
 
     def _calls(self) -> ParsedCalls:
-        """The calls that are complete; what is not stays held."""
+        """Remove the complete calls from the held text and return them."""
         calls: list[ToolCall] = []
         while self._held:
             held = self._held.lstrip().removeprefix(self.MARK).lstrip()
@@ -129,70 +146,70 @@ class MistralParser:
             value, length = parsed
             if named:
                 value = {"name": named[1], "arguments": value}
-            found = [_call(item) for item in (value if isinstance(value, list) else [value])]
-            if not found or None in found:
+            items = [_call(item) for item in (value if isinstance(value, list) else [value])]
+            if not items or None in items:
                 break
-            calls += [call for call in found if call is not None]
+            calls += [call for call in items if call is not None]
             self._held = held[(named.end() if named else 0) + length :]
         return ParsedCalls(calls=tuple(calls))
 
     def finish(self) -> ParsedCalls:
+        """Return the held text, with the mark if it is not a call."""
         if not self._inside:
             return ParsedCalls(self._held)
         return ParsedCalls(self.MARK + self._held if self._held.strip() else "")
 
 
 class Llama3Parser:
-    """The whole answer is calls, or it is text; its first character tells."""
+    """Parse an answer that is calls if its first character is a brace, else text."""
 
     TAG = "<|python_tag|>"
 
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False
-        self._called = False
+        self._has_called = False
 
     def push(self, text: str) -> ParsedCalls:
+        """Return the piece if the answer is text, else the calls that are complete."""
         if self._is_text:
             return ParsedCalls(text)
         self._held += text
-        return self._settle("}" in text)
-
-    def _settle(self, may_be_complete: bool) -> ParsedCalls:
         start = self._held.lstrip()
         if start.startswith(self.TAG):
             start = self._held = start[len(self.TAG) :].lstrip()
-        if not self._called and start and start[0] != "{" and not self.TAG.startswith(start):
+        if not self._has_called and start and start[0] != "{" and not self.TAG.startswith(start):
             self._is_text = True
             text, self._held = self._held, ""
             return ParsedCalls(text)
-        return self._calls() if may_be_complete else ParsedCalls()
+        return self._calls() if "}" in text else ParsedCalls()
 
     def _calls(self) -> ParsedCalls:
         calls: list[ToolCall] = []
         while True:
-            rest = self._held.lstrip("; \n\t\r") if self._called else self._held.lstrip()
+            rest = self._held.lstrip("; \n\t\r") if self._has_called else self._held.lstrip()
             parsed = _load_first(rest)
             call = _call(parsed[0]) if parsed else None
             if parsed is None or call is None:
                 return ParsedCalls(calls=tuple(calls))
             calls.append(call)
-            self._called = True
+            self._has_called = True
             self._held = rest[parsed[1] :]
 
     def finish(self) -> ParsedCalls:
-        left = self._held
-        return ParsedCalls("" if self._called and not left.strip("; \n\t\r") else left)
+        """Return the held text, without separators after a call."""
+        rest = self._held
+        return ParsedCalls("" if self._has_called and not rest.strip("; \n\t\r") else rest)
 
 
-def _possible_beginning(text: str, tag: str) -> int:
-    """How many characters at the end of the text may be the beginning of the tag."""
+def _partial_tag_length(text: str, tag: str) -> int:
+    """Return how many characters at the end of the text may be the beginning of the tag."""
     longest = min(len(text), len(tag) - 1)
     return next((n for n in range(longest, 0, -1) if tag.startswith(text[-n:])), 0)
 
 
 def _load(text: str) -> Any:
-    """A JSON value, or None."""
+    """Return a JSON value, or None if the text is not one."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -200,7 +217,7 @@ def _load(text: str) -> Any:
 
 
 def _load_first(text: str) -> tuple[Any, int] | None:
-    """The JSON value at the beginning of the text, and its length; None where it is not whole."""
+    """Return the JSON value that the text begins with, and its length, or None."""
     try:
         return _decoder.raw_decode(text)
     except (ValueError, RecursionError):
@@ -208,7 +225,7 @@ def _load_first(text: str) -> tuple[Any, int] | None:
 
 
 def _call(value: Any) -> ToolCall | None:
-    """The call that an object says; None where it is none."""
+    """Return the call that a decoded object describes, or None."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

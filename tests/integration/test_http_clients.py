@@ -1,6 +1,6 @@
-"""Other people's clients against the gateway, unmodified: openai's helpers, LangChain, LiteLLM.
+"""Unmodified clients against the gateway: openai's helpers, LangChain, LiteLLM.
 
-A model without sense answers, so whatever must make sense is forced by a grammar.
+The model has random weights, so a grammar forces every answer that must be meaningful.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Weather(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A gateway before a model whose chat template takes tools."""
+    """Yield the URL of a gateway whose model has a chat template with tools."""
     directory = tiny_llama(tmp_path_factory.mktemp("with-tools"), max_position_embeddings=1024)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -129,12 +129,14 @@ def test_langchain_has_structured_output_tools_logprobs_and_choices(chat: Any) -
     messages = pytest.importorskip("langchain_core.messages", reason=f"langchain {WITHOUT}")
     long = chat.model_copy(update={"max_tokens": 500})
     for method in ("json_schema", "function_calling"):
-        found = long.with_structured_output(Weather, method=method).invoke("Rain?")
-        assert isinstance(found, Weather), method
+        parsed = long.with_structured_output(Weather, method=method).invoke("Rain?")
+        assert isinstance(parsed, Weather), method
     (call,) = long.bind_tools([Weather], tool_choice="any").invoke("Rain?").tool_calls
     Weather.model_validate(call["args"])
-    told = chat.bind(logprobs=True, top_logprobs=2).invoke("Hello!").response_metadata["logprobs"]
-    assert len(told["content"][0]["top_logprobs"]) == 2
+    logprobs = (
+        chat.bind(logprobs=True, top_logprobs=2).invoke("Hello!").response_metadata["logprobs"]
+    )
+    assert len(logprobs["content"][0]["top_logprobs"]) == 2
     prompt = messages.HumanMessage("Hello!")
     assert len(chat.model_copy(update={"n": 2}).generate([[prompt]]).generations[0]) == 2
 
@@ -170,9 +172,9 @@ def test_litellm_answers_whole_streamed_and_asynchronously_alike(
     whole = litellm.completion(**greedy).choices[0].message.content
     parts = litellm.completion(**greedy, stream=True)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
-    again = asyncio.run(litellm.acompletion(**greedy))
-    assert again.choices[0].message.content == whole
-    assert again.usage.completion_tokens <= 12
+    from_coroutine = asyncio.run(litellm.acompletion(**greedy))
+    assert from_coroutine.choices[0].message.content == whole
+    assert from_coroutine.usage.completion_tokens <= 12
 
 
 def test_litellm_has_tools_schemas_and_errors(litellm: Any, asked: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints beside OpenAI's, headers and keys, and what a hostile client gets."""
+"""Endpoints beside OpenAI's, headers, API keys, and hostile clients."""
 
 import json
 import re
@@ -24,7 +24,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
 class Answer:
-    """A whole HTTP answer."""
+    """A complete HTTP response."""
 
     def __init__(self, status: int, headers: Any, data: bytes) -> None:
         self.status, self.headers, self.data = status, headers, data
@@ -41,7 +41,7 @@ class Answer:
 def call(
     url: str, body: Any = None, method: str = "", headers: dict[str, str] | None = None
 ) -> Answer:
-    """GET, or POST where there is a body: an object, or bytes as they are."""
+    """Send a GET, or a POST of an object or of bytes."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers or {}, method=method or None)
     try:
@@ -104,14 +104,14 @@ def events_of(stream: bytes) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def test_generate_tells_log_probabilities_as_sglang_does(gateway: str) -> None:
+def test_generate_has_logprobs_in_sglangs_format(gateway: str) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True,
             "top_logprobs_num": 2, "logprob_start_len": 0}  # fmt: skip
     answer = call(f"{gateway}/generate", body).json
     output = answer["meta_info"]["output_token_logprobs"]
     assert [token for _, token, _ in output] == answer["output_ids"]
     tops = answer["meta_info"]["output_top_logprobs"]
-    assert [top[0][:2] for top in tops] == [told[:2] for told in output]
+    assert [top[0][:2] for top in tops] == [entry[:2] for entry in output]
     prompt = answer["meta_info"]["input_token_logprobs"]
     assert [token for _, token, _ in prompt] == [5, 6, 7]
     assert prompt[0][0] is None
@@ -135,7 +135,7 @@ def test_generate_names_the_field_that_is_wrong(gateway: str, body: Any, param: 
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_generate_tells_log_probabilities_also_while_it_streams(gateway: str) -> None:
+def test_generate_has_logprobs_in_a_stream_too(gateway: str) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True}
     body |= {"top_logprobs_num": 2, "logprob_start_len": 1}
     whole = call(f"{gateway}/generate", body).json["meta_info"]
@@ -152,17 +152,17 @@ def test_generate_tells_log_probabilities_also_while_it_streams(gateway: str) ->
 
 
 def test_abort_request_ends_a_stream_with_what_it_had(gateway: str, server: Server) -> None:
-    body = {"text": TEXT, "rid": "mine", "stream": True}
+    body = {"text": TEXT, "rid": "abc", "stream": True}
     body["sampling_params"] = GREEDY | {"max_new_tokens": 250, "temperature": 1}
     request = urllib.request.Request(f"{gateway}/generate", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as stream:
         first = stream.readline()
-        twice = call(f"{gateway}/generate", {"text": "a", "rid": "mine"})
-        assert call(f"{gateway}/abort_request", {"rid": "mine"}).json == {"aborted": 1}
+        duplicate = call(f"{gateway}/generate", {"text": "a", "rid": "abc"})
+        assert call(f"{gateway}/abort_request", {"rid": "abc"}).json == {"aborted": 1}
         last = events_of(first + stream.read())[-1]
     assert last["meta_info"]["finish_reason"]["type"] in ("abort", "length")
-    assert (twice.status, twice.error["param"]) == (400, "rid")
-    assert call(f"{gateway}/abort_request", {"rid": "mine"}).json == {"aborted": 0}
+    assert (duplicate.status, duplicate.error["param"]) == (400, "rid")
+    assert call(f"{gateway}/abort_request", {"rid": "abc"}).json == {"aborted": 0}
     assert call(f"{gateway}/abort_request", {}).error["param"] == "rid"
     settle(server.endpoint)
 
@@ -172,8 +172,8 @@ def test_flush_cache_empties_the_cache(gateway: str, server: Server) -> None:
     call(f"{gateway}/v1/completions", {"prompt": prompt, "max_tokens": 2})
     settle(server.endpoint)
     assert call(f"{gateway}/flush_cache", b"").json["flushed_pages"] >= 6
-    again = call(f"{gateway}/v1/completions", {"prompt": prompt, "max_tokens": 2}).json
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    uncached = call(f"{gateway}/v1/completions", {"prompt": prompt, "max_tokens": 2}).json
+    assert uncached["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_probes_and_facts(gateway: str) -> None:
@@ -185,9 +185,9 @@ def test_probes_and_facts(gateway: str) -> None:
 def test_metrics_count_what_requests_took(gateway: str) -> None:
     def value(name: str) -> float:
         text = call(f"{gateway}/metrics").data.decode()
-        found = re.search(rf"^quadriga:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        match = re.search(rf"^quadriga:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert match is not None, name
+        return float(match[1])
 
     stages = ("tokenize", "queue", "prefill", "decode", "detokenize", "delivery", "inference")
     once = [f"request_{stage}_time_seconds_count" for stage in stages]
@@ -219,7 +219,7 @@ def test_the_openapi_document_names_every_endpoint_and_field(gateway: str) -> No
     assert not re.search(r"(src|href)=\"?(https?:)?//", page), "nothing from other hosts"
 
 
-# --- who may call ---------------------------------------------------------------------------------
+# --- authentication and CORS ----------------------------------------------------------------------
 
 
 def test_without_a_key_only_the_probes_answer(guarded: str) -> None:
@@ -248,18 +248,18 @@ def test_only_allowed_origins_get_cors_headers(guarded: str, gateway: str) -> No
 
 
 def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(gateway: str) -> None:
-    mine = call(f"{gateway}/livez", headers={"X-Request-Id": "my-id.7"})
-    assert mine.headers["X-Request-Id"] == "my-id.7"
+    named_request = call(f"{gateway}/livez", headers={"X-Request-Id": "my-id.7"})
+    assert named_request.headers["X-Request-Id"] == "my-id.7"
     body = {"prompt": "a", "max_tokens": 1}
-    named = call(f"{gateway}/v1/completions", body, headers={"X-Request-Id": "my-id.7"})
-    assert named.json["id"] == "cmpl-my-id.7"
+    completion = call(f"{gateway}/v1/completions", body, headers={"X-Request-Id": "my-id.7"})
+    assert completion.json["id"] == "cmpl-my-id.7"
     odd = call(f"{gateway}/livez", headers={"X-Request-Id": "no words"})
     assert re.fullmatch("[0-9a-f]{32}", odd.headers["X-Request-Id"])
 
 
 def test_tls_files_make_it_https(server: Server, llama_dir: Path, tmp_path: Path) -> None:
     from http_proc.listener import tls_context
-    from quadriga.config.server_config import HttpArgs
+    from quadriga.config.http_args import HttpArgs
     from quadriga.errors import ConfigError
 
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -350,7 +350,7 @@ def send(gateway: str, body: bytes) -> socket.socket:
     return connection
 
 
-def test_bytes_that_are_no_http_disturb_nobody(gateway: str) -> None:
+def test_bytes_that_are_not_http_disturb_no_other_client(gateway: str) -> None:
     host, port = gateway.removeprefix("http://").split(":")
     for junk in (b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"A" * 100_000):
         with socket.create_connection((host, int(port)), timeout=30) as connection:

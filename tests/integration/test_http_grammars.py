@@ -55,7 +55,7 @@ def test_vllms_and_openais_names_of_grammars(gateway: str, fields: Any, pattern:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"guided_regex": "a", "regex": "b"}, "one thing"),
+        ({"guided_regex": "a", "regex": "b"}, "the same field"),
         ({"regex": "b", "response_format": {"type": "json_object"}}, "both given"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one grammar"),
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "whitespace_pattern"),

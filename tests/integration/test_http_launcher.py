@@ -1,4 +1,4 @@
-"""The gateway as the launcher's child: started, named where it cannot start, told of the end."""
+"""The gateway as a child of the launcher: start, failed start, drain and crash."""
 
 import json
 import os

@@ -98,18 +98,18 @@ def test_n_choices_differ_and_a_seed_makes_them_the_same_again(client: openai.Op
 
 def test_log_probabilities_of_prompt_and_answer(client: openai.OpenAI) -> None:
     choice = complete(client, logprobs=2, echo=True, max_tokens=3, prompt=[5, 6, 7]).choices[0]
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 6
-    assert told.tokens[:3] == ["#", "$", "%"]
-    assert told.token_logprobs[0] is None
-    assert told.text_offset[:4] == [0, 1, 2, 3]
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
+    assert logprobs.tokens[:3] == ["#", "$", "%"]
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.text_offset[:4] == [0, 1, 2, 3]
     for token, logprob, top in list(
-        zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+        zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
     )[3:]:
         assert top[token] == logprob == max(top.values()), "a greedy token is the likeliest"
     chunks = list(complete(client, logprobs=2, max_tokens=3, prompt=[5, 6, 7], stream=True))
     streamed = [lp for c in chunks for lp in c.choices[0].logprobs.token_logprobs]
-    assert streamed == told.token_logprobs[3:]
+    assert streamed == logprobs.token_logprobs[3:]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -119,35 +119,35 @@ def test_a_prompt_alone_is_scored_where_no_token_is_asked_for(
     prompts: list[list[int]] = [[5, 6, 7], [8, 9, 10, 11]]
     fields: dict[str, Any] = {"logprobs": 1, "echo": True, "prompt": prompts, "n": 2}
     scored = [(c.text, c.logprobs) for c in complete(client, **fields).choices]
-    told: dict[int, Any] = {}
+    alone: dict[int, Any] = {}
     if stream:
         for chunk in complete(client, **fields, max_tokens=0, stream=True):
             (choice,) = chunk.choices
             assert choice.finish_reason == "length"
-            told[choice.index] = (choice.text, choice.logprobs)
-        assert told[1] == ("#$%", told[1][1]) and told[1][1].tokens == []
+            alone[choice.index] = (choice.text, choice.logprobs)
+        assert alone[1] == ("#$%", alone[1][1]) and alone[1][1].tokens == []
     else:
         answer = complete(client, **fields, max_tokens=0)
         assert answer.usage.completion_tokens == 0
         assert {choice.finish_reason for choice in answer.choices} == {"length"}
-        told = {choice.index: (choice.text, choice.logprobs) for choice in answer.choices}
-        assert told[1] == told[0]
+        alone = {choice.index: (choice.text, choice.logprobs) for choice in answer.choices}
+        assert alone[1] == alone[0]
     for index, prompt in ((0, prompts[0]), (2, prompts[1])):
         text, expected = scored[index]
         count = len(prompt)
-        assert text.startswith(told[index][0])
-        assert told[index][1].token_logprobs == expected.token_logprobs[:count]
-        assert told[index][1].text_offset == expected.text_offset[:count]
+        assert text.startswith(alone[index][0])
+        assert alone[index][1].token_logprobs == expected.token_logprobs[:count]
+        assert alone[index][1].text_offset == expected.text_offset[:count]
 
 
-def test_a_prompts_log_probabilities_as_vllm_tells_them(client: openai.OpenAI) -> None:
+def test_prompt_logprobs_in_vllms_format(client: openai.OpenAI) -> None:
     wanted: dict[str, Any] = {"extra_body": {"prompt_logprobs": 2, **IGNORE_EOS}}
     choice = complete(client, prompt=[5, 6, 7], **wanted, logprobs=0).choices[0]
     scored = complete(client, prompt=[5, 6, 7], logprobs=2, echo=True).choices[0].logprobs
     assert len(choice.logprobs.tokens) == 12, "those of the answer stay by themselves"
     first, *others = choice.model_extra["prompt_logprobs"]
     assert first is None
-    values = [told[str(number)]["logprob"] for told, number in zip(others, [6, 7], strict=True)]
+    values = [entry[str(number)]["logprob"] for entry, number in zip(others, [6, 7], strict=True)]
     assert values == scored.token_logprobs[1:3]
     assert len(chat(client, **wanted).model_extra["prompt_logprobs"]) > 3
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
@@ -217,7 +217,7 @@ def test_content_parts_are_one_text(client: openai.OpenAI) -> None:
 
 
 def test_many_streams_at_once_each_get_their_own(gateway: str, client: openai.OpenAI) -> None:
-    async def one(ring: openai.AsyncOpenAI, number: int) -> str:
+    async def stream_text(ring: openai.AsyncOpenAI, number: int) -> str:
         text = ""
         fields: Any = {**GREEDY, "extra_body": IGNORE_EOS}
         stream = await ring.completions.create(prompt=[3 + number] * 5, stream=True, **fields)
@@ -227,7 +227,7 @@ def test_many_streams_at_once_each_get_their_own(gateway: str, client: openai.Op
 
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key="none") as ring:
-            return await asyncio.gather(*(one(ring, number) for number in range(24)))
+            return await asyncio.gather(*(stream_text(ring, number) for number in range(24)))
 
     together = asyncio.run(all_of_them())
     prompts = [[3 + number] * 5 for number in range(24)]

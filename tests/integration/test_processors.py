@@ -1,8 +1,7 @@
-"""The same ids, seeds and processors give the same tokens over ZMQ, over HTTP by both ways, and in
-`transformers` generate with transformers' own logits processors, in float32.
+"""Sampling over ZMQ and HTTP against `transformers` with its own logits processors, in float32.
 
-What transformers lacks is added to it here: frequency and presence penalties, and the draw, which
-belongs to a seed.
+The same ids, seeds and parameters give the same tokens. This file adds what transformers lacks:
+frequency and presence penalties, and a draw that depends on the seed and the position.
 """
 
 import json
@@ -50,15 +49,15 @@ SETS: dict[str, dict[str, Any]] = {
                            "presence_penalty": -0.4, **BARRED},
     "temperature": {"temperature": 0.8, "seed": 11},
     "min_p": {"temperature": 1.5, "min_p": 0.3, "seed": 2**63 - 1},
-    "least min_p": {"temperature": 5.0, "min_p": 1.0, "seed": 4},
+    "smallest min_p": {"temperature": 5.0, "min_p": 1.0, "seed": 4},
     "top_k, top_p": {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "seed": 5},
     "everything": {"temperature": 1.2, "top_k": 100, "top_p": 0.95, "min_p": 0.01, "seed": 6,
                    "repetition_penalty": 1.2, "frequency_penalty": 0.5, **BARRED},
 }  # fmt: skip
 
 
-class CountPenalties(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's frequency and presence penalties, of what was generated."""
+class CountPenalties(LogitsProcessor):
+    """OpenAI's frequency and presence penalties of the generated tokens."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self._frequency, self._presence = frequency, presence
@@ -68,9 +67,8 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc]
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-class Draw(LogitsProcessor):  # type: ignore[misc]
-    """Leaves the token that a seed draws at this position: where the cumulated probabilities pass
-    its random number."""
+class Draw(LogitsProcessor):
+    """Keep the token at which the cumulated probabilities pass the position's random number."""
 
     def __init__(self, seed: int) -> None:
         self._seed = torch.tensor([seed])
@@ -83,7 +81,7 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
 
 
 def processors(fields: dict[str, Any], tokenizer: Tokenizer) -> Iterator[LogitsProcessor]:
-    """In the order that docs/sampling.md promises."""
+    """Yield the processors in the order of docs/sampling.md."""
     if bias := fields.get("logit_bias"):
         yield SequenceBiasLogitsProcessor([[[int(i)], b] for i, b in bias.items()])
     if "repetition_penalty" in fields:
@@ -95,8 +93,8 @@ def processors(fields: dict[str, Any], tokenizer: Tokenizer) -> Iterator[LogitsP
         texts = [text for word in words for text in (word, " " + word)]
         yield NoBadWordsLogitsProcessor([tokenizer.encode(text).ids for text in texts])
     if stop := fields.get("stop_token_ids"):
-        least = fields.get("min_new_tokens", 0)
-        yield MinNewTokensLengthLogitsProcessor(len(PROMPT), least, stop)
+        minimum = fields.get("min_new_tokens", 0)
+        yield MinNewTokensLengthLogitsProcessor(len(PROMPT), minimum, stop)
     if "temperature" in fields:
         yield TemperatureLogitsWarper(fields["temperature"])
         yield TopKLogitsWarper(fields.get("top_k", VOCAB_SIZE))
@@ -124,7 +122,7 @@ def post(url: str, body: Any) -> Any:
 
 
 def served(server: Server, gateway: str, fields: dict[str, Any]) -> list[int]:
-    """The tokens, which are the same by all ways."""
+    """Return the tokens, after a check that ZMQ and both HTTP endpoints give the same."""
     fields = {"temperature": 0, "ignore_eos": True, **fields}
     bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
     with Client(server.endpoint) as client:
@@ -163,7 +161,7 @@ def test_tokens_are_the_same_by_all_ways(
 ) -> None:
     expected = by_transformers(model, tokenizer, SETS[name])
     assert served(server, gateway, SETS[name]) == expected
-    assert (expected != argmax) == (name != "least min_p"), "the parameters change something"
+    assert (expected != argmax) == (name != "smallest min_p"), "the parameters change something"
 
 
 def test_an_end_that_may_not_come_yet_comes_when_it_may(
@@ -171,8 +169,8 @@ def test_an_end_that_may_not_come_yet_comes_when_it_may(
 ) -> None:
     stop = argmax[2]
     lengths = []
-    for least in (0, 9):
-        fields = {"stop_token_ids": [stop], "min_new_tokens": least, "repetition_penalty": 0.9}
+    for minimum in (0, 9):
+        fields = {"stop_token_ids": [stop], "min_new_tokens": minimum, "repetition_penalty": 0.9}
         expected = by_transformers(model, tokenizer, fields)
         assert served(server, gateway, fields) == expected
         lengths.append(len(expected))

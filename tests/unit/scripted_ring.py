@@ -1,5 +1,6 @@
-"""A gateway in this process, before a ring that says what a test wants it to say."""
+"""A gateway in the test's process, in front of a scripted ring."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,13 +29,15 @@ class ScriptedHandle:
 
 
 class ScriptedRing:
-    """Stands for AsyncClient. Each request is answered with `pieces` at once, or with `error`;
-    with `leaves_open` it is never ended."""
+    """A replacement of AsyncClient.
+
+    Each request is answered with `pieces` at once, or with `error`. With `leaves_open` it never
+    finishes.
+    """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
         self.pieces = pieces
         self.error: QuadrigaError | None = None
-        self.error_at = 0
         self.leaves_open = False
         self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
         self.handles: list[ScriptedHandle] = []
@@ -50,14 +53,12 @@ class ScriptedRing:
         return handle
 
     def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
-        import asyncio
-
         loop = asyncio.get_running_loop()
+        if self.error is not None:
+            handle.done = True
+            loop.call_soon(sink, self.error)
+            return
         for number, piece in enumerate(self.pieces):
-            if self.error is not None and number == self.error_at:
-                handle.done = True
-                loop.call_soon(sink, self.error)
-                return
             is_last = number == len(self.pieces) - 1 and not self.leaves_open
             handle.done = is_last
             loop.call_soon(sink, chunk(piece, self._completion() if is_last else None))
@@ -80,7 +81,7 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 
 @asynccontextmanager
 async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    """Its URL, and the gateway."""
+    """Yield the URL of a gateway, and the gateway."""
     port = free_port()
     config = ServerConfig().replace(served_model_name="tiny", port=port, **flags)
     gateway = Gateway(config, ring)  # type: ignore[arg-type]

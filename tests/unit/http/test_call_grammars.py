@@ -1,5 +1,4 @@
-"""Calls of strict tools in free text: what each format's grammar lets a model write, its parser
-reads."""
+"""Calls of strict tools in free text: each parser reads what its grammar lets a model write."""
 
 import json
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from http_proc.protocol.call_grammars import free_calls
+from http_proc.protocol.call_grammars import strict_calls
 from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
-from http_proc.protocol.tool_calls import make_parser
+from http_proc.protocol.tool_calls import ToolFormat, make_parser
 from quadriga.sampling.grammar import compile_grammar, grammar_of, load_vocabulary, to_library_form
 from quadriga.sampling.params import SamplingParams
 
@@ -59,7 +58,7 @@ def llama3(*calls: Any) -> str:
 
 @pytest.fixture(scope="module", params=[(), ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")])
 def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
-    """Without special tokens for calls, and with some."""
+    """A vocabulary without special tokens for calls, and one with some."""
     tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
     for number, text in enumerate(request.param, start=512):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -69,8 +68,8 @@ def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
 
 @pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])
 def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, write: Any) -> None:
-    tool_format = write.__name__.partition("_")[0]
-    fields = free_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
+    tool_format = ToolFormat(write.__name__.partition("_")[0])
+    fields = strict_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
     grammar = grammar_of(SamplingParams(**fields))
     assert grammar is not None
     beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
@@ -83,8 +82,8 @@ def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, w
     for calls in ([ROME], [ANY], [ROME, ANY]):
         assert obeys(write(*calls))
         parser = make_parser(tool_format)
-        found = [*parser.push(write(*calls)).calls, *parser.finish().calls]
-        read = [(one.function.name, json.loads(one.function.arguments)) for one in found]
+        parsed = [*parser.push(write(*calls)).calls, *parser.finish().calls]
+        read = [(call.function.name, json.loads(call.function.arguments)) for call in parsed]
         assert read == calls
     for wrong in (WRONG, UNKNOWN):
         assert not obeys(write(wrong)) and not obeys(write(ROME, wrong))

@@ -1,4 +1,4 @@
-"""Clients that are slow, many or silent, and what is written down about all of them."""
+"""Slow, silent and too many clients, and the request log."""
 
 import asyncio
 import json
@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from http_proc import listener as listen
-from http_proc.endpoints import request_body as bodies
-from http_proc.middleware import access
-from http_proc.middleware import slow_client as watch
+from http_proc import listener
+from http_proc.endpoints import request_body
+from http_proc.middleware import request_scope, slow_client
 from http_proc.observe.request_metrics import RequestMetrics
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
@@ -33,14 +32,14 @@ def run(ring: ScriptedRing, test: Test, run_loop: Any = asyncio.run, **flags: An
 
 
 def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
-    """A POST of the body; without its last bytes where `cut` says so."""
+    """Return a POST of the body without its last `cut` bytes."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data[: len(data) - cut]
 
 
 async def connect(gateway: Any, data: bytes = b"", buffer: int | None = None) -> socket.socket:
-    """A connection on which so much was sent. buffer: bytes that its kernel takes unread."""
+    """Return a connection on which `data` was sent. `buffer`: bytes of its receive buffer."""
     client = socket.socket()
     if buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -52,23 +51,23 @@ async def connect(gateway: Any, data: bytes = b"", buffer: int | None = None) ->
 
 
 async def answer(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    loop, found = asyncio.get_running_loop(), b""
+    """Return everything that arrives until the server closes the connection."""
+    loop, received = asyncio.get_running_loop(), b""
     while data := await loop.sock_recv(client, 1 << 16):
-        found += data
+        received += data
     client.close()
-    return found
+    return received
 
 
 def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
-    return gateway.metrics.slow_readers == 1 and gateway.live == 0 and ring.handles[0].done
+    return gateway.metrics.num_slow_readers == 1 and gateway.num_open == 0 and ring.handles[0].done
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
+def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_counted(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
 
@@ -76,7 +75,7 @@ def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
         client = await connect(gateway, request(ASK | {"stream": True}), 4096)
         while not ring.sinks:
             await asyncio.sleep(0)
-        while not gateway.metrics.slow_readers:
+        while not gateway.metrics.num_slow_readers:
             ring.sinks[0](chunk("a" * 100_000))
             await asyncio.sleep(0.01)
             if reads:
@@ -89,8 +88,10 @@ def test_a_stream_that_nobody_reads_or_a_byte_at_a_time_is_cut_off_and_counted(
     run(ring, test)
 
 
-def test_a_whole_answer_that_nobody_takes_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.1)
+def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
@@ -111,39 +112,39 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
             assert said.startswith(b"HTTP/1.1 400 ")
             assert f"{field} is an empty list".encode() in said
             client.close()
-        assert gateway.live == 0
+        assert gateway.num_open == 0
 
     run(ScriptedRing(["a"]), test)
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at by hand, each time when it has just taken enough: no clock decides."""
-    watches: list[watch.SlowClientGuard] = []
+    """The test calls the check whenever the client has read enough, so that no clock decides."""
+    guards: list[slow_client.SlowClientGuard] = []
 
-    class Known(watch.SlowClientGuard):
+    class RecordedGuard(slow_client.SlowClientGuard):
         def __enter__(self) -> None:
             super().__enter__()
-            watches.append(self)
+            guards.append(self)
             assert self._transport is not None
-            own = self._transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            server_socket = self._transport.get_extra_info("socket")
+            server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
 
-    monkeypatch.setattr(access, "SlowClientGuard", Known)
+    monkeypatch.setattr(request_scope, "SlowClientGuard", RecordedGuard)
     ring = ScriptedRing(["a" * 8_000_000])
 
     async def test(gateway: Any) -> None:
-        client, taken, sent, looks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
+        client, taken, sent, num_checks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
         while taken < 8_000_000:
             piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
-            assert piece, "it was cut off"
+            assert piece, "the client was disconnected"
             taken += len(piece)
             await asyncio.sleep(0)
-            waits, now = watches[0].progress()
-            if waits and now - sent >= watch.MIN_BYTES_PER_INTERVAL:
-                watches[0]._look()
-                sent, looks = now, looks + 1
-        assert gateway.metrics.slow_readers == 0
-        assert looks > 10
+            waiting, now_sent = guards[0].progress()
+            if waiting and now_sent - sent >= slow_client.MIN_BYTES_PER_INTERVAL:
+                guards[0]._check()
+                sent, num_checks = now_sent, num_checks + 1
+        assert gateway.metrics.num_slow_readers == 0
+        assert num_checks > 10
         client.close()
 
     run(ring, test)
@@ -179,7 +180,7 @@ def test_over_tls_a_long_stream_comes_to_its_end(tmp_path: Path, run_loop: Any) 
 def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "IDLE_TIMEOUT_S", 0.2)
 
     async def test(gateway: Any) -> None:
         slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
@@ -190,12 +191,12 @@ def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
 
 
 def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.1)
 
     async def test(gateway: Any) -> None:
         client = await connect(gateway, request(ASK, cut=1))
-        found = await asyncio.get_running_loop().sock_recv(client, 4096)
-        assert found.startswith(b"HTTP/1.1 408 ")
+        response = await asyncio.get_running_loop().sock_recv(client, 4096)
+        assert response.startswith(b"HTTP/1.1 408 ")
         assert gateway.body_bytes == 0
         client.close()
 
@@ -203,7 +204,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_BYTES", 1500)
+    monkeypatch.setattr(request_body, "MAX_TOTAL_BYTES", 1500)
 
     async def test(gateway: Any) -> None:
         large = ASK | {"prompt": "a" * 900}
@@ -211,9 +212,9 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
         while not gateway.body_bytes:
             await asyncio.sleep(0)
         second = await connect(gateway, request(large, cut=1))
-        found = await asyncio.get_running_loop().sock_recv(second, 4096)
-        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
-        assert b"too_many_bodies" in found
+        response = await asyncio.get_running_loop().sock_recv(second, 4096)
+        assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in response
+        assert b"too_many_bodies" in response
         first.close()
         second.close()
 
@@ -221,13 +222,13 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
-def test_connections_over_the_limit_are_told_so_and_counted(run_loop: Any) -> None:
+def test_connections_over_the_limit_get_a_503_and_are_counted(run_loop: Any) -> None:
     async def test(gateway: Any) -> None:
         first = await connect(gateway)
-        while not gateway.metrics.refused_connections:
-            found = await answer(await connect(gateway, request(ASK)))
-        assert found.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in found
-        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+        while not gateway.metrics.num_refused_connections:
+            response = await answer(await connect(gateway, request(ASK)))
+        assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in response
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == (
             "too_many_connections"
         )
         first.close()
@@ -244,7 +245,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
     ring = ScriptedRing(["a", "b"])
 
     async def test(gateway: Any) -> None:
-        key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: mine"
+        key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: abc"
         for body in (ASK, ASK | {"stream": True}, ASK | {"max_tokens": "x"}):
             data = request(body).replace(b"HTTP/1.1", key, 1)
             await answer(await connect(gateway, data))
@@ -253,14 +254,14 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
         while not ring.handles[2:]:
             await asyncio.sleep(0)
         gone.close()
-        while gateway.live:
+        while gateway.num_open:
             await asyncio.sleep(0)
 
     run(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
     lines = [record.getMessage() for record in caplog.records if record.name == "root"]
     whole, streamed, wrong, left = lines
     for line in (whole, streamed):
-        assert line.startswith("cmpl-mine · POST /v1/completions 200 · ")
+        assert line.startswith("cmpl-abc · POST /v1/completions 200 · ")
         assert " · stop · prompt 3 tokens, 0 cached · generated 2 · " in line
     assert wrong.startswith("POST /v1/completions 400 · ")
     assert "the client left" in left
@@ -268,7 +269,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
 
 
 class Stalled:
-    """A connection whose client takes nothing: the request, its writer and its transport."""
+    """A request, its writer and its transport, whose client reads nothing."""
 
     output_size = 10_000
     aborted = False
@@ -288,21 +289,21 @@ class Stalled:
         self.aborted = True
 
 
-def test_time_in_which_the_gateway_itself_was_suspended_cuts_no_client_off(
+def test_a_suspension_of_the_gateway_itself_disconnects_no_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def look() -> None:
         loop, connection = asyncio.get_running_loop(), Stalled()
         suspended = 0.0
         monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
-        observer = watch.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
+        observer = slow_client.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
         with observer:
-            for seconds in (watch.STALL_SECONDS, 1000.0):
+            for seconds in (slow_client.CHECK_INTERVAL_S, 1000.0):
                 suspended += seconds
-                observer._look()
+                observer._check()
                 assert not connection.aborted
-            suspended += watch.STALL_SECONDS
-            observer._look()
+            suspended += slow_client.CHECK_INTERVAL_S
+            observer._check()
             assert connection.aborted
 
     asyncio.run(look())

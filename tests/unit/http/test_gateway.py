@@ -1,4 +1,4 @@
-"""What the gateway makes of a ring that calls tools, fails, is slow or stops."""
+"""Answers of the gateway for a ring that calls tools, fails, is slow or stops."""
 
 import asyncio
 import json
@@ -27,14 +27,14 @@ Test = Callable[[openai.AsyncOpenAI, Any], Coroutine[Any, Any, None]]
 
 
 def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
-    async def whole() -> None:
+    async def run_test() -> None:
         async with (
             gateway_before(ring, **flags) as (url, gateway),
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
         ):
             await test(client, gateway)
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    asyncio.run(asyncio.wait_for(run_test(), 20))
 
 
 def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
@@ -57,7 +57,8 @@ def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
 
 def test_a_tool_call_is_streamed_as_one_delta_and_never_as_text() -> None:
     async def test(client: openai.AsyncOpenAI, _: Any) -> None:
-        text, calls, reasons = "", [], []
+        text, reasons = "", []
+        calls: list[Any] = []
         async for part in await client.chat.completions.create(**ASK, tools=TOOLS, stream=True):
             delta = part.choices[0].delta
             text += delta.content or ""
@@ -75,7 +76,7 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
         fields = {**ASK, "tools": TOOLS, "parallel_tool_calls": False}
         answer = await client.chat.completions.create(**fields)
         assert len(answer.choices[0].message.tool_calls or []) == 1
-        calls = []
+        calls: list[Any] = []
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
         assert len(calls) == 1
@@ -98,13 +99,13 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
         message = (await client.chat.completions.create(**fields)).choices[0].message
         assert message.content is None and message.tool_calls is not None
         assert message.tool_calls[0].function.arguments == '{"city": "Rome"}'
-        calls = []
+        calls: list[Any] = []
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
         assert [call.function.name for call in calls] == ["weather"]
         schema = ring.submitted[0][1].json_schema
         assert schema["$defs"] == {"city": {}}
-        names = [one["properties"]["name"]["const"] for one in schema["anyOf"]]
+        names = [call["properties"]["name"]["const"] for call in schema["anyOf"]]
         assert names == (["weather", "other"] if choice == "required" else ["weather"])
         assert schema["anyOf"][0]["properties"]["arguments"] == parameters
 
@@ -134,16 +135,16 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
                 **ASK, tools=tools, response_format={"type": "json_object"}
             )
 
-    async def test_other(client: openai.AsyncOpenAI, _: Any) -> None:
+    async def ask_other(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, tools=tools)
-        other.facts["tool_format"] = ""  # the front door refuses the tools then
+        other.facts["tool_format"] = ""  # the frontend then refuses the tools
         await client.chat.completions.create(**ASK, tools=tools)
-        llama, none = (params for _, params, *_ in other.submitted)
+        llama, none = (submitted[1] for submitted in other.submitted)
         assert '"parameters": {"type": "object"' in llama.ebnf
         assert none.ebnf is None and none.structural_tag is None
 
     run(ring, test)
-    run(other, test_other)
+    run(other, ask_other)
 
 
 def test_without_tools_the_same_answer_is_text() -> None:
@@ -196,7 +197,7 @@ def test_a_base_model_is_sent_to_completions() -> None:
         (RequestFailed("no"), 500, False),
     ],
 )
-def test_what_the_ring_says_becomes_a_status(
+def test_an_error_of_the_ring_becomes_a_status(
     error: QuadrigaError, status: int, retry: bool
 ) -> None:
     ring = ScriptedRing(["a", "b"])
@@ -205,11 +206,11 @@ def test_what_the_ring_says_becomes_a_status(
     async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError, match=str(error)) as caught:
-                await client.completions.create(model="tiny", prompt="x", stream=stream)  # type: ignore[call-overload]
+                await client.completions.create(model="tiny", prompt="x", stream=stream)
             assert caught.value.status_code == status
             assert ("retry-after" in caught.value.response.headers) is retry
         assert gateway.metrics.errors[error.code] == 2
-        assert gateway.live == 0
+        assert gateway.num_open == 0
 
     run(ring, test)
 
@@ -232,17 +233,17 @@ def test_openais_client_tries_again_when_the_queue_was_full() -> None:
 
 
 def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
-    ring = ScriptedRing(["a", "b", "c"])
-    ring.error, ring.error_at = ServerFailed("worker_proc died"), 2
+    ring = ScriptedRing(["a"])
+    ring.leaves_open = True
 
     async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
-        gateway_chunks = []
-        ring.leaves_open = True
+        stream = await client.completions.create(model="tiny", prompt="x", stream=True)
+        assert (await anext(stream)).choices[0].text == "a"
+        ring.sinks[0](ServerFailed("worker_proc died"))
         with pytest.raises(openai.APIError, match="worker_proc died"):
-            stream = await client.completions.create(model="tiny", prompt="x", stream=True)
-            async for part in stream:
-                gateway_chunks.append(part)
-        assert gateway.live == 0
+            await anext(stream)
+        while gateway.num_open:
+            await asyncio.sleep(0)
 
     run(ring, test)
 

@@ -1,4 +1,4 @@
-"""Requests with bytes that are no text, and answers of probes while the ring is starting."""
+"""Requests with bytes that are not text, and answers of probes while the ring starts."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from http_proc import gateway as gateway_module
+from http_proc import gateway
 from quadriga.errors import DeadlineExceeded
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
@@ -33,7 +33,7 @@ HEADERS = [
     "X-Forwarded-For",
     "X-Request-Id",
 ]
-NO_TEXT = [
+NOT_TEXT = [
     b"\xff\xfe",
     b"\xed\xa0\x80",
     b"\xc3\xa9",
@@ -87,7 +87,7 @@ def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
 
 
 async def ask(gateway: Any, request: bytes) -> tuple[int, bytes]:
-    """The status of the answer, and all of it."""
+    """Return the status and the bytes of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.args.port)
     writer.write(request)
     answer = await reader.read()
@@ -104,7 +104,7 @@ def request(method: bytes, path: bytes, *lines: bytes, body: bytes = b"", key: s
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the process logs: aiohttp's own errors are of bytes that are no HTTP."""
+    """The log without aiohttp's errors about bytes that are not HTTP."""
     caplog.set_level(logging.CRITICAL, "aiohttp.server")
     caplog.set_level(logging.INFO)
     return caplog
@@ -136,13 +136,13 @@ def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> 
 
     async def test(gateway: Any) -> None:
         for name in HEADERS:
-            for value in NO_TEXT:
+            for value in NOT_TEXT:
                 line = name.encode() + b": " + value
                 post = request(b"POST", b"/v1/completions", line, body=body)
                 status, _ = await ask(gateway, post)
                 assert status in (200, 400, 413, 417), line[:40]
                 if name == "Expect":
-                    continue  # of a path or method that is not served, it is aiohttp's own matter
+                    continue  # aiohttp handles it for a path or method that is not served
                 preflight = request(
                     b"OPTIONS", b"/v1/completions", line, b"Origin: https://a.example"
                 )
@@ -175,18 +175,18 @@ def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
 
 
 class LoadingRing(ScriptedRing):
-    """Is ready once it was asked so often; the first question is not answered at all."""
+    """A ring that is ready at the question `ready_at`, and does not answer the first one."""
 
     def __init__(self, ready_at: int) -> None:
         super().__init__([])
-        self.asked = 0
+        self.num_asked = 0
         self.ready_at = ready_at
 
     async def info(self, timeout: float) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked == 1:
+        self.num_asked += 1
+        if self.num_asked == 1:
             raise DeadlineExceeded("no answer")
-        return self.facts | {"ready": self.asked >= self.ready_at}
+        return self.facts | {"ready": self.num_asked >= self.ready_at}
 
 
 def test_the_start_is_over_once_a_probe_would_say_so() -> None:
@@ -194,7 +194,7 @@ def test_the_start_is_over_once_a_probe_would_say_so() -> None:
 
     async def test(gateway: Any) -> None:
         await gateway.until_ready()
-        assert ring.asked == 4
+        assert ring.num_asked == 4
         assert (await ask(gateway, request(b"GET", b"/readyz")))[0] == 200
 
     run(ring, test)
@@ -203,7 +203,7 @@ def test_the_start_is_over_once_a_probe_would_say_so() -> None:
 def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway_module, "PROBE_AGE", 60.0)
+    monkeypatch.setattr(gateway, "READY_MAX_AGE_S", 60.0)
     ring = LoadingRing(3)
 
     async def test(gateway: Any) -> None:

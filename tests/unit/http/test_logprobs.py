@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI and vLLM."""
+"""Logprobs in the formats of OpenAI and vLLM."""
 
 from http_proc.protocol.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
@@ -13,20 +13,20 @@ def token(number: int, data: bytes, logprob: float | None = -0.5) -> TokenLogpro
 
 def test_tokens_within_a_character_have_its_offset_and_names_of_their_own() -> None:
     pieces = [token(1, b"a", None), token(2, WAVE[:2]), token(3, WAVE[2:]), token(4, b"b")]
-    whole = CompletionLogprobs(10).told(pieces)
+    whole = CompletionLogprobs(10).render(pieces)
     assert whole["tokens"] == ["a", r"bytes:\xf0\x9f", r"bytes:\x91\x8b", "b"]
     assert whole["text_offset"] == [10, 11, 11, 12]
     assert whole["token_logprobs"][0] is whole["top_logprobs"][0] is None
     assert whole["top_logprobs"][1] == {r"bytes:\xf0\x9f": -0.5, "nine": -0.25}
     in_pieces = CompletionLogprobs(10)
-    offsets = [in_pieces.told([piece])["text_offset"][0] for piece in pieces]
-    assert offsets == whole["text_offset"], "a stream says the same"
+    offsets = [in_pieces.render([piece])["text_offset"][0] for piece in pieces]
+    assert offsets == whole["text_offset"], "a stream has the same offsets"
 
 
-def test_a_chat_tells_the_bytes_of_each_token() -> None:
-    (told,) = chat_logprobs([token(2, WAVE[:2])])["content"]
-    assert told["bytes"] == list(WAVE[:2]) and told["logprob"] == -0.5
-    assert told["top_logprobs"] == [{"token": "nine", "logprob": -0.25, "bytes": list(b"nine")}]
+def test_a_chat_has_the_bytes_of_each_token() -> None:
+    (entry,) = chat_logprobs([token(2, WAVE[:2])])["content"]
+    assert entry["bytes"] == list(WAVE[:2]) and entry["logprob"] == -0.5
+    assert entry["top_logprobs"] == [{"token": "nine", "logprob": -0.25, "bytes": list(b"nine")}]
 
 
 def test_a_prompts_tokens_are_ranked_by_id_where_they_are_among_the_likeliest() -> None:

@@ -1,4 +1,4 @@
-"""Sampling fields by everybody's names become SamplingParams, or an error that names them."""
+"""Sampling fields by all supported names become SamplingParams, or an error that names them."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import pytest
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.protocol.sampling import (
     CHAT,
-    NATIVE,
     OPENAI,
+    SGLANG,
     take_sampling,
 )
 from quadriga.errors import InvalidRequest
@@ -22,7 +22,7 @@ def test_every_name_reaches_its_field_and_leaves_the_body() -> None:
     assert sampling.params == expected
     assert body == {"x": 2}
     native: dict[str, Any] = {"max_new_tokens": 5, "sampling_seed": 7}
-    assert take_sampling(native, NATIVE, {}).params == SamplingParams(max_new_tokens=5, seed=7)
+    assert take_sampling(native, SGLANG, {}).params == SamplingParams(max_new_tokens=5, seed=7)
 
 
 def test_the_newer_name_of_the_limit_wins_in_a_chat() -> None:
@@ -34,7 +34,7 @@ def test_what_is_left_out_takes_the_endpoints_default() -> None:
     assert take_sampling({}, OPENAI, {"max_new_tokens": 16}).params.max_new_tokens == 16
 
 
-@pytest.mark.parametrize("table", [OPENAI, CHAT, NATIVE])
+@pytest.mark.parametrize("table", [OPENAI, CHAT, SGLANG])
 def test_every_field_of_a_table_is_one_of_sampling_params(table: dict[str, str]) -> None:
     assert set(table.values()) <= set(SamplingParams.__struct_fields__)
 
@@ -59,6 +59,6 @@ def test_a_wrong_type_names_the_field_as_the_request_calls_it(
 
 def test_an_error_of_the_ring_speaks_of_the_requests_own_field() -> None:
     error = InvalidRequest("max_new_tokens is 0: must be at least 1", "max_new_tokens")
-    found = from_ring(error, {"max_new_tokens": "max_tokens"})
-    assert found.answer.error.param == "max_tokens"
-    assert str(found) == "max_tokens is 0: must be at least 1"
+    api_error = from_ring(error, {"max_new_tokens": "max_tokens"})
+    assert api_error.answer.error.param == "max_tokens"
+    assert str(api_error) == "max_tokens is 0: must be at least 1"

@@ -1,4 +1,4 @@
-"""Tool calls are found whatever the pieces, and what is no call stays text."""
+"""Tool calls are parsed however the text is cut, and everything else stays text."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from http_proc.protocol.tool_calls import ID_LENGTH, make_parser
+from http_proc.protocol.tool_calls import ID_LENGTH, ToolFormat, make_parser
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 MISTRAL = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]'
@@ -15,13 +15,13 @@ ROME = ("weather", {"city": "Rome"})
 
 
 def parse(tool_format: str, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
-    parser = make_parser(tool_format)
-    found = [parser.push(piece) for piece in pieces] + [parser.finish()]
-    calls = [call for part in found for call in part.calls]
+    parser = make_parser(ToolFormat(tool_format))
+    parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
+    calls = [call for part in parts for call in part.calls]
     assert all(len(call.id) == ID_LENGTH for call in calls)
     assert len({call.id for call in calls}) == len(calls)
     names = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-    return "".join(part.text for part in found), names
+    return "".join(part.text for part in parts), names
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def parse(tool_format: str, pieces: list[str]) -> tuple[str, list[tuple[str, obj
         ("llama3", "<|python", "<|python", []),
     ],
 )  # fmt: skip
-def test_calls_and_text_are_told_apart_for_every_cut(
+def test_calls_and_text_are_separated_for_every_cut(
     tool_format: str, text: str, rest: str, calls: list[tuple[str, object]]
 ) -> None:
     assert parse(tool_format, [text]) == (rest, calls)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from http_proc import listener as listen
+from http_proc import listener
 from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.runtime import open_files
 from quadriga.runtime.open_files import WARN_EVERY_S, FileWatch
@@ -82,10 +82,10 @@ def test_the_web_gateway_takes_no_more_connections_than_files(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(listen, "allow_open_files", lambda wanted: min(wanted, 1024))
-    assert listen._most_connections(500) == 500
+    monkeypatch.setattr(listener, "allow_open_files", lambda wanted: min(wanted, 1024))
+    assert listener._max_connections(500) == 500
     assert caplog.messages == []
-    assert listen._most_connections(4096) == 1024 - listen.FILES_BESIDE
+    assert listener._max_connections(4096) == 1024 - listener.NUM_RESERVED_FILES
     assert "only 960 HTTP connections" in caplog.messages[0]
 
 

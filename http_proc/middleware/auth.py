@@ -1,0 +1,73 @@
+"""API keys and CORS: which clients, and which web pages, may call the gateway."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from http_proc.gateway import REQUEST_ID, request_id
+from http_proc.protocol.errors import ApiError
+from quadriga.config.http_args import HttpArgs
+
+# Probes need no key: monitoring should not have to hold one.
+PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
+PREFLIGHT_MAX_AGE_S = "600"
+
+ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+def key_check(args: HttpArgs) -> Middleware:
+    """Return a middleware that answers 401 unless the request has one of the API keys."""
+    keys = [_as_bytes(key) for key in args.api_keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in PUBLIC_PATHS and request.method != "OPTIONS":
+            given = _as_bytes(request.headers.get("Authorization", "").removeprefix("Bearer "))
+            # All keys are compared, so that the response time does not depend on them.
+            if sum(hmac.compare_digest(given, key) for key in keys) == 0:
+                raise ApiError(
+                    401,
+                    "no valid API key: send one as 'Authorization: Bearer KEY'",
+                    "authentication_error",
+                    code="invalid_api_key",
+                )
+        return await handler(request)
+
+    return check
+
+
+def _as_bytes(text: str) -> bytes:
+    """Encode a text that Python decoded from arbitrary bytes: a header, an argument."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+@web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a browser's CORS preflight request; `response_hook` adds the headers."""
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        return web.Response(status=204)
+    return await handler(request)
+
+
+def response_hook(args: HttpArgs) -> ResponseHook:
+    """Return a hook that adds the request id and the CORS headers to every response."""
+    origins = args.origins
+
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "quadriga"
+        response.headers["X-Request-Id"] = request.get(REQUEST_ID) or request_id(request)
+        origin = request.headers.get("Origin")
+        if origin is None or not ("*" in origins or origin in origins):
+            return
+        response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
+        response.headers["Vary"] = "Origin"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        if request.method == "OPTIONS":
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            requested = request.headers.get("Access-Control-Request-Headers", "")
+            response.headers["Access-Control-Allow-Headers"] = requested
+            response.headers["Access-Control-Max-Age"] = PREFLIGHT_MAX_AGE_S
+
+    return add_headers

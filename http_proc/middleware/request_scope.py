@@ -1,0 +1,79 @@
+"""The outermost middleware: request id, slow-client guard, error bodies and the request log."""
+
+import asyncio
+import logging
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
+from http_proc.middleware.slow_client import SlowClientGuard
+from http_proc.observe.request_log import RECORD, RequestLogRecord, in_a_line, log_request
+from http_proc.protocol.errors import ApiError, from_ring
+from quadriga.errors import QuadrigaError
+
+
+@web.middleware
+async def request_scope(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Run a handler and return after the client has received the whole answer."""
+    gateway = request.app[GATEWAY]
+    request[REQUEST_ID] = request_id(request)
+    request[RECORD] = RequestLogRecord()
+    outcome = "the client left"
+    try:
+        with SlowClientGuard(request, gateway.metrics):
+            response, outcome = await _answer(request, handler)
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+    finally:
+        if gateway.args.log_requests and request.method == "POST":
+            log_request(request, outcome)
+
+
+async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
+    """Return the answer, or an error in OpenAI's format, and the outcome for the log."""
+    try:
+        response = await handler(request)
+        return response, str(response.status)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
+            raise
+        api_error = _api_error(request, error)
+    code = api_error.answer.error.code
+    request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
+    response = web.Response(
+        body=api_error.body(),
+        status=api_error.status,
+        headers=api_error.headers(),
+        content_type="application/json",
+    )
+    return response, f"{api_error.status} {code or ''}".rstrip()
+
+
+def _api_error(request: web.Request, error: Exception) -> ApiError:
+    """Convert what a handler raised. An unexpected exception is logged and becomes a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QuadrigaError):
+        return from_ring(error, {})
+    if isinstance(error, web.HTTPException):
+        code = error.reason.lower().replace(" ", "_")
+        api_error = ApiError(error.status, _message(request, error), code=code)
+        api_error.allow = error.headers.get("Allow")
+        return api_error
+    logging.error("%s failed", in_a_line(f"{request.method} {request.path}"), exc_info=error)
+    if request.writer.output_size:
+        raise ConnectionResetError("a part of the answer has been sent") from None
+    return ApiError(500, "the gateway failed on this request; its log says why", "server_error")
+
+
+def _message(request: web.Request, error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no {request.path} here; /openapi.json lists what there is"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " or ".join(sorted(error.allowed_methods))
+        return f"{request.method} is not for {request.path}: use {allowed}"
+    return error.reason

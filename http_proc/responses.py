@@ -1,0 +1,114 @@
+"""Send answers: server-sent events while the ring generates, or one JSON body at the end."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from http_proc.gateway import GATEWAY
+from http_proc.observe.request_log import RECORD
+from http_proc.protocol.errors import from_ring
+from http_proc.request_group import RequestGroup
+from quadriga.client.types import Completion, StreamChunk
+from quadriga.errors import QuadrigaError
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+_encode = msgspec.json.encode
+
+
+def json_response(body: Any) -> web.Response:
+    """Return a 200 with a JSON body."""
+    return web.Response(body=_encode(body), content_type="application/json")
+
+
+def event(body: bytes) -> bytes:
+    """Return a JSON body as a server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+class Template:
+    """An event whose constant parts are encoded once; `fill` inserts the values.
+
+    Args:
+        chunk: the body of the event, with each of `slots` as the value of one field.
+        slots: unique placeholder strings, in the order in which they occur.
+    """
+
+    def __init__(self, chunk: object, *slots: str) -> None:
+        rest, self._parts = event(_encode(chunk)), []
+        for slot in slots:
+            part, rest = rest.split(_encode(slot), 1)
+            self._parts.append(part)
+        self._last = rest
+
+    def fill(self, *values: bytes) -> bytes:
+        """Return the event with `values`, one JSON value for each slot."""
+        pieces = []
+        for part, value in zip(self._parts, values):  # noqa: B905 - in the hot path
+            pieces.append(part)
+            pieces.append(value)
+        pieces.append(self._last)
+        return b"".join(pieces)
+
+
+class Renderer(Protocol):
+    """Format the chunks of one web request as server-sent events."""
+
+    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk, possibly none."""
+
+    def finish(self) -> bytes:
+        """Return the events that follow the last chunk of all choices."""
+
+
+async def stream_events(
+    request: web.Request, group: RequestGroup, renderer: Renderer, names: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send events until all choices have finished; chunks that arrive together are one write.
+
+    An error before the first chunk is raised, so that it becomes an HTTP status. A later error
+    ends the stream with an event that carries it. `names`: the request's name of each field of the
+    ring, for error messages.
+    """
+    chunks = await group.next_chunks()
+    response = web.StreamResponse(headers=HEADERS)
+    await response.prepare(request)
+    try:
+        while True:
+            pieces = []
+            for choice, chunk in chunks:
+                pieces.append(renderer.render(choice, chunk))
+                if chunk.completion is not None:
+                    _record(request, chunk.completion)
+            if group.is_done:
+                pieces += [renderer.finish(), DONE]
+            if data := b"".join(pieces):
+                await response.write(data)  # waits while the connection's buffer is full
+            if group.is_done:
+                break
+            chunks = await group.next_chunks()
+    except QuadrigaError as error:
+        request.app[GATEWAY].metrics.count_error(error.code)
+        await response.write(event(from_ring(error, names).body()) + DONE)
+    await response.write_eof()
+    return response
+
+
+async def collect(request: web.Request, group: RequestGroup) -> list[Completion]:
+    """Return the completion of every choice, in order. Raises the first error."""
+    completions = await group.completions()
+    for completion in completions:
+        _record(request, completion)
+    return completions
+
+
+def _record(request: web.Request, completion: Completion) -> None:
+    request.app[GATEWAY].metrics.count_completion(completion)
+    request[RECORD].completions.append(completion)
