@@ -1,13 +1,21 @@
-# make serve: set up, fetch the built-in model, serve it.   make test: set up, run the tests.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Further options: of the launcher for `serve`, of pytest for the tests.
 FLAGS ?=
+# Processes that share the tests; auto: one for each core, 8 at most.
+TEST_WORKERS ?= auto
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+PYTEST = $(BIN)/python -m pytest
+PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup serve test lint clean
+.DEFAULT_GOAL := help
+.PHONY: help setup serve format lint typecheck test-unit test check clean
 
-setup: $(VENV)/.for-tests
+help: ## print the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.for-tests ## make .venv with what serving and the tests need
 
 $(VENV)/.for-serving: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,16 +26,29 @@ $(VENV)/.for-tests: $(VENV)/.for-serving
 	$(PIP) install -c constraints.txt -e '.[serve,test]'
 	touch $@
 
-serve: $(VENV)/.for-serving
+serve: $(VENV)/.for-serving ## set up, fetch the built-in model, serve it
 	$(BIN)/python launcher.py $(FLAGS)
 
-test: setup
-	$(BIN)/python -m pytest $(FLAGS)
+format: setup ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
 
-lint: setup
+lint: setup ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+typecheck: setup ## check types
 	$(BIN)/mypy
 
-clean:
-	rm -rf $(VENV) build *.egg-info
+test-unit: setup ## run the unit tests, about a minute on two cores
+	$(PYTEST) $(PARALLEL) tests/unit $(FLAGS)
+
+test: setup ## run every test, about six minutes on two cores
+	$(PYTEST) $(PARALLEL) $(FLAGS)
+
+check: lint typecheck test-unit ## run what a commit should pass: style, types, unit tests
+
+clean: ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

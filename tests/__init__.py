@@ -1,5 +1,7 @@
 """What has to be set before torch and Triton are imported.
 
+Each worker of a parallel run keeps to its own share of the CPUs.
+
 Torch's threads wait for each other as a worker's do: with libgomp's own patience a test takes ten
 times as long where something else keeps a core busy.
 
@@ -7,13 +9,28 @@ Triton kernels run on a card if there is one, else in Triton's interpreter. Trit
 a kernel is defined, and servers that tests start inherit it.
 """
 
+import ctypes
 import os
 
+from tests.cpu_shares import keep_to_own_share
 from worker_proc.main import SPIN_COUNT
 
+
+def _has_cuda() -> bool:
+    """Return whether torch finds a CUDA device.
+
+    Importing torch takes seconds, so torch is asked only where NVIDIA's driver is installed.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+keep_to_own_share()
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-
-import torch
-
-if not torch.cuda.is_available():
+if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")

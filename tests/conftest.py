@@ -1,15 +1,36 @@
-"""Servers and checkpoints that several tests share."""
+"""Servers and checkpoints that several tests share, and the markers of each directory."""
 
 import atexit
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cpu_shares import all_cpus
 from tests.gateway import running_gateway
 from tests.server import Server, running_server
-from tests.tiny_models import tiny_gpt2, tiny_llama
+
+TESTS = Path(__file__).parent
+MARKERS = {"integration": ["slow"], "faults": ["slow", "faults"], "gpu": ["slow", "gpu"]}
+"""The markers of the tests in each directory below this one."""
+
+# Modules that are imported while tests are collected stay: the garbage collector skips them.
+gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test as its directory says."""
+    for item in items:
+        for name in MARKERS.get(item.path.relative_to(TESTS).parts[0], []):
+            item.add_marker(name)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector search only the objects that the tests themselves make."""
+    gc.freeze()
+    gc.enable()
 
 
 def _silence_bindings() -> None:
@@ -21,13 +42,27 @@ def _silence_bindings() -> None:
 atexit.register(_silence_bindings)  # the first to be registered is the last to run
 
 
+@pytest.fixture
+def every_cpu() -> Iterator[None]:
+    """All CPUs, also in a parallel run: for tests whose threads have to run at the same time."""
+    with all_cpus():
+        yield
+
+
+# Importing tests.tiny_models loads torch and transformers, which many tests do without.
+
+
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny_models import tiny_llama
+
     return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")
 def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny_models import tiny_gpt2
+
     return tiny_gpt2(tmp_path_factory.mktemp("tiny-gpt2"))
 
 

@@ -1,5 +1,8 @@
 """Where Triton kernels run in tests; to be imported before anything of worker_proc/gpu."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,9 @@ class _Numpy:
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
+        value = getattr(np, name)
+        setattr(self, name, value)  # the next look-up finds it at once
+        return value
 
     @staticmethod
     def matmul(
@@ -33,7 +38,43 @@ class _Numpy:
         return total
 
 
+class _Inspect:
+    """The module `inspect` for Triton's interpreter, which remembers what it has found.
+
+    The interpreter searches Triton's language for built-in functions at every launch of a kernel.
+    """
+
+    def __init__(self) -> None:
+        self._builtins: dict[Any, list[tuple[str, Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    def getmembers(self, package: Any) -> list[tuple[str, Any]]:
+        """Return the built-in functions of a package of Triton's language that are not replaced."""
+        found = self._builtins.get(package)
+        if found is None:
+            is_builtin = interpreter.tl.core.is_builtin
+            found = [(name, member) for name, member in inspect.getmembers(package)
+                     if is_builtin(member)]  # fmt: skip
+            self._builtins[package] = found
+        return [(name, member) for name, member in found if getattr(package, name) is member]
+
+
+def _remembering(numpy_type_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make the interpreter's numpy type of a Triton type from what it has said of that before."""
+    of_scalar = functools.cache(numpy_type_of)
+
+    def of(kind: Any) -> Any:
+        scalar = kind.scalar  # a block has the numpy type of its elements
+        return numpy_type_of(scalar) if scalar.is_ptr() else of_scalar(scalar)
+
+    return of
+
+
 if DEVICE.type == "cpu":
     from triton.runtime import interpreter
 
     interpreter.np = _Numpy()
+    interpreter.inspect = _Inspect()
+    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)

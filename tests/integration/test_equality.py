@@ -148,6 +148,7 @@ def test_those_that_are_nearly_llama(
           "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
 
 
+@pytest.mark.usefixtures("every_cpu")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ways("chunks of 64, decode first"))
 def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_dir: Path) -> None:
@@ -161,6 +162,7 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
     check(model, prompts, tmp_path / "log", "--model", str(directory), *WAYS[way])
 
 
+@pytest.mark.usefixtures("every_cpu")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", ways("default"))
 def test_the_built_in_model(way: str, tmp_path: Path) -> None:

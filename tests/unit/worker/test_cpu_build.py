@@ -32,13 +32,32 @@ CPU = torch.device("cpu")
 
 
 def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
+    """By a compiler that notes its commands and links what the real one has compiled before."""
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    compiled = build._library(print)
+    compiler.write_text(
+        f"""#!/bin/sh
+        echo "$@" >> {calls}
+        for last; do :; done
+        case "$*" in *-shared*) cp {compiled} "$last";; *-version*) echo 1;; esac
+        """
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(COMPILER_VARIABLE, str(compiler))
     said: list[str] = []
     load_kernels(said.append)
     load_kernels(said.append)
     assert len(said) == 1
     assert "compiling the kernels" in said[0]
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
+    commands = calls.read_text().splitlines()
+    sources = list(build.SOURCES.glob("*.cpp"))
+    for source in sources:
+        assert len([command for command in commands if str(source) in command]) == 1
+    work = [command for command in commands if "--version" not in command]
+    assert len(work) == len(sources) + 1, "each source is compiled, and they are linked, once"
+    assert all("-O3" in command and "-march=" in command for command in work)
 
 
 def test_a_cache_that_takes_nothing_is_named_with_the_remedy(

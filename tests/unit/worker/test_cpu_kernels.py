@@ -154,6 +154,7 @@ def test_every_step_has_the_numbers_of_plain_torch(
         drive(Compared(ours, theirs, WITHIN[dtype]), dtype, page_size, 10 * seed + round)
 
 
+@pytest.mark.usefixtures("every_cpu")
 def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) -> None:
     """With 8 threads a single row's context is cut into several parts."""
     ours = native(directory, torch.float32, 16, threads=8)

@@ -15,10 +15,12 @@
 
 // Waiting threads look for a while, then let others run between two looks, and sleep in the end. A
 // thread that only looks keeps the one it waits for from running where another process needs a
-// core; one that sleeps halts its core, which a virtual machine may be slow to get back.
+// core; one that sleeps halts its core, which a virtual machine may be slow to get back. A team with
+// more threads than CPUs does not look at all: the thread it waits for needs the core.
 class Barrier {
   public:
-    explicit Barrier(int threads) : threads(threads), missing(threads) {}
+    explicit Barrier(int threads)
+        : threads(threads), looks(threads > omp_get_num_procs() ? 0 : LOOKS), missing(threads) {}
 
     // `meanwhile` is called again and again for as long as others are missing.
     template <class Meanwhile>
@@ -30,7 +32,7 @@ class Barrier {
             generation.notify_all();
             return;
         }
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < looks; i++) {
             if (generation.load(std::memory_order_acquire) != now) return;
             meanwhile();
         }
@@ -43,7 +45,7 @@ class Barrier {
 
   private:
     static constexpr int LOOKS = 2000, YIELDS = 4000;
-    const int threads;
+    const int threads, looks;
     alignas(64) std::atomic<int> missing;
     alignas(64) std::atomic<int> generation{0};
 };
