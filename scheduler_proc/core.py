@@ -4,11 +4,8 @@ It is pure: no clock, no sockets, no journal, no callbacks. `plan` composes a st
 running batch and the waiting queue, `complete` takes a step's tokens in; both return what happened.
 """
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import repeat
-from typing import NamedTuple
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
@@ -18,6 +15,7 @@ from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
 from scheduler_proc.policies import make_queue
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.plan import BatchMode, Capacity, Plan, Room, StepUpdate
 from scheduler_proc.state.request import (
     FinishReason,
     Request,
@@ -28,83 +26,6 @@ from scheduler_proc.state.request import (
 )
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
-
-
-class Capacity(NamedTuple):
-    """What the worker has room for; without pages, there is no worker yet.
-
-    Attributes:
-        prefill_tokens: prompt tokens of one step that keep the worker busy.
-    """
-
-    num_pages: int = 0
-    page_size: int = 1
-    prefill_tokens: int = 0
-
-
-class BatchMode(str, enum.Enum):
-    """What a step computes (--batch-mode).
-
-    PREFILL_FIRST: prompts before anything else; but after a chunk the running requests have a
-        step, so that a long prompt never stops them for longer than one chunk.
-    MIXED: each step decodes and computes prompts, as many as the token budget allows.
-    DECODE_FIRST: prompts only as long as one decode step is not full.
-    ALTERNATE: one step of prompts, then one decode step.
-    """
-
-    PREFILL_FIRST = "prefill-first"
-    MIXED = "mixed"
-    DECODE_FIRST = "decode-first"
-    ALTERNATE = "alternate"
-
-
-class Room(enum.Enum):
-    """Whether a request gets another page.
-
-    FREE: it does. RETRACTED: it was retracted itself. WAIT: pages come back when steps in flight
-    are answered. POOL_FULL: it fills the whole pool alone.
-    """
-
-    FREE = enum.auto()
-    RETRACTED = enum.auto()
-    WAIT = enum.auto()
-    POOL_FULL = enum.auto()
-
-
-@dataclass(slots=True)
-class Plan:
-    """The next step; its batch is empty where nothing can run.
-
-    Attributes:
-        has_retracted: whether requests left the running batch since its composition began.
-        admitted: requests that left the waiting queue.
-        retracted: requests that gave their pages up and wait again.
-        failed: requests that cannot go on.
-    """
-
-    in_flight: bool
-    batch: ScheduleBatch = field(default_factory=ScheduleBatch)
-    has_retracted: bool = False
-    admitted: list[Request] = field(default_factory=list)
-    retracted: list[Request] = field(default_factory=list)
-    failed: list[RequestFailure] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepUpdate:
-    """What a step brought: token_ids[i] belongs to request seqs[i].
-
-    Attributes:
-        started: requests that have their first token.
-        finished: requests that ended by themselves, with a stop token or at their length.
-        failed: retracted requests that do not fit into the pool any more.
-    """
-
-    seqs: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-    failed: list[RequestFailure] = field(default_factory=list)
 
 
 class SchedulerCore:

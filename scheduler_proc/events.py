@@ -12,7 +12,7 @@ from quadriga.wire.messages.to_detok import (
     StreamStart,
 )
 from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.core import StepUpdate
+from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
 
 

@@ -14,7 +14,6 @@ from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import ErrorInfo, InfoValues
-from scheduler_proc.core import Capacity
 from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
@@ -27,6 +26,7 @@ from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error, record_worker_crash
 from scheduler_proc.request_table import RequestTable
 from scheduler_proc.sender import Sender
+from scheduler_proc.state.plan import Capacity
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure
 from scheduler_proc.static_core import make_core
 

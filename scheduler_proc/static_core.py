@@ -5,7 +5,8 @@ has ended, as in static servers; what its row samples is dropped.
 """
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.core import Capacity, Plan, SchedulerCore
+from scheduler_proc.core import SchedulerCore
+from scheduler_proc.state.plan import Capacity, Plan
 from scheduler_proc.state.request import Request
 
 

@@ -10,8 +10,8 @@ from quadriga.histogram import SECONDS, Histogram
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.core import StepUpdate
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
+from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import FinishReason, Request
 
 RECENT_STEPS = 4096

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.core import StepUpdate
 from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats, SlidingWindow
 from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import FinishReason
 from tests.unit.simulation import World, abort, submit
 
