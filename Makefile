@@ -44,7 +44,10 @@ test-unit: setup ## run the unit tests, about a minute on two cores
 	$(PYTEST) $(PARALLEL) tests/unit $(FLAGS)
 
 test: setup ## run every test, about six minutes on two cores
-	$(PYTEST) $(PARALLEL) $(FLAGS)
+	status=0; \
+	$(PYTEST) $(PARALLEL) -m "not alone" $(FLAGS) || status=$$?; \
+	$(PYTEST) -m alone --ignore tests/unit $(FLAGS) || status=$$?; \
+	exit $$status
 
 check: lint typecheck test-unit ## run what a commit should pass: style, types, unit tests
 
