@@ -40,11 +40,14 @@ lint: setup ## check style and formatting
 typecheck: setup ## check types
 	$(BIN)/mypy
 
-test-unit: setup ## run the unit tests, about a minute on two cores
+test-unit: setup ## run the unit tests, on all cores
 	$(PYTEST) $(PARALLEL) tests/unit $(FLAGS)
 
-test: setup ## run every test, about six minutes on two cores
-	$(PYTEST) $(PARALLEL) $(FLAGS)
+test: setup ## run every test, on all cores
+	status=0; \
+	$(PYTEST) $(PARALLEL) -m "not alone" $(FLAGS) || status=$$?; \
+	$(PYTEST) -m alone --ignore tests/unit $(FLAGS) || status=$$?; \
+	exit $$status
 
 check: lint typecheck test-unit ## run what a commit should pass: style, types, unit tests
 

@@ -15,16 +15,27 @@ from tests.server import Server, running_server
 TESTS = Path(__file__).parent
 MARKERS = {"integration": ["slow"], "faults": ["slow", "faults"], "gpu": ["slow", "gpu"]}
 """The markers of the tests in each directory below this one."""
+MINUTES_S = 600
+"""Tests with a time limit of so many seconds or more run for minutes."""
 
 # Modules that are imported while tests are collected stay: the garbage collector skips them.
 gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test as its directory says."""
+    """Mark each test as its directory says, and put those that run for minutes first.
+
+    In a parallel run a long test at the end would have one core to itself, and the others idle.
+    """
     for item in items:
         for name in MARKERS.get(item.path.relative_to(TESTS).parts[0], []):
             item.add_marker(name)
+    items.sort(key=_runs_for_minutes, reverse=True)
+
+
+def _runs_for_minutes(item: pytest.Item) -> bool:
+    limit = item.get_closest_marker("timeout")
+    return limit is not None and limit.args[0] >= MINUTES_S
 
 
 def pytest_collection_finish() -> None:

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.overload import percentile, run
 
 
+@pytest.mark.alone
 def test_at_ten_times_the_capacity_refusals_are_immediate_and_who_is_accepted_is_served(
     llama_dir: Path, tmp_path: Path
 ) -> None:

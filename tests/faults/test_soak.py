@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.soak import run
 
 GENEROUS_MB = 40.0
 """In so short a time caches still fill."""
 
 
+@pytest.mark.alone
 def test_under_a_mixed_load_nothing_gets_lost_and_nothing_is_left(
     llama_dir: Path, tmp_path: Path
 ) -> None:
