@@ -51,10 +51,10 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.body(TorchOps(self._packed, inputs, self._attention, self._ranks))
+        return self.model.forward(TorchOps(self._packed, inputs, self._attention, self._ranks))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.head(TorchOps(self._packed), hidden)
+        return self.model.compute_logits(TorchOps(self._packed), hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))

@@ -112,10 +112,10 @@ class _OneProduct(Model):
         self._norm = RMSNorm(product.inputs, 1e-5)
         self._linear = Linear(product.inputs, product.outputs)
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         return ops.embed(self._tokens)
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self._linear, ops.norm(self._norm, hidden))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> 
     the KV cache. ModelError where the architecture is not supported."""
     model = build_model(hf_config)  # without storage
     listed = _Listed(model.attention_shape)
-    model.head(listed, model.body(listed))
+    model.compute_logits(listed, model.forward(listed))
     return Work(
         products=tuple(listed.products_by_rows()),
         attention=tuple(listed.attention),

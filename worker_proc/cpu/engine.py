@@ -164,8 +164,8 @@ class NativeEngine(Engine):
     def _record(self, model: Model, num_pages: int, page_size: int, int8_pages: bool) -> None:
         shape, weights = model.attention_shape, self._weights
         body, head = Recorder(shape, weights), Recorder(shape, weights)
-        model.body(body)
-        model.head(head, Buffer.RESIDUAL)
+        model.forward(body)
+        model.compute_logits(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
         self._pools = Pools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)

@@ -80,7 +80,7 @@ class TritonEngine(Engine):
         if (decoded := self._replay(inputs)) is not None:
             return decoded.hidden
         places = self._attention.of_step(inputs)
-        return self.model.body(
+        return self.model.forward(
             TritonOps(self._pages, places, self._multiply, self._ranks)
         ).settled()
 
@@ -95,7 +95,7 @@ class TritonEngine(Engine):
 
     def logits(self, hidden: Tensor) -> Tensor:
         ops = TritonOps(self._pages, multiply=self._multiply)
-        return self.model.head(ops, Hidden(hidden)).x
+        return self.model.compute_logits(ops, Hidden(hidden)).x
 
     def argmax(self, hidden: Tensor) -> Tensor:
         return first_of_greatest(self.logits(hidden))
@@ -121,8 +121,8 @@ class TritonEngine(Engine):
         slots, positions = inputs[SLOT], inputs[POSITION]
         places = self._attention.of_decode(table, slots, positions)
         ops = TritonOps(self._pages, places, self._multiply, self._ranks)
-        hidden = self.model.body(ops)
-        logits = self.model.head(ops, hidden).x
+        hidden = self.model.forward(ops)
+        logits = self.model.compute_logits(ops, hidden).x
         if drawing:
             real = slots.clamp(min=0)
             token_ids = draw(

@@ -21,11 +21,11 @@ class Model(nn.Module):
     vocab_size: int
 
     @abstractmethod
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         """The step's tokens to hidden states [tokens, hidden]."""
 
     @abstractmethod
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         """Some rows of hidden states [rows, hidden] to logits [rows, vocab_size]."""
 
     @abstractmethod

@@ -68,14 +68,14 @@ class GPT2(Model):
         self.final_norm = LayerNorm(config.hidden, config.epsilon)
         self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.token_embedding, self.position_embedding)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, GPT2Block)
             x = block.run(ops, layer, x)
         return x
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self.lm_head or self.token_embedding, ops.norm(self.final_norm, hidden))
 
     def map_weight_name(self, name: str) -> str | None:

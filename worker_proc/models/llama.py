@@ -87,14 +87,14 @@ class Llama(Model):
         self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
         self.rope: Rope | None = None
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.embedding)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, LlamaBlock)
             x = block.run(ops, layer, x, self.rope)
         return x
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
