@@ -17,17 +17,17 @@ from worker_proc.models.ops import Ops, Value
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
-    """heads and inner: of this rank."""
+    """num_heads and intermediate_size: of this rank."""
 
     vocab_size: int
-    context: int
-    hidden: int
-    layers: int
-    heads: int
+    max_position_embeddings: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
     head_dim: int
-    inner: int
-    epsilon: float
-    tied: bool
+    intermediate_size: int
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "GPT2Config":
@@ -42,14 +42,14 @@ class GPT2Config:
         check_shares(ranks, heads=heads, inner_numbers=inner)
         return cls(
             vocab_size=setting(config, "vocab_size"),
-            context=setting(config, "n_positions"),
-            hidden=hidden,
-            layers=setting(config, "n_layer"),
-            heads=heads // ranks,
+            max_position_embeddings=setting(config, "n_positions"),
+            hidden_size=hidden,
+            num_layers=setting(config, "n_layer"),
+            num_heads=heads // ranks,
             head_dim=hidden // heads,
-            inner=inner // ranks,
-            epsilon=setting(config, "layer_norm_epsilon", 1e-5),
-            tied=setting(config, "tie_word_embeddings", True),
+            intermediate_size=inner // ranks,
+            layer_norm_epsilon=setting(config, "layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", True),
         )
 
 
@@ -59,14 +59,16 @@ class GPT2(Model):
         config = GPT2Config.from_hf(hf_config, ranks)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.layers, config.heads, config.heads, config.head_dim
+            config.num_layers, config.num_heads, config.num_heads, config.head_dim
         )
-        self.tied = config.tied
-        self.token_embedding = Embedding(config.vocab_size, config.hidden)
-        self.position_embedding = Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
-        self.final_norm = LayerNorm(config.hidden, config.epsilon)
-        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
+        self.tied = config.tie_word_embeddings
+        self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
+        self.final_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
 
     def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.token_embedding, self.position_embedding)
@@ -103,13 +105,13 @@ class GPT2(Model):
 class GPT2Block(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        hidden, attended = config.hidden, config.heads * config.head_dim
-        self.attention_norm = LayerNorm(hidden, config.epsilon)
+        hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(hidden, config.layer_norm_epsilon)
         self.qkv_proj = Linear(hidden, 3 * attended, True, Parallel.OUTPUTS, fused=3)
         self.out_proj = Linear(attended, hidden, True, Parallel.INPUTS)
-        self.mlp_norm = LayerNorm(hidden, config.epsilon)
-        self.up_proj = Linear(hidden, config.inner, True, Parallel.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, True, Parallel.INPUTS)
+        self.mlp_norm = LayerNorm(hidden, config.layer_norm_epsilon)
+        self.up_proj = Linear(hidden, config.intermediate_size, True, Parallel.OUTPUTS)
+        self.down_proj = Linear(config.intermediate_size, hidden, True, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))

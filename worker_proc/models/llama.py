@@ -23,20 +23,20 @@ from worker_proc.models.ops import Ops, Value
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """inner, heads and kv_heads: of this rank."""
+    """intermediate_size, num_heads and num_kv_heads: of this rank."""
 
     vocab_size: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    epsilon: float
+    rms_norm_eps: float
     rope: dict[str, Any]
     attention_bias: bool
     mlp_bias: bool
-    tied: bool
+    tie_word_embeddings: bool
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "LlamaConfig":
@@ -52,17 +52,17 @@ class LlamaConfig:
         rope |= config.get("rope_parameters") or {}
         return cls(
             vocab_size=setting(config, "vocab_size"),
-            hidden=hidden,
-            inner=inner // ranks,
-            layers=setting(config, "num_hidden_layers"),
-            heads=heads // ranks,
-            kv_heads=kv_heads // ranks,
+            hidden_size=hidden,
+            intermediate_size=inner // ranks,
+            num_layers=setting(config, "num_hidden_layers"),
+            num_heads=heads // ranks,
+            num_kv_heads=kv_heads // ranks,
             head_dim=setting(config, "head_dim", hidden // heads),
-            epsilon=setting(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
             rope=rope,
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
-            tied=setting(config, "tie_word_embeddings", False),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", False),
         )
 
 
@@ -76,15 +76,17 @@ class Llama(Model):
         self.config = config = LlamaConfig.from_hf(hf_config, ranks)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.layers, config.heads, config.kv_heads, config.head_dim
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
         )
         inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
-        self.embedding = Embedding(config.vocab_size, config.hidden)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
-            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.layers)
+            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.num_layers)
         )
-        self.final_norm = RMSNorm(config.hidden, config.epsilon)
-        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
         self.rope: Rope | None = None
 
     def forward(self, ops: Ops[Value]) -> Value:
@@ -104,7 +106,7 @@ class Llama(Model):
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
             return None  # a constant that old checkpoints carry
-        return None if name == "lm_head.weight" and self.config.tied else name
+        return None if name == "lm_head.weight" and self.config.tie_word_embeddings else name
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -131,18 +133,20 @@ class Qwen3(Llama):
 class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, qkv_bias: bool, head_norms: bool) -> None:
         super().__init__()
-        self.q_size = config.heads * config.head_dim
-        self.kv_size = config.kv_heads * config.head_dim
-        self.inner = config.inner
-        self.attention_norm = RMSNorm(config.hidden, config.epsilon)
-        hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
+        self.q_size = config.num_heads * config.head_dim
+        self.kv_size = config.num_kv_heads * config.head_dim
+        self.inner = config.intermediate_size
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, qkv_size = config.hidden_size, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
         self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Parallel.OUTPUTS)
         self.head_norms = _head_norms(config) if head_norms else None
         self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Parallel.INPUTS)
-        self.mlp_norm = RMSNorm(hidden, config.epsilon)
-        self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Parallel.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, config.mlp_bias, Parallel.INPUTS)
+        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up_proj = Linear(
+            hidden, 2 * config.intermediate_size, config.mlp_bias, Parallel.OUTPUTS
+        )
+        self.down_proj = Linear(config.intermediate_size, hidden, config.mlp_bias, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
@@ -175,7 +179,7 @@ class LlamaBlock(nn.Module):
 
 
 def _head_norms(config: LlamaConfig) -> HeadNorms:
-    queries, keys = (RMSNorm(config.head_dim, config.epsilon) for _ in range(2))
+    queries, keys = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
     return HeadNorms(queries, keys)
 
 
