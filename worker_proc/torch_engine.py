@@ -90,19 +90,19 @@ class TorchOps(Ops[Tensor]):
             return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.epsilon)
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.epsilon)
 
-    def project(self, linear: Linear, x: Tensor) -> Tensor:
-        return self._project(linear, linear.bias, x)
+    def linear(self, proj: Linear, x: Tensor) -> Tensor:
+        return self._project(proj, proj.bias, x)
 
-    def project_gelu(self, linear: Linear, x: Tensor) -> Tensor:
-        return F.gelu(self.project(linear, x), approximate="tanh")
+    def linear_gelu(self, proj: Linear, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(proj, x), approximate="tanh")
 
-    def linear_swiglu(self, linear: Linear, x: Tensor) -> Tensor:
-        gate, up = self.project(linear, x).chunk(2, -1)
+    def linear_swiglu(self, proj: Linear, x: Tensor) -> Tensor:
+        gate, up = self.linear(proj, x).chunk(2, -1)
         return F.silu(gate) * up
 
-    def linear_add(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        added = self.project(linear, x)
-        if self._ranks is not None and linear.split is Parallel.INPUTS:
+    def linear_add(self, residual: Tensor, proj: Linear, x: Tensor) -> Tensor:
+        added = self.linear(proj, x)
+        if self._ranks is not None and proj.split is Parallel.INPUTS:
             added = self._ranks.all_reduce(added)
         return residual + added
 

@@ -43,17 +43,17 @@ class _Listed(Ops[None]):
     def norm(self, norm: LayerNorm | RMSNorm, x: None) -> None:
         pass
 
-    def project(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def project_gelu(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_gelu(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def linear_swiglu(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_swiglu(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def linear_add(self, residual: None, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_add(self, residual: None, proj: Linear, x: None) -> None:
+        self._add(proj)
 
     def attend(
         self, layer: int, qkv: None, rope: Rope | None, norms: HeadNorms | None = None

@@ -115,18 +115,18 @@ class Recorder(Ops[Buffer]):
             op.shift = self._weights.floats(norm.bias)
         return output
 
-    def project(self, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(linear))
+    def linear(self, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(proj))
 
-    def project_gelu(self, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(linear))
+    def linear_gelu(self, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(proj))
 
-    def linear_swiglu(self, linear: Linear, x: Buffer) -> Buffer:
-        matrix = self._weights.matrix(linear, gated=True)
+    def linear_swiglu(self, proj: Linear, x: Buffer) -> Buffer:
+        matrix = self._weights.matrix(proj, gated=True)
         return self._multiply(OpKind.MATMUL_SWIGLU, x, Buffer.INNER, matrix)
 
-    def linear_add(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(linear))
+    def linear_add(self, residual: Buffer, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(proj))
 
     def attend(
         self, layer: int, qkv: Buffer, rope: Rope | None, norms: HeadNorms | None = None

@@ -71,18 +71,18 @@ class TritonOps(Ops[Hidden]):
         added, x.added = x.added, None
         return Hidden(add_and_norm(x.x, added, norm))
 
-    def project(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(self._multiply(x.x, linear.weight, linear.bias))
+    def linear(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(self._multiply(x.x, proj.weight, proj.bias))
 
-    def project_gelu(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(gelu_(self.project(linear, x).x))
+    def linear_gelu(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(gelu_(self.linear(proj, x).x))
 
-    def linear_swiglu(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(swiglu(self.project(linear, x).x))
+    def linear_swiglu(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(swiglu(self.linear(proj, x).x))
 
-    def linear_add(self, residual: Hidden, linear: Linear, x: Hidden) -> Hidden:
-        added = self.project(linear, x).x
-        if self._ranks is not None and linear.split is Parallel.INPUTS:
+    def linear_add(self, residual: Hidden, proj: Linear, x: Hidden) -> Hidden:
+        added = self.linear(proj, x).x
+        if self._ranks is not None and proj.split is Parallel.INPUTS:
             added = self._ranks.all_reduce(added)
         return Hidden(residual.settled(), added)
 

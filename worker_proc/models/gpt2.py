@@ -114,9 +114,9 @@ class GPT2Block(nn.Module):
         self.down_proj = Linear(config.intermediate_size, hidden, True, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
-        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+        qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
         x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope=None))
-        inner = ops.project_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
+        inner = ops.linear_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
         return ops.linear_add(x, self.down_proj, inner)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -149,7 +149,7 @@ class LlamaBlock(nn.Module):
         self.down_proj = Linear(config.intermediate_size, hidden, config.mlp_bias, Parallel.INPUTS)
 
     def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
-        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+        qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
         x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
         inner = ops.linear_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
         return ops.linear_add(x, self.down_proj, inner)

@@ -26,20 +26,20 @@ class Ops(ABC, Generic[Value]):
         """The residual stream, normalised."""
 
     @abstractmethod
-    def project(self, linear: Linear, x: Value) -> Value:
+    def linear(self, proj: Linear, x: Value) -> Value:
         """x Wᵀ + b."""
 
     @abstractmethod
-    def project_gelu(self, linear: Linear, x: Value) -> Value:
+    def linear_gelu(self, proj: Linear, x: Value) -> Value:
         """gelu(x Wᵀ + b), by the tanh approximation."""
 
     @abstractmethod
-    def linear_swiglu(self, linear: Linear, x: Value) -> Value:
+    def linear_swiglu(self, proj: Linear, x: Value) -> Value:
         """silu(gate) * up, of x Wᵀ + b = [gate, up] (Shazeer 2020,
         https://arxiv.org/abs/2002.05202)."""
 
     @abstractmethod
-    def linear_add(self, residual: Value, linear: Linear, x: Value) -> Value:
+    def linear_add(self, residual: Value, proj: Linear, x: Value) -> Value:
         """residual + x Wᵀ + b; the residual given is not used again."""
 
     @abstractmethod
