@@ -172,7 +172,7 @@ def make_runner(
         torch.cuda.set_device(device)  # kernels and streams are of whatever is set here
     ranks = None if store is None else _join(part, store, device)
     if device.type == "cuda":
-        empty = build_model(files.config, dtype, ranks=part.count)
+        empty = build_model(files.config, dtype, tp_size=part.count)
         check_weights(empty, dtype, free_memory(device), device)
     model = load_model(files, dtype, device, args.quantization == "gguf", part)
     slots, context = config.scheduler.max_running_requests, files.context_length

@@ -102,7 +102,7 @@ class TorchOps(Ops[Tensor]):
 
     def linear_add(self, residual: Tensor, proj: Linear, x: Tensor) -> Tensor:
         added = self.linear(proj, x)
-        if self._ranks is not None and proj.split is Parallel.INPUTS:
+        if self._ranks is not None and proj.parallel is Parallel.ROW:
             added = self._ranks.all_reduce(added)
         return residual + added
 

@@ -60,4 +60,4 @@ class TPGroup:
 def check_ranks(args: WorkerArgs, files: ModelFiles) -> None:
     """ConfigError where there are not enough devices, or the model cannot be shared out."""
     choose_device(args.device, args.tp - 1)
-    build_model(files.config, ranks=args.tp)
+    build_model(files.config, tp_size=args.tp)
