@@ -18,7 +18,7 @@ from worker_proc.models.layers import (
     Rope,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.sampling.sampler import first_of_greatest
+from worker_proc.sampling.sampler import argmax
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
@@ -57,7 +57,7 @@ class TorchEngine(Engine):
         return self.model.compute_logits(TorchOps(self._packed), hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
 
 class TorchOps(Ops[Tensor]):

@@ -28,7 +28,7 @@ from worker_proc.cpu.program import (
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
 from worker_proc.cpu.weights import LANES, PackedWeights, round_up
 from worker_proc.models.base import Model
-from worker_proc.sampling.sampler import SamplingRows, first_of_greatest, uniform
+from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
@@ -125,11 +125,11 @@ class NativeEngine(Engine):
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         if rows is None:
-            return first_of_greatest(logits)
+            return argmax(logits)
         asked = np.empty(len(logits), dtype=SAMPLING_ROW)
         asked["temperature"] = torch.where(rows.greedy, 0.0, rows.temperature)
         asked["top_p"], asked["top_k"] = rows.top_p, rows.top_k
@@ -214,7 +214,7 @@ class NativeEngine(Engine):
         step, tokens, pages = self._step, table.tokens, table.pages
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
-        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.plain)
+        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.greedy_only)
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in of_slots))
         self._table = table
 

@@ -16,7 +16,7 @@ from worker_proc.gpu.kernels.rows import note
 from worker_proc.gpu.ops import Hidden, TritonOps
 from worker_proc.gpu.pages import AttentionPlanner, Pages, TritonAttention
 from worker_proc.models.base import Model
-from worker_proc.sampling.sampler import draw, first_of_greatest
+from worker_proc.sampling.sampler import argmax, draw
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
@@ -98,7 +98,7 @@ class TritonEngine(Engine):
         return self.model.compute_logits(ops, Hidden(hidden)).x
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
     def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
         """On the device a graph has noted what it chose itself."""
@@ -133,7 +133,7 @@ class TritonEngine(Engine):
                 positions + 1,
             )
         else:
-            token_ids = first_of_greatest(logits)
+            token_ids = argmax(logits)
         note(table.tokens, token_ids, slots, positions)
         return Decoded(hidden.settled(), token_ids)
 

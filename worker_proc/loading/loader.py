@@ -47,8 +47,8 @@ def load_model(
     """
     if packed and (files.weights is None or files.tensor_index is None):
         raise ConfigError(
-            f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not read"
-            " from one: leave it out, or use int8 or int4, which round any model"
+            f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not"
+            " read from one: leave it out, or use int8 or int4, which round any model"
         )
     model = build_model(files.config, dtype, device, rank.count)
     if files.weights is None:
