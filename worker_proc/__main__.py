@@ -1,3 +1,5 @@
+"""Run the worker process."""
+
 from worker_proc.main import main
 
 main()

@@ -16,7 +16,7 @@ def jump(chosen: SampledTokens, inputs: StepInputs) -> list[ForcedRow]:
     for row, grammar in chosen.constrained:
         slot = int(inputs.sampled_slots[row])
         room = table.context_length - int(table.known[slot])
-        token_ids = grammar.forced(min(room, MAX_AT_ONCE))
+        token_ids = grammar.take_forced(min(room, MAX_AT_ONCE))
         if token_ids:
             table.jump(slot, token_ids)
             told.append(ForcedRow(int(inputs.sampled_rows[row]), pack_ids(token_ids)))

@@ -31,7 +31,7 @@ from worker_proc.system.devices import (
     choose_device,
     choose_dtype,
     free_memory,
-    give_back_freed_memory,
+    trim_heap,
 )
 from worker_proc.system.step_clock import Times, step_clock
 from worker_proc.system.transfer import DeviceToHostCopier, Fetch
@@ -96,9 +96,9 @@ class Runner:
             hidden = engine.forward(inputs)
             pieces = tell_prompts(untold, inputs.plan_rows, hidden, engine.logits)
             hidden = inputs.of_samples(hidden)
-        elif len(slots) and sampling.plain[slots].all():
+        elif len(slots) and sampling.greedy_only[slots].all():
             return SampledTokens(engine.forward_argmax(inputs)), pieces
-        elif len(slots) and sampling.simple[slots].all():
+        elif len(slots) and sampling.unfiltered[slots].all():
             return SampledTokens(engine.forward_sample(inputs)), pieces
         else:
             hidden = engine.forward_sampled(inputs)
@@ -172,7 +172,7 @@ def make_runner(
         torch.cuda.set_device(device)  # kernels and streams are of whatever is set here
     ranks = None if store is None else _join(part, store, device)
     if device.type == "cuda":
-        empty = build_model(files.config, dtype, ranks=part.count)
+        empty = build_model(files.config, dtype, tp_size=part.count)
         check_weights(empty, dtype, free_memory(device), device)
     model = load_model(files, dtype, device, args.quantization == "gguf", part)
     slots, context = config.scheduler.max_running_requests, files.context_length
@@ -189,11 +189,11 @@ def make_runner(
     shape, kept = model.attention_shape, kept_as(args, dtype)
     pages = pages_of_pool(args, shape, kept, device, slots * context, set_aside)
     if ranks is not None:
-        pages = ranks.least(pages)
+        pages = ranks.all_reduce_min(pages)
     runner = with_pages(pages)
     if args.enable_nvtx:
         mark_steps(runner)
-    give_back_freed_memory()
+    trim_heap()
     return runner
 
 

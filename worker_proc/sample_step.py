@@ -28,12 +28,12 @@ def choose(engine: Engine, logits: Tensor, inputs: StepInputs, table: SlotTable)
     """logits: [samples, vocab_size] of the step's sampling rows. The order of what happens to them
     is in sampler.py."""
     slots, positions = inputs.sampled_slots, inputs.sample_positions
-    rules = table.sampling.rules(slots)
+    rules = table.sampling.row_logits(slots)
     observed = observe(logits, rules)
-    changing = [one for one in rules if one.rules.changes_logits]
+    changing = [one for one in rules if one.params.changes_logits]
     if changing:
         logits = apply_logits_processors(logits, changing, positions, table.tokens)
     there = table.to_device(slots), table.to_device(positions)
-    token_ids = engine.sample(logits, table.sampling.rows(slots, *there))
+    token_ids = engine.sample(logits, table.sampling.sampling_rows(slots, *there))
     told = tell_sampled(observed, token_ids, inputs.sampled_rows) if observed is not None else None
     return SampledTokens(token_ids, told, constrained(changing))

@@ -18,7 +18,7 @@ from worker_proc.models.layers import (
     Rope,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.sampling.sampler import first_of_greatest
+from worker_proc.sampling.sampler import argmax
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
@@ -51,13 +51,13 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.body(TorchOps(self._packed, inputs, self._attention, self._ranks))
+        return self.model.forward(TorchOps(self._packed, inputs, self._attention, self._ranks))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.head(TorchOps(self._packed), hidden)
+        return self.model.compute_logits(TorchOps(self._packed), hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
 
 class TorchOps(Ops[Tensor]):
@@ -90,19 +90,19 @@ class TorchOps(Ops[Tensor]):
             return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.epsilon)
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.epsilon)
 
-    def project(self, linear: Linear, x: Tensor) -> Tensor:
-        return self._project(linear, linear.bias, x)
+    def linear(self, proj: Linear, x: Tensor) -> Tensor:
+        return self._project(proj, proj.bias, x)
 
-    def project_gelu(self, linear: Linear, x: Tensor) -> Tensor:
-        return F.gelu(self.project(linear, x), approximate="tanh")
+    def linear_gelu(self, proj: Linear, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(proj, x), approximate="tanh")
 
-    def linear_swiglu(self, linear: Linear, x: Tensor) -> Tensor:
-        gate, up = self.project(linear, x).chunk(2, -1)
+    def linear_swiglu(self, proj: Linear, x: Tensor) -> Tensor:
+        gate, up = self.linear(proj, x).chunk(2, -1)
         return F.silu(gate) * up
 
-    def linear_add(self, residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
-        added = self.project(linear, x)
-        if self._ranks is not None and linear.split is Parallel.INPUTS:
+    def linear_add(self, residual: Tensor, proj: Linear, x: Tensor) -> Tensor:
+        added = self.linear(proj, x)
+        if self._ranks is not None and proj.parallel is Parallel.ROW:
             added = self._ranks.all_reduce(added)
         return residual + added
 

@@ -12,7 +12,7 @@ from bench.roofline.roofline_model import Product
 from quadriga.config.worker_args import WorkerArgs
 from worker_proc.attention.base import AttentionShape
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.panels import empty
+from worker_proc.cpu.memory import allocate
 from worker_proc.engine_factory import make_engine
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear, RMSNorm
@@ -35,7 +35,7 @@ class ReadSpeed:
 
     def __init__(self, args: WorkerArgs, dtype: torch.dtype, size: int = READ_BYTES) -> None:
         # Not all the same: a host may keep equal pages once, and reading that one is too fast.
-        self._array = empty(size).view(torch.float32).uniform_()
+        self._array = allocate(size).view(torch.float32).uniform_()
         product = Product(READ_INPUTS, size // dtype.itemsize // READ_INPUTS)
         plain = dataclasses.replace(args, quantization="none")
         self._product = _Way(product, plain, args.attention_backend, dtype, rows=1)
@@ -112,10 +112,10 @@ class _OneProduct(Model):
         self._norm = RMSNorm(product.inputs, 1e-5)
         self._linear = Linear(product.inputs, product.outputs)
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         return ops.embed(self._tokens)
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self._linear, ops.norm(self._norm, hidden))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

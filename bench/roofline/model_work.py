@@ -19,7 +19,7 @@ def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> 
     the KV cache. ModelError where the architecture is not supported."""
     model = build_model(hf_config)  # without storage
     listed = _Listed(model.attention_shape)
-    model.head(listed, model.body(listed))
+    model.compute_logits(listed, model.forward(listed))
     return Work(
         products=tuple(listed.products_by_rows()),
         attention=tuple(listed.attention),
@@ -43,17 +43,17 @@ class _Listed(Ops[None]):
     def norm(self, norm: LayerNorm | RMSNorm, x: None) -> None:
         pass
 
-    def project(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def project_gelu(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_gelu(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def linear_swiglu(self, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_swiglu(self, proj: Linear, x: None) -> None:
+        self._add(proj)
 
-    def linear_add(self, residual: None, linear: Linear, x: None) -> None:
-        self._add(linear)
+    def linear_add(self, residual: None, proj: Linear, x: None) -> None:
+        self._add(proj)
 
     def attend(
         self, layer: int, qkv: None, rope: Rope | None, norms: HeadNorms | None = None

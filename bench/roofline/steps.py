@@ -21,7 +21,7 @@ PART_OF = {
     OpKind.EMBED: NORMS,
     OpKind.RMS_NORM: NORMS,
     OpKind.LAYER_NORM: NORMS,
-    OpKind.MATMUL_BEST: StepPart.HEAD.value,
+    OpKind.MATMUL_ARGMAX: StepPart.HEAD.value,
     OpKind.ROTATE_WRITE: ROTATE,
     OpKind.ATTEND: StepPart.ATTENTION.value,
     OpKind.COMBINE: StepPart.ATTENTION.value,

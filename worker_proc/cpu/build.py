@@ -1,4 +1,4 @@
-"""Compiles the kernels at first use, by the compiler at hand, into a cache."""
+"""Compile the CPU kernels at first use, with the compiler of the machine, into a cache."""
 
 import ctypes
 import hashlib
@@ -21,21 +21,26 @@ from quadriga.model_files.cache import cache_directory
 SOURCES = Path(__file__).parent / "csrc"
 ARCH_VARIABLE, COMPILER_VARIABLE = "QUADRIGA_KERNEL_ARCH", "CXX"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
+# Only for the compiler: the linker must not add a second OpenMP beside torch's.
 OPENMP = ("-Xpreprocessor", "-fopenmp")
-"""For the compiler alone: the linker must not bring a second OpenMP beside torch's."""
-COMPILE_TIMEOUT = 120.0
-"""Seconds; it takes five to ten."""
+COMPILE_TIMEOUT_S = 120.0
 
 
 class NoCompiler(ConfigError):
-    """There is no compiler, or it cannot compile the kernels."""
+    """The machine has no compiler, or it cannot compile the kernels."""
 
 
-def load_kernels(say: Callable[[str], None]) -> ctypes.CDLL:
-    """The compiled kernels. `say` hears when something takes long. NoCompiler where there are
-    none: the message says why."""
+def load_kernels(log: Callable[[str], None]) -> ctypes.CDLL:
+    """Load the compiled kernels, and compile them if necessary.
+
+    Args:
+        log: Called with a line of text before the kernels are compiled.
+
+    Raises:
+        NoCompiler: There are no kernels for the reason that the message gives.
+    """
     try:
-        library = _library(say)
+        library = _library(log)
     except OSError as error:
         raise NoCompiler(
             f"the cache {cache_directory()} cannot take the kernels ({error}); make room there, or"
@@ -48,26 +53,26 @@ def load_kernels(say: Callable[[str], None]) -> ctypes.CDLL:
         raise NoCompiler(f"{library} cannot be loaded ({error}); remove it") from None
 
 
-def _library(say: Callable[[str], None]) -> Path:
-    """The kernels of these sources for this CPU, compiled now where the cache has none."""
+def _library(log: Callable[[str], None]) -> Path:
+    """Return the path of the kernels for this CPU, compiled now if the cache has none."""
     compiler = _compiler()
     command = [*compiler, *FLAGS, *_target()]
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
     if library.is_file():
         return library
-    say(f"compiling the kernels for this CPU, once: {' '.join(compiler)}, a few seconds")
+    log(f"compiling the kernels for this CPU, once: {' '.join(compiler)}, a few seconds")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = _compile(command, scratch)
         built = f"{scratch}/kernels.so"
-        _run([*command, "-shared", *_undefined_is_fine(), *objects, "-o", built])
+        _run([*command, "-shared", *_allow_undefined(), *objects, "-o", built])
         os.replace(built, library)
     return library
 
 
 def _compile(command: list[str], folder: str) -> list[str]:
-    """The objects of all sources, made at the same time."""
+    """Compile all sources in parallel and return their object files."""
     objects = {str(source): f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
     with ThreadPoolExecutor() as threads:
         list(
@@ -80,20 +85,22 @@ def _compile(command: list[str], folder: str) -> list[str]:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{command[0]} cannot compile the kernels: {error}") from None
-    if done.returncode != 0:
-        raise NoCompiler(f"{command[0]} cannot compile the kernels: {_first_error(done.stderr)}")
+    if process.returncode != 0:
+        raise NoCompiler(f"{command[0]} cannot compile the kernels: {_first_error(process.stderr)}")
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler's command. NoCompiler where there is none."""
-    named = os.environ.get(COMPILER_VARIABLE)
-    if named is not None:
-        command = shlex.split(named)
+    """Return the C++ compiler's command."""
+    command_line = os.environ.get(COMPILER_VARIABLE)
+    if command_line is not None:
+        command = shlex.split(command_line)
         if not command or shutil.which(command[0]) is None:
-            raise NoCompiler(f"{COMPILER_VARIABLE} is {named!r}, which is not a command here")
+            raise NoCompiler(
+                f"{COMPILER_VARIABLE} is {command_line!r}, which is not a command here"
+            )
         return command
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name) is not None:
@@ -105,13 +112,13 @@ def _target() -> tuple[str, ...]:
     return (f"-march={os.environ.get(ARCH_VARIABLE, 'native')}",)
 
 
-def _undefined_is_fine() -> tuple[str, ...]:
-    """OpenMP's functions are found when the kernels are loaded."""
+def _allow_undefined() -> tuple[str, ...]:
+    """Return linker flags for OpenMP's functions, which torch has loaded before the kernels are."""
     return ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
 
 
 def _key(command: list[str]) -> str:
-    """Of everything that the result depends on."""
+    """Return a hash of everything that the result of a compilation depends on."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.read_bytes())
@@ -123,7 +130,7 @@ def _key(command: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """What `native` means here."""
+    """Return the features of this CPU, which `native` stands for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -137,7 +144,7 @@ def _first_error(text: str) -> str:
 
 
 def _share_openmp() -> None:
-    """Make torch's own OpenMP visible to the kernels, so that one pool of threads has the cores."""
+    """Make torch's OpenMP visible to the kernels, so that both use one pool of threads."""
     torch.get_num_threads()
     try:
         maps = Path("/proc/self/maps").read_text().split()

@@ -12,8 +12,7 @@ from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import INT8_SCALE_BYTES, BatchLayout
 from worker_proc.cpu.build import load_kernels
-from worker_proc.cpu.panels import LANES, round_up
-from worker_proc.cpu.pools import Pools
+from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     SAMPLING_ROW,
     Buffer,
@@ -24,12 +23,12 @@ from worker_proc.cpu.program import (
     Step,
     check_heads,
     check_layout,
-    fastest_numbers,
+    fastest_compute_type,
 )
-from worker_proc.cpu.recorded import Recorded, StepRows
-from worker_proc.cpu.recorder import Recorder, Weights
+from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
+from worker_proc.cpu.weights import LANES, PackedWeights, round_up
 from worker_proc.models.base import Model
-from worker_proc.sampling.sampler import SamplingRows, first_of_greatest, uniform
+from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
@@ -70,7 +69,7 @@ class NativeEngine(Engine):
         check_layout(self._library)
         check_heads(self._library, model.attention_shape)
         self._dtype = dtype
-        self._numbers = fastest_numbers(self._library, dtype)
+        self._numbers = fastest_compute_type(self._library, dtype)
         if self._numbers is ComputeType.BFLOAT16:
             self._library.quadriga_vector_bits.restype = ctypes.c_int64
             say(
@@ -78,7 +77,7 @@ class NativeEngine(Engine):
                 f" {self._library.quadriga_vector_bits()} bits: the fastest way on this CPU"
             )
         self._vocab_size = model.vocab_size
-        self._weights = Weights(bits)
+        self._weights = PackedWeights(bits)
         self._record(model, num_pages, page_size, int8_pages)
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)
@@ -89,7 +88,7 @@ class NativeEngine(Engine):
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
     def take_memory_ahead(self, cpus: Cpus) -> None:
-        self._pools.take_ahead(cpus)
+        self._pools.start_prefaulting(cpus)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self._forward(self._body, inputs, None)
@@ -102,7 +101,7 @@ class NativeEngine(Engine):
     def forward_argmax(self, inputs: StepInputs) -> TokenIds:
         """As a single run, so that the threads are woken but once."""
         self._forward(self._whole, inputs, inputs.last_tokens)
-        return self._rows.best[: len(inputs.samples)]
+        return self._rows.argmax[: len(inputs.samples)]
 
     def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
         if len(plan.num_tokens) != len(plan.slots):
@@ -126,11 +125,11 @@ class NativeEngine(Engine):
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         if rows is None:
-            return first_of_greatest(logits)
+            return argmax(logits)
         asked = np.empty(len(logits), dtype=SAMPLING_ROW)
         asked["temperature"] = torch.where(rows.greedy, 0.0, rows.temperature)
         asked["top_p"], asked["top_k"] = rows.top_p, rows.top_k
@@ -164,34 +163,34 @@ class NativeEngine(Engine):
     def _record(self, model: Model, num_pages: int, page_size: int, int8_pages: bool) -> None:
         shape, weights = model.attention_shape, self._weights
         body, head = Recorder(shape, weights), Recorder(shape, weights)
-        model.body(body)
-        model.head(head, Buffer.RESIDUAL)
+        model.forward(body)
+        model.compute_logits(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
-        self._pools = Pools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)
+        self._pools = KVPools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)
         addresses = (layer.data_ptr() for layer in self._pools.layers)
         self._pool_list = (ctypes.c_void_p * shape.layers)(*addresses)
         settings = {
-            "numbers": self._numbers,
+            "compute_type": self._numbers,
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
-            "dim": dim,
+            "padded_dim": dim,
             "page_size": page_size,
             "int8_pages": int8_pages,
             "pools": self._pool_list,
         }
         if body.rope is not None:
-            settings["cosines"] = weights.floats(body.rope.cosines)
-            settings["sines"] = weights.floats(body.rope.sines)
+            settings["cosines"] = weights.keep_floats(body.rope.cosines)
+            settings["sines"] = weights.keep_floats(body.rope.sines)
         if body.position_vectors is not None:
-            settings["position_vectors"] = weights.floats(body.position_vectors)
+            settings["position_vectors"] = weights.keep_floats(body.position_vectors)
         self._body, self._head = (Recorded.of(part, settings) for part in (body, head))
         self._sampled_body = Recorded.of(body, settings)
         self._whole = Recorded.from_ops(body.ops + head.ops, body.widths, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
-        self._whole.ops[-1].kind = OpKind.MATMUL_BEST
+        self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
 
     def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> None:
         """sampled: as in `_run`."""
@@ -215,7 +214,7 @@ class NativeEngine(Engine):
         step, tokens, pages = self._step, table.tokens, table.pages
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
-        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.plain)
+        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.greedy_only)
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in of_slots))
         self._table = table
 
@@ -233,7 +232,7 @@ class NativeEngine(Engine):
             self._rows = mine = StepRows.of(round_up(count, 64))
             step = self._step
             step.slots, step.computed = mine.slots.ctypes.data, mine.computed.ctypes.data
-            step.num_tokens, step.best = mine.num_tokens.ctypes.data, mine.best.ctypes.data
+            step.num_tokens, step.argmax = mine.num_tokens.ctypes.data, mine.argmax.ctypes.data
 
     def _reserve(self, recorded: "Recorded", tokens: int) -> None:
         """Make the buffers large enough. They start as zeros, which is what the kernels read
@@ -276,11 +275,11 @@ class NativeEngine(Engine):
         step.token_count = tokens
         step.sampled = None if sampled is None else sampled.data_ptr()
         step.sampled_count = tokens if sampled is None else len(sampled)
-        step.seconds = None
+        step.op_seconds = None
         if self._timed is None:
             return run(ctypes.byref(program), ctypes.byref(step), *more)
         seconds = (ctypes.c_float * program.op_count)()
-        step.seconds = ctypes.addressof(seconds)
+        step.op_seconds = ctypes.addressof(seconds)
         said = run(ctypes.byref(program), ctypes.byref(step), *more)
         if seconds[0]:
             self._timed.append((program, seconds))

@@ -1,5 +1,4 @@
-"""The structures of program.h, as Python fills them in, and what the compiled kernels say of
-themselves."""
+"""The structures that Python passes to the CPU kernels, as program.h declares them."""
 
 import ctypes
 from enum import IntEnum
@@ -12,6 +11,8 @@ from worker_proc.attention.base import AttentionShape
 
 
 class OpKind(IntEnum):
+    """Kind of an operation."""
+
     EMBED = 0
     RMS_NORM = 1
     LAYER_NORM = 2
@@ -19,7 +20,7 @@ class OpKind(IntEnum):
     MATMUL_ADD = 4
     MATMUL_GELU = 5
     MATMUL_SWIGLU = 6
-    MATMUL_BEST = 7
+    MATMUL_ARGMAX = 7
     ROTATE_WRITE = 8
     ATTEND = 9
     COMBINE = 10
@@ -27,7 +28,7 @@ class OpKind(IntEnum):
 
 
 class Buffer(IntEnum):
-    """What passes between operations; each a row for every token."""
+    """A value that operations pass to each other, with a row for each token."""
 
     RESIDUAL = 0
     NORMED = 1
@@ -40,7 +41,7 @@ class Buffer(IntEnum):
 
 
 class Format(IntEnum):
-    """Of a matrix's panels."""
+    """Format of a matrix's panels."""
 
     DENSE = 0
     INT8 = 1
@@ -48,7 +49,7 @@ class Format(IntEnum):
 
 
 class ComputeType(IntEnum):
-    """How they are multiplied: see numbers.h."""
+    """How numbers are multiplied, see numbers.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -56,11 +57,13 @@ class ComputeType(IntEnum):
 
     @property
     def passed(self) -> torch.dtype:
-        """Of what operations pass to each other."""
+        """Dtype of the values that operations pass to each other."""
         return torch.bfloat16 if self is ComputeType.BFLOAT16_PAIRS else torch.float32
 
 
 class Matrix(ctypes.Structure):
+    """A packed weight."""
+
     _fields_ = [
         ("format", ctypes.c_int64),
         ("panels", ctypes.c_void_p),
@@ -73,6 +76,8 @@ class Matrix(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
+    """An operation of a program."""
+
     _fields_ = [
         ("kind", ctypes.c_int64),
         ("input", ctypes.c_int64),
@@ -89,14 +94,16 @@ class Op(ctypes.Structure):
 
 
 class Program(ctypes.Structure):
+    """A model, or a part of it, as a list of operations."""
+
     _fields_ = [
-        ("numbers", ctypes.c_int64),
+        ("compute_type", ctypes.c_int64),
         ("op_count", ctypes.c_int64),
         ("ops", ctypes.POINTER(Op)),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
+        ("padded_dim", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
         ("int8_pages", ctypes.c_int64),
         ("pools", ctypes.POINTER(ctypes.c_void_p)),
@@ -107,6 +114,8 @@ class Program(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
+    """The rows, tokens and buffers that a program is run for."""
+
     _fields_ = [
         ("threads", ctypes.c_int64),
         ("token_count", ctypes.c_int64),
@@ -122,20 +131,22 @@ class Step(ctypes.Structure):
         ("strides", ctypes.c_int64 * len(Buffer)),
         ("sampled_count", ctypes.c_int64),
         ("sampled", ctypes.c_void_p),
-        ("best", ctypes.c_void_p),
+        ("argmax", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
         ("part_floats", ctypes.c_int64),
-        ("seconds", ctypes.c_void_p),
+        ("op_seconds", ctypes.c_void_p),
     ]
 
 
 class Slots(ctypes.Structure):
+    """The slot table's arrays, which a decode step reads and updates."""
+
     _fields_ = [
         ("count", ctypes.c_int64),
         ("known", ctypes.c_void_p),
         ("computed", ctypes.c_void_p),
         ("num_pages", ctypes.c_void_p),
-        ("plain", ctypes.c_void_p),
+        ("greedy_only", ctypes.c_void_p),
     ]
 
 
@@ -151,7 +162,7 @@ SAMPLING_ROW = np.dtype(
 
 
 def check_layout(library: ctypes.CDLL) -> None:
-    """ModelError where the compiled kernels have other structures than these."""
+    """Raise ModelError if the compiled kernels have structures of another size."""
     library.quadriga_size.restype = ctypes.c_int64
     library.quadriga_size.argtypes = [ctypes.c_int64]
     for number, structure in enumerate((Matrix, Op, Program, Step, Slots)):
@@ -162,22 +173,22 @@ def check_layout(library: ctypes.CDLL) -> None:
 
 
 def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
-    """ModelError where the kernels have no room for such heads."""
-    shared = shape.heads // shape.kv_heads
-    for what, value, most in (
+    """Raise ModelError if the kernels do not support heads of this size or number."""
+    queries_per_key = shape.heads // shape.kv_heads
+    for text, value, limit in (
         ("heads of {}", shape.head_dim, library.quadriga_max_head_dim),
-        ("{} query heads for each key head", shared, library.quadriga_max_shared),
+        ("{} query heads for each key head", queries_per_key, library.quadriga_max_group_size),
     ):
-        most.restype = ctypes.c_int64
-        if value > most():
+        limit.restype = ctypes.c_int64
+        if value > limit():
             raise ModelError(
-                f"the model has {what.format(value)}, the native kernels compute at most {most()};"
-                " take --attention-backend torch"
+                f"the model has {text.format(value)}, the native kernels compute at most {limit()};"
+                " use --attention-backend torch"
             )
 
 
-def fastest_numbers(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:
-    """For this dtype on this CPU, measured."""
+def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:
+    """Return the fastest way to multiply a dtype on this CPU; for bfloat16, measure it."""
     if dtype == torch.float32:
         return ComputeType.FLOAT32
     library.quadriga_bfloat16.restype = ctypes.c_int64

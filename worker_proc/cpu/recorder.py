@@ -1,98 +1,32 @@
-"""Takes a model down as a list of operations for the kernels."""
+"""Record a model as a program: the list of operations that the CPU kernels run."""
 
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from worker_proc.attention.base import AttentionShape
-from worker_proc.cpu.groups import GROUP, Groups, as_stored, rounded
-from worker_proc.cpu.panels import (
-    LANES,
-    interleaved,
-    round_up,
-    to_panels,
-    to_quantised_panels,
-)
-from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind
+import numpy as np
+from torch import Tensor
+
+from worker_proc.attention.base import AttentionShape, Ints
+from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
+from worker_proc.cpu.quantization import GROUP_SIZE
+from worker_proc.cpu.weights import LANES, PackedWeights, round_up
 from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 from worker_proc.models.ops import Ops
 
-QUANTISED_GROUP_BYTES = GROUP + 8
-"""Of a group of inputs: its numbers, a scale and a sum."""
-
-
-class Weights:
-    """Packed weights by the layer they belong to, and everything that the kernels point to.
-
-    Packing a layer frees its own weight.
-    """
-
-    def __init__(self, bits: int | None = None) -> None:
-        """bits: of a quantised weight, 8 or 4; None: the weights stay as they are, dense or packed
-        in a file's blocks."""
-        self._bits = bits
-        self._matrices: dict[nn.Module, Matrix] = {}
-        self._kept: list[Tensor] = []
-
-    def matrix(self, layer: Linear | Embedding, gated: bool = False) -> Matrix:
-        """gated: the layer makes gate and up."""
-        if layer not in self._matrices:
-            self._matrices[layer] = self._pack(layer, gated)
-            del layer.weight
-            layer.blocks = ()
-        return self._matrices[layer]
-
-    def floats(self, values: Tensor) -> int:
-        """The address of a float32 copy."""
-        return self.keep(values.detach().float().contiguous())
-
-    def keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-    def _pack(self, layer: Linear | Embedding, gated: bool) -> Matrix:
-        groups = self._groups(layer)
-        if groups is None:
-            weight = interleaved(layer.weight) if gated else layer.weight
-            panels, format, columns = to_panels(weight), Format.DENSE, len(weight)
-            depth = panels.shape[1]
-        else:
-            groups = groups.by_rows(interleaved) if gated else groups
-            panels, columns, depth = to_quantised_panels(groups), *groups.scale.shape
-            format = Format.INT8 if groups.bits == 8 else Format.INT4
-        return Matrix(
-            format=format,
-            panels=self.keep(panels),
-            panel_units=panels.stride(0),
-            bias=self._bias(layer, gated, panels.shape[0] * LANES),
-            columns=columns,
-            panel_count=panels.shape[0],
-            depth=depth,
-        )
-
-    def _groups(self, layer: Linear | Embedding) -> Groups | None:
-        """None: the weight is dense."""
-        if layer.blocks:
-            return as_stored(layer.blocks)
-        return None if self._bits is None else rounded(layer.weight, self._bits)
-
-    def _bias(self, layer: Linear | Embedding, gated: bool, length: int) -> int | None:
-        """The address of a layer's bias, filled up with zeros."""
-        bias = layer.bias if isinstance(layer, Linear) else None
-        if bias is None:
-            return None
-        bias = interleaved(bias) if gated else bias
-        filled = torch.zeros(length)
-        filled[: len(bias)] = bias
-        return self.floats(filled)
+QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
 
 
 class Recorder(Ops[Buffer]):
-    """The values of a model are buffers here.
+    """Records operations; the values of the model are the numbers of buffers.
 
-    ops: what was recorded. widths: elements in a row of each buffer that is written.
+    Attributes:
+        ops: The operations recorded so far.
+        widths: Elements in a row of each buffer that is written.
+        rope: Rotary positions of the model, if it has them.
+        position_vectors: Learned position embeddings of the model, if it has them.
     """
 
-    def __init__(self, shape: AttentionShape, weights: Weights) -> None:
+    def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
         self.ops: list[Op] = []
         self.widths: dict[Buffer, int] = {}
         self.rope: Rope | None = None
@@ -110,34 +44,34 @@ class Recorder(Ops[Buffer]):
         kind = OpKind.LAYER_NORM if isinstance(norm, LayerNorm) else OpKind.RMS_NORM
         output = self._add(kind, x, Buffer.NORMED, len(norm.weight))
         op = self.ops[-1]
-        op.gain, op.epsilon = self._weights.floats(norm.weight), norm.epsilon
+        op.gain, op.epsilon = self._weights.keep_floats(norm.weight), norm.epsilon
         if isinstance(norm, LayerNorm):
-            op.shift = self._weights.floats(norm.bias)
+            op.shift = self._weights.keep_floats(norm.bias)
         return output
 
-    def project(self, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(linear))
+    def linear(self, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(proj))
 
-    def project_gelu(self, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(linear))
+    def linear_gelu(self, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(proj))
 
-    def linear_swiglu(self, linear: Linear, x: Buffer) -> Buffer:
-        matrix = self._weights.matrix(linear, gated=True)
+    def linear_swiglu(self, proj: Linear, x: Buffer) -> Buffer:
+        matrix = self._weights.matrix(proj, gated=True)
         return self._multiply(OpKind.MATMUL_SWIGLU, x, Buffer.INNER, matrix)
 
-    def linear_add(self, residual: Buffer, linear: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(linear))
+    def linear_add(self, residual: Buffer, proj: Linear, x: Buffer) -> Buffer:
+        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(proj))
 
     def attend(
         self, layer: int, qkv: Buffer, rope: Rope | None, norms: HeadNorms | None = None
     ) -> Buffer:
         shape, self.rope = self._shape, rope
-        stored = shape.heads * round_up(shape.head_dim, LANES)
-        queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, stored, layer=layer)
+        padded_width = shape.heads * round_up(shape.head_dim, LANES)
+        queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, padded_width, layer=layer)
         if norms is not None:
             op = self.ops[-1]
-            op.gain = self._weights.floats(norms.queries.weight)
-            op.key_gain = self._weights.floats(norms.keys.weight)
+            op.gain = self._weights.keep_floats(norms.queries.weight)
+            op.key_gain = self._weights.keep_floats(norms.keys.weight)
             op.epsilon = norms.keys.epsilon
         width = shape.heads * shape.head_dim
         self._add(OpKind.ATTEND, queries, Buffer.ATTENDED, width, layer=layer)
@@ -168,3 +102,65 @@ class Recorder(Ops[Buffer]):
             width = width * QUANTISED_GROUP_BYTES
         self.widths[output] = max(width, self.widths.get(output, 0))
         return output
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A recorded program.
+
+    Attributes:
+        program: The operations.
+        widths: Elements in a row of each buffer that the program writes.
+        room: Tokens that the buffers have room for.
+    """
+
+    program: Program
+    widths: dict[Buffer, int]
+    room: int = 0
+
+    @classmethod
+    def of(cls, recorder: Recorder, settings: dict[str, object]) -> "Recorded":
+        """Make a program of everything that was recorded."""
+        return cls.from_ops(recorder.ops, recorder.widths, settings)
+
+    @classmethod
+    def from_ops(
+        cls, ops: list[Op], widths: dict[Buffer, int], settings: dict[str, object]
+    ) -> "Recorded":
+        """Make a program of these operations. `settings`: the other fields of Program."""
+        return cls(Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings), widths)
+
+    @property
+    def ops(self) -> list[Op]:
+        """The operations, which can be changed in place."""
+        ops: list[Op] = self.program.ops[: self.program.op_count]
+        return ops
+
+    def compute_sampled_only(self) -> None:
+        """Compute only sampled rows after the last layer's keys and values are written.
+
+        Other rows are not needed by any token after that.
+        """
+        ops = self.ops
+        writes = [i for i, op in enumerate(ops) if op.kind == OpKind.ROTATE_WRITE]
+        for op in ops[writes[-1] + 1 :] if writes else ():
+            op.sampled = True
+
+
+class StepRows(NamedTuple):
+    """The kernels' view of the rows of a step.
+
+    Attributes:
+        slots, computed, num_tokens: [rows], as in BatchLayout.
+        argmax: [sampling rows], in which the kernels write the token of each.
+    """
+
+    slots: Ints
+    computed: Ints
+    num_tokens: Ints
+    argmax: Ints
+
+    @classmethod
+    def of(cls, count: int) -> "StepRows":
+        """Allocate arrays for `count` rows."""
+        return cls(*np.empty((4, count), dtype=np.int64))

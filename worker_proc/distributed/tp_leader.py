@@ -1,9 +1,8 @@
-"""The other ranks of a worker that is several processes, seen from rank 0.
+"""Start and supervise the other ranks of a worker that consists of several processes.
 
-Rank 0 is the worker for the rest of the server: it alone receives plans and sends results. It
-starts the others itself and hands every message on before it acts on it; so nobody else has to know
-how many there are, and they live and die with it: it ends when one of them does, which the launcher
-sees as the death of a worker like any other.
+Rank 0 is the worker for the rest of the server: only rank 0 receives plans and sends results. It
+relays every message to the other ranks before it acts on it. If one of them dies, it exits, so the
+launcher sees the death of a worker like any other.
 """
 
 import os
@@ -20,17 +19,26 @@ from quadriga.runtime.parent_death import continue_at_parents_death
 from quadriga.wire.messages.worker import WorkerMessage
 from quadriga.wire.sockets import Outbox
 
-LEAVE_SECONDS = 5.0
+EXIT_TIMEOUT_S = 5.0
 
 
 class TPLeader:
-    """Ranks 1 to tp - 1. died: called in a thread of its own, with which one and how, where one
-    ends that was not told to. store: the file by which all ranks find each other."""
+    """Ranks 1 to tp - 1.
 
-    def __init__(self, child: Child, died: Callable[[str], None]) -> None:
+    Attributes:
+        store: File by which all ranks find each other.
+    """
+
+    def __init__(self, child: Child, on_death: Callable[[str], None]) -> None:
+        """Start the processes.
+
+        Args:
+            child: This process, whose configuration the ranks get.
+            on_death: Called in a thread, with the reason, if a rank exits unexpectedly.
+        """
         run_dir = child.endpoints.run_dir
         self.store = run_dir / f"ranks-{os.getpid()}"
-        self._died = died
+        self._on_death = on_death
         self._stopping = False
         ranks = range(1, child.config.worker.tp)
         self._processes = {rank: self._start(rank, run_dir, child) for rank in ranks}
@@ -39,27 +47,23 @@ class TPLeader:
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
 
     def relay(self, message: WorkerMessage) -> None:
+        """Send a message to every rank."""
         for outbox in self._outboxes:
             outbox.send(message)
 
     def close(self) -> None:
-        """They were told to stop."""
+        """Wait for the ranks to exit after StopWorker was relayed; kill those that do not."""
         self._stopping = True
         for process in self._processes.values():
             try:
-                process.wait(LEAVE_SECONDS)
+                process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
     def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
-        """Its standard input ends when this process does, whatever becomes of it."""
-        command = [
-            sys.executable,
-            "-m",
-            "worker_proc.distributed.tp_rank",
-            str(rank),
-            str(self.store),
-        ]
+        """Start a rank. It reads its standard input, which ends when this process ends."""
+        command = [sys.executable, "-m", "worker_proc.distributed.tp_rank"]
+        command += [str(rank), str(self.store)]
         command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
         return subprocess.Popen(
             [*command, *child.config.to_argv()],
@@ -72,4 +76,4 @@ class TPLeader:
         code = self._processes[rank].wait()
         if not self._stopping:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._died(f"rank {rank} of the worker died ({how}); its log above may say why")
+            self._on_death(f"rank {rank} of the worker died ({how}); its log above may say why")

@@ -1,8 +1,7 @@
-"""A further rank of a worker that is several processes: does what rank 0 does, answers nobody.
+"""A further rank of a worker: runs the same steps as rank 0, and sends no results.
 
-    python -m worker_proc.distributed.tp_rank RANK STORE --run-dir …
-
-Started by rank 0, see tp_leader.py.
+Rank 0 starts it (see tp_leader.py) as
+`python -m worker_proc.distributed.tp_rank RANK STORE --run-dir …`.
 """
 
 import os
@@ -25,13 +24,14 @@ from worker_proc.sampling.grammar_compiler import GrammarCompiler
 
 
 def main() -> None:
+    """Run the process until StopWorker, or until rank 0 exits."""
     rank, store = int(sys.argv[1]), Path(sys.argv[2])
     del sys.argv[1:3]
-    threading.Thread(target=_leave_with_rank_0, daemon=True).start()
-    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, store))
+    threading.Thread(target=_exit_with_rank_0, daemon=True).start()
+    run_child(f"worker_proc rank {rank}", lambda child: _run(child, rank, store))
 
 
-def body(child: Child, rank: int, store: Path) -> None:
+def _run(child: Child, rank: int, store: Path) -> None:
     inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
     from torch import inference_mode
 
@@ -51,14 +51,14 @@ def body(child: Child, rank: int, store: Path) -> None:
                 case StepPlan():
                     runner.launch(message)
                 case CompileGrammar():
-                    grammars.compile_here(message.grammar)
+                    grammars.compile_now(message.grammar)
                 case ForgetGrammar():
                     grammars.forget(message.key)
                 case ResetWorker():
                     runner.table.release_all()
 
 
-def _leave_with_rank_0() -> None:
+def _exit_with_rank_0() -> None:
     sys.stdin.buffer.read()
     os._exit(EXIT_LAUNCHER_DIED)
 

@@ -16,7 +16,7 @@ from worker_proc.gpu.kernels.rows import note
 from worker_proc.gpu.ops import Hidden, TritonOps
 from worker_proc.gpu.pages import AttentionPlanner, Pages, TritonAttention
 from worker_proc.models.base import Model
-from worker_proc.sampling.sampler import draw, first_of_greatest
+from worker_proc.sampling.sampler import argmax, draw
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
@@ -80,7 +80,7 @@ class TritonEngine(Engine):
         if (decoded := self._replay(inputs)) is not None:
             return decoded.hidden
         places = self._attention.of_step(inputs)
-        return self.model.body(
+        return self.model.forward(
             TritonOps(self._pages, places, self._multiply, self._ranks)
         ).settled()
 
@@ -95,10 +95,10 @@ class TritonEngine(Engine):
 
     def logits(self, hidden: Tensor) -> Tensor:
         ops = TritonOps(self._pages, multiply=self._multiply)
-        return self.model.head(ops, Hidden(hidden)).x
+        return self.model.compute_logits(ops, Hidden(hidden)).x
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
+        return argmax(self.logits(hidden))
 
     def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
         """On the device a graph has noted what it chose itself."""
@@ -121,8 +121,8 @@ class TritonEngine(Engine):
         slots, positions = inputs[SLOT], inputs[POSITION]
         places = self._attention.of_decode(table, slots, positions)
         ops = TritonOps(self._pages, places, self._multiply, self._ranks)
-        hidden = self.model.body(ops)
-        logits = self.model.head(ops, hidden).x
+        hidden = self.model.forward(ops)
+        logits = self.model.compute_logits(ops, hidden).x
         if drawing:
             real = slots.clamp(min=0)
             token_ids = draw(
@@ -133,7 +133,7 @@ class TritonEngine(Engine):
                 positions + 1,
             )
         else:
-            token_ids = first_of_greatest(logits)
+            token_ids = argmax(logits)
         note(table.tokens, token_ids, slots, positions)
         return Decoded(hidden.settled(), token_ids)
 

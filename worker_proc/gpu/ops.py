@@ -1,4 +1,4 @@
-"""A model's operations on a card: torch's matrix products, and Triton kernels for the rest."""
+"""Execute a model's operations on a GPU: torch multiplies matrices, Triton kernels do the rest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,20 +23,24 @@ from worker_proc.models.ops import Ops
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
+# x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs].
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x [rows, inputs], weight [outputs, inputs] and bias to [rows, outputs]."""
 
 
 @dataclass(slots=True)
 class Hidden:
-    """A value of the model. added: what is still to be added to a residual stream `x`, which the
-    next norm does on its way."""
+    """A value of the model.
+
+    Attributes:
+        x: [tokens, width].
+        added: What is still to be added to `x`; the next norm adds it in its own kernel.
+    """
 
     x: Tensor
     added: Tensor | None = None
 
     def settled(self) -> Tensor:
-        """[rows, hidden], with everything added."""
+        """Return `x` with everything added."""
         if self.added is not None:
             self.x.add_(self.added)
             self.added = None
@@ -44,54 +48,57 @@ class Hidden:
 
 
 class TritonOps(Ops[Hidden]):
-    """The residual stream is in float32, everything else in the dtype of the weights.
+    """Keeps the residual stream in float32 and everything else in the dtype of the weights.
 
-    places: None where nothing is asked that depends on tokens, positions or pages. ranks: who has
-    the other parts of the model.
+    Args:
+        pages: The KV pages.
+        metadata: Tokens, positions and pages of the step; None for `compute_logits` alone.
+        multiply: The matrix product.
+        tp_group: The ranks that have the other parts of the model, if there are several.
     """
 
     def __init__(
         self,
         pages: Pages,
-        places: AttentionMetadata | None = None,
+        metadata: AttentionMetadata | None = None,
         multiply: Multiply = F.linear,
-        ranks: "TPGroup | None" = None,
+        tp_group: "TPGroup | None" = None,
     ) -> None:
-        self._ranks = ranks
         self._pages = pages
-        self._places = places
+        self._metadata = metadata
         self._multiply = multiply
+        self._tp_group = tp_group
 
     def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Hidden:
-        places = self._places
-        assert places is not None
-        return Hidden(embed(places.known, places.slots, places.positions, tokens, positions))
+        step = self._metadata
+        assert step is not None
+        return Hidden(embed(step.known, step.slots, step.positions, tokens, positions))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
         added, x.added = x.added, None
         return Hidden(add_and_norm(x.x, added, norm))
 
-    def project(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(self._multiply(x.x, linear.weight, linear.bias))
+    def linear(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(self._multiply(x.x, proj.weight, proj.bias))
 
-    def project_gelu(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(gelu_(self.project(linear, x).x))
+    def linear_gelu(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(gelu_(self.linear(proj, x).x))
 
-    def linear_swiglu(self, linear: Linear, x: Hidden) -> Hidden:
-        return Hidden(swiglu(self.project(linear, x).x))
+    def linear_swiglu(self, proj: Linear, x: Hidden) -> Hidden:
+        return Hidden(swiglu(self.linear(proj, x).x))
 
-    def linear_add(self, residual: Hidden, linear: Linear, x: Hidden) -> Hidden:
-        added = self.project(linear, x).x
-        if self._ranks is not None and linear.split is Parallel.INPUTS:
-            added = self._ranks.all_reduce(added)
+    def linear_add(self, residual: Hidden, proj: Linear, x: Hidden) -> Hidden:
+        added = self.linear(proj, x).x
+        if self._tp_group is not None and proj.parallel is Parallel.ROW:
+            added = self._tp_group.all_reduce(added)
         return Hidden(residual.settled(), added)
 
     def attend(
         self, layer: int, qkv: Hidden, rope: Rope | None, norms: HeadNorms | None = None
     ) -> Hidden:
-        assert self._places is not None
+        assert self._metadata is not None
         heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
-        return Hidden(self._places.attend(self._pages.layers[layer], heads, rope, norms))
+        return Hidden(self._metadata.attend(self._pages.layers[layer], heads, rope, norms))
 
     def logits(self, head: Linear | Embedding, x: Hidden) -> Hidden:
         return Hidden(self._multiply(x.x, head.weight, None))

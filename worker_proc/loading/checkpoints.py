@@ -1,7 +1,7 @@
-"""Where tensors come from: safetensors, GGUF, or a random generator.
+"""Read the tensors of a checkpoint: safetensors, GGUF, or random numbers.
 
-A source yields (name, tensor) pairs, one at a time, so that never more than one tensor is held
-beside the model. What stays packed is not read yet, but where its rows change places.
+A source yields (name, tensor) pairs one at a time, so that at most one tensor is held beside the
+model. Packed rows are views of the mapped file, unless their order has to change.
 """
 
 import dataclasses
@@ -19,17 +19,20 @@ from worker_proc.loading.gguf_blocks import BLOCK_KINDS, PackedRows
 from worker_proc.models.base import Model
 
 DUMMY_SEED = 0
-DUMMY_STANDARD_DEVIATION = 0.02
+DUMMY_STD = 0.02
 
 UNQUANTISED_KINDS = ("F32", "F16", "BF16")
-POSITIONS = "position_embd.weight"
+POSITION_EMBEDDING = "position_embd.weight"
 
 NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
 
 
 def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
-    """Every tensor of a directory's *.safetensors, read straight to the device. ModelError where
-    there are none."""
+    """Yield every tensor of a directory's *.safetensors, read straight to the device.
+
+    Raises:
+        ModelError: There is no such file, or one cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     files = _shards(directory)
@@ -43,7 +46,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The files that the index names; without an index, all there are."""
+    """Return the files that the index names, or all if there is no index."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
@@ -62,12 +65,18 @@ def _shards(directory: Path) -> list[Path]:
 def from_gguf(
     file: Path, tensor_index: Path, config: dict[str, Any], packed: bool = False
 ) -> NamedTensors:
-    """Every tensor of a GGUF in float32, as a Hugging Face checkpoint has it.
+    """Yield every tensor of a GGUF, named and laid out as in a Hugging Face checkpoint.
 
-    tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}. packed: quantised
-    matrices stay packed, always as [outputs, inputs]; formats that are not in BLOCK_KINDS become
-    Q8_0, which is finer than most of them. ModelError for an architecture or a kind of quantisation
-    that is not supported.
+    Args:
+        file: The GGUF.
+        tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
+        config: The model's config.json.
+        packed: Keep quantised matrices packed, always as [outputs, inputs]. Formats that are not
+            in BLOCK_KINDS become Q8_0, which is finer than most of them. Without it, everything
+            is unpacked to float32.
+
+    Raises:
+        ModelError: The architecture or the kind of quantisation is not supported.
     """
     architecture = str(config.get("model_type"))
     if architecture not in _GGUF_NAMES:
@@ -78,7 +87,12 @@ def from_gguf(
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
         tensor: Tensor | PackedRows
-        if packed and kind not in UNQUANTISED_KINDS and len(shape) == 2 and name != POSITIONS:
+        if (
+            packed
+            and kind not in UNQUANTISED_KINDS
+            and len(shape) == 2
+            and name != POSITION_EMBEDDING
+        ):
             tensor = _packed(raw, kind, shape, f"{file}: {name}")
         else:
             tensor = _dense(raw, kind, shape, f"{file}: {name}")
@@ -88,28 +102,28 @@ def from_gguf(
 def _packed(raw: Any, kind: str, shape: list[int], what: str) -> PackedRows:
     if kind in BLOCK_KINDS:
         return PackedRows(kind, torch.from_numpy(raw).view(shape[0], -1))
-    return PackedRows.rounded(_dequantised(raw, kind, shape, what))
+    return PackedRows.quantize(_dequantize(raw, kind, shape, what))
 
 
 def _dense(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
     if kind in BLOCK_KINDS:
         return PackedRows(kind, torch.from_numpy(raw).unsqueeze(0)).dense().view(shape)
-    return _dequantised(raw, kind, shape, what)
+    return _dequantize(raw, kind, shape, what)
 
 
-def _dequantised(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+def _dequantize(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     try:
-        values = dequantize(_as_stored(raw, kind, shape), GGMLQuantizationType[kind])
+        values = dequantize(_stored_rows(raw, kind, shape), GGMLQuantizationType[kind])
     except NotImplementedError:
         raise ModelError(f"{what} has the unsupported type {kind}") from None
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
 
 
-def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
-    """Rows of the element type; quantised ones stay bytes, [rows, bytes of a row]."""
+def _stored_rows(raw: Any, kind: str, shape: list[int]) -> Any:
+    """Return float rows in their own type, quantised ones as bytes [rows, bytes of a row]."""
     plain = {"F32": np.float32, "F16": np.float16}.get(kind)
     return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
 
@@ -117,29 +131,29 @@ def _as_stored(raw: Any, kind: str, shape: list[int]) -> Any:
 def _undo_conversion(
     name: str, tensor: Tensor | PackedRows, config: dict[str, Any]
 ) -> Tensor | PackedRows:
-    """What the converter to GGUF did to a layer's weights beside quantising them.
+    """Undo the changes of layout that the converter to GGUF made.
 
-    Llama: the rotary pairs of Q and K lie side by side, here half a head apart. GPT-2: weights are
-    [outputs, inputs], its checkpoints keep [inputs, outputs].
+    Llama: the rotary pairs of Q and K are interleaved; here they are half a head apart. GPT-2:
+    weights are [outputs, inputs]; its checkpoints have [inputs, outputs].
     """
     if config["model_type"] == "llama":
         if isinstance(tensor, PackedRows):
-            return dataclasses.replace(tensor, data=_halves_apart(name, tensor.data, config))
-        return _halves_apart(name, tensor, config)
-    is_layers = name.startswith("blk.")
-    if config["model_type"] == "gpt2" and is_layers and isinstance(tensor, Tensor):
+            return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
+        return _deinterleave_heads(name, tensor, config)
+    is_block = name.startswith("blk.")
+    if config["model_type"] == "gpt2" and is_block and isinstance(tensor, Tensor):
         return tensor.t() if tensor.dim() == 2 else tensor
     return tensor
 
 
-def _halves_apart(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
-    """Q and K with the rows of each head in the other order; other tensors as they are."""
-    heads = config["num_attention_heads"]
+def _deinterleave_heads(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
+    """Move the even rows of each Q and K head before the odd ones; return others unchanged."""
+    num_heads = config["num_attention_heads"]
     if ".attn_k." in name:
-        heads = config.get("num_key_value_heads") or heads
+        num_heads = config.get("num_key_value_heads") or num_heads
     elif ".attn_q." not in name:
         return rows
-    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
@@ -181,13 +195,16 @@ _GGUF_NAMES = {
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown parts stay."""
+    """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`.
+
+    Parts that are unknown are kept.
+    """
     names = _GGUF_NAMES[architecture]
     return ".".join(names.get(part, part) for part in name.split("."))
 
 
 def fill_at_random(model: Model) -> None:
-    """Normal weights (standard deviation 0.02), norms of one, biases of zero; always the same."""
+    """Fill weights with the same normal random numbers each time, norms with 1, biases with 0."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, tensor in model.named_parameters():
@@ -196,4 +213,4 @@ def fill_at_random(model: Model) -> None:
         elif "norm" in name:
             tensor.fill_(1.0)
         else:
-            tensor.normal_(0.0, DUMMY_STANDARD_DEVIATION, generator=generator)
+            tensor.normal_(0.0, DUMMY_STD, generator=generator)

@@ -1,4 +1,4 @@
-"""The plain block formats of GGUF: 32 neighbouring weights of a row share a scale.
+"""Decode GGUF's plain block formats, in which 32 neighbouring weights of a row share a scale.
 
 Formats: https://github.com/ggml-org/ggml, ggml-common.h, block_q4_0, block_q4_1 and block_q8_0.
 """
@@ -9,36 +9,47 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
+# Bytes of a block, by the name of its format.
 BLOCK_KINDS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-"""Bytes of a block, by the name of its format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """number * scale + least: numbers [rows, blocks, 32], int8 around zero or, where there is a
-    least value, uint8 from 0 to 15; scale and least [rows, blocks] float32."""
+    """Unpacked blocks, with the values code * scale + minimum.
 
-    numbers: Tensor
+    Attributes:
+        codes: [rows, blocks, 32]: int8 around zero, or uint8 from 0 to 15 if there is a minimum.
+        scale: [rows, blocks] float32.
+        minimum: [rows, blocks] float32, or None.
+    """
+
+    codes: Tensor
     scale: Tensor
-    least: Tensor | None
+    minimum: Tensor | None
 
     def dense(self) -> Tensor:
-        """[rows, weights of a row] float32."""
-        values = self.numbers.float().mul_(self.scale.unsqueeze(-1))
-        return (values if self.least is None else values.add_(self.least.unsqueeze(-1))).flatten(1)
+        """Return the values [rows, weights of a row] in float32."""
+        values = self.codes.float().mul_(self.scale.unsqueeze(-1))
+        if self.minimum is not None:
+            values.add_(self.minimum.unsqueeze(-1))
+        return values.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of a matrix as the file has them. kind: one of BLOCK_KINDS; data: [rows, bytes of a
-    row] uint8."""
+    """Rows of a matrix as they are in the file.
+
+    Attributes:
+        kind: One of BLOCK_KINDS.
+        data: [rows, bytes of a row] uint8.
+    """
 
     kind: str
     data: Tensor
 
     @classmethod
-    def rounded(cls, values: Tensor) -> "PackedRows":
-        """Numbers of another format [rows, weights of a row] as Q8_0."""
+    def quantize(cls, values: Tensor) -> "PackedRows":
+        """Round values [rows, weights of a row] to Q8_0."""
         from gguf import GGMLQuantizationType
         from gguf.quants import quantize
 
@@ -47,26 +58,27 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and weights of a row."""
+        """Number of rows, and of weights in a row."""
         rows, row_bytes = self.data.shape
         return rows, row_bytes // BLOCK_KINDS[self.kind] * BLOCK
 
-    def unpacked(self) -> Blocks:
+    def unpack(self) -> Blocks:
+        """Return the codes, scales and minima of the blocks."""
         blocks = self.data.view(len(self.data), -1, BLOCK_KINDS[self.kind])
         scale = _halves(blocks[..., :2])
         if self.kind == "Q8_0":
             return Blocks(blocks[..., 2:].view(torch.int8), scale, None)
         pairs = blocks[..., -BLOCK // 2 :]
-        numbers = torch.cat((pairs & 15, pairs >> 4), -1)
+        codes = torch.cat((pairs & 15, pairs >> 4), -1)
         if self.kind == "Q4_0":
-            return Blocks(numbers.view(torch.int8).sub_(8), scale, None)
-        return Blocks(numbers, scale, _halves(blocks[..., 2:4]))
+            return Blocks(codes.view(torch.int8).sub_(8), scale, None)
+        return Blocks(codes, scale, _halves(blocks[..., 2:4]))
 
     def dense(self) -> Tensor:
-        """[rows, weights of a row] float32."""
-        return self.unpacked().dense()
+        """Return the values [rows, weights of a row] in float32."""
+        return self.unpack().dense()
 
 
 def _halves(column: Tensor) -> Tensor:
-    """[rows, blocks, 2] bytes of float16 to [rows, blocks] float32."""
+    """Convert [rows, blocks, 2] bytes of float16 to [rows, blocks] float32."""
     return column.contiguous().view(torch.float16).squeeze(-1).float()

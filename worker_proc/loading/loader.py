@@ -1,4 +1,4 @@
-"""A model with its weights on its device, in its dtype."""
+"""Load a model's weights onto its device, in its dtype."""
 
 from collections import defaultdict
 
@@ -28,29 +28,37 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     packed: bool = False,
-    part: TPRank = WHOLE,
+    rank: TPRank = WHOLE,
 ) -> Model:
-    """Read the weights straight into their places: fused, transposed and converted on the way.
+    """Build a model and read its weights, which are fused, transposed and converted on the way.
 
-    part: of the model, that is to be here. packed: the quantised matrices of a GGUF become the
-    `blocks` of their layers, whose weights are never touched then. Raises ModelError where the
-    architecture is not supported, or where tensors are missing, left over or of another shape;
-    ConfigError where there is nothing packed.
+    Args:
+        files: The model's files; without weights, the model gets random ones.
+        dtype: Of all weights that are not packed.
+        device: Of the weights.
+        packed: Keep the quantised matrices of a GGUF as the `blocks` of their layers, and leave
+            the layers' weights untouched.
+        rank: The part of the model to load.
+
+    Raises:
+        ModelError: The architecture is not supported, or tensors are missing, unexpected or of
+            another shape.
+        ConfigError: `packed` is set, but no matrix is quantised.
     """
     if packed and (files.weights is None or files.tensor_index is None):
         raise ConfigError(
-            f"quantization gguf keeps what a GGUF has packed, but {files.location} is not read from"
-            " one: leave it out, or take int8 or int4, which round any model"
+            f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not"
+            " read from one: leave it out, or use int8 or int4, which round any model"
         )
-    model = build_model(files.config, dtype, device, part.count)
+    model = build_model(files.config, dtype, device, rank.count)
     if files.weights is None:
         fill_at_random(model)
     else:
-        fill(model, _source(files, packed, device), files.location, part)
+        fill(model, _source(files, packed, device), files.location, rank)
     if packed and not any(layer.blocks for layer in _layers(model)):
         raise ConfigError(
-            f"quantization gguf keeps what a GGUF has packed, but no matrix of {files.location} is"
-            " quantised: leave it out, or take int8 or int4, which round any model"
+            f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
+            " quantised: leave it out, or use int8 or int4, which round any model"
         )
     model.finish_loading(files.context_length)
     return model.eval()
@@ -63,11 +71,14 @@ def _source(files: ModelFiles, packed: bool, device: torch.device) -> NamedTenso
     return from_safetensors(files.weights, device)
 
 
-def fill(model: Model, source: NamedTensors, location: str, part: TPRank = WHOLE) -> None:
-    """Copy each tensor, or this part of it, to its place, or keep it packed. Every place must be
-    filled, and no tensor left over."""
-    places = model.checkpoint_tensors()
-    shares = WeightSharder(model, part)
+def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE) -> None:
+    """Copy each tensor, or this rank's part of it, into its parameter, or keep it packed.
+
+    Raises:
+        ModelError: Tensors are missing, unexpected or of another shape.
+    """
+    targets = model.checkpoint_tensors()
+    sharder = WeightSharder(model, rank)
     filled: set[str] = set()
     unexpected = []
     packed: list[tuple[Tensor, PackedRows]] = []
@@ -75,50 +86,51 @@ def fill(model: Model, source: NamedTensors, location: str, part: TPRank = WHOLE
         name = model.map_weight_name(stored_name)
         if name is None:
             continue
-        if name not in places:
+        if name not in targets:
             unexpected.append(stored_name)
             continue
         if isinstance(tensor, PackedRows):
-            place = _rows_of(places[name])
-            _check_shape(tensor, place, stored_name, location)
-            packed.append((place, tensor))
+            target = _rows_of(targets[name])
+            _check_shape(tensor, target, stored_name, location)
+            packed.append((target, tensor))
         else:
-            tensor = shares.of(tensor, places[name])
-            _check_shape(tensor, places[name], stored_name, location)
-            places[name].copy_(tensor)
+            tensor = sharder.shard(tensor, targets[name])
+            _check_shape(tensor, targets[name], stored_name, location)
+            targets[name].copy_(tensor)
         filled.add(name)
-    missing = [name for name in places if name not in filled]
+    missing = [name for name in targets if name not in filled]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {_shown(names)}")
     _keep_packed(model, packed)
 
 
-def _rows_of(place: Tensor) -> Tensor:
-    """Rows of a parameter, [outputs, inputs], whichever way round the checkpoint has them."""
-    return place if place.stride(-1) == 1 else place.t()
+def _rows_of(target: Tensor) -> Tensor:
+    """Return a parameter as [outputs, inputs], even if the checkpoint stores it transposed."""
+    return target if target.stride(-1) == 1 else target.t()
 
 
-def _check_shape(tensor: Tensor | PackedRows, place: Tensor, name: str, location: str) -> None:
-    if tuple(tensor.shape) != tuple(place.shape):
+def _check_shape(tensor: Tensor | PackedRows, target: Tensor, name: str, location: str) -> None:
+    if tuple(tensor.shape) != tuple(target.shape):
         raise ModelError(
             f"{location}: tensor {name} is {list(tensor.shape)}, but config.json asks for"
-            f" {list(place.shape)}"
+            f" {list(target.shape)}"
         )
 
 
 def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
-    """A layer has blocks where all of its rows are packed; beside dense rows they become dense."""
-    parts = defaultdict(list)
-    for place, rows in packed:
-        parts[memory_of(place)].append((place, rows))
+    """Set the `blocks` of each layer whose rows are all packed; unpack the rows of the others."""
+    parts_by_memory = defaultdict(list)
+    for target, rows in packed:
+        parts_by_memory[memory_of(target)].append((target, rows))
     for layer in _layers(model):
-        own = sorted(parts[memory_of(layer.weight)], key=lambda part: part[0].storage_offset())
-        if sum(len(place) for place, _ in own) == len(layer.weight):
-            layer.blocks = tuple(rows for _, rows in own)
+        parts = parts_by_memory[memory_of(layer.weight)]
+        parts.sort(key=lambda part: part[0].storage_offset())
+        if sum(len(target) for target, _ in parts) == len(layer.weight):
+            layer.blocks = tuple(rows for _, rows in parts)
         else:
-            for place, rows in own:
-                place.copy_(rows.dense())
+            for target, rows in parts:
+                target.copy_(rows.dense())
 
 
 def _layers(model: Model) -> list[Linear | Embedding]:

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank has."""
+"""Cut a checkpoint's tensors into the parts of the tensor parallel ranks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from worker_proc.models.layers import Linear, Parallel
 
 @dataclass(frozen=True, slots=True)
 class TPRank:
-    """Which part of a model is here, of how many."""
+    """This process among the `count` processes that share a model."""
 
     rank: int = 0
     count: int = 1
@@ -20,13 +20,13 @@ WHOLE = TPRank()
 
 
 class WeightSharder:
-    """Finds the layer of a parameter, and cuts by what its layer says."""
+    """Cuts each tensor as the layer that it fills is split."""
 
-    def __init__(self, model: Model, part: TPRank) -> None:
-        self._part = part
+    def __init__(self, model: Model, rank: TPRank) -> None:
+        self._rank = rank
         self._weights: dict[int, Linear] = {}
         self._biases: dict[int, Linear] = {}
-        if part.count == 1:
+        if rank.count == 1:
             return
         for layer in model.modules():
             if isinstance(layer, Linear):
@@ -34,30 +34,32 @@ class WeightSharder:
                 if layer.bias is not None:
                     self._biases[memory_of(layer.bias)] = layer
 
-    def of(self, tensor: Tensor, place: Tensor) -> Tensor:
-        """What of a whole tensor belongs to this place, a view of a parameter. Of a layer whose
-        results are added up, only the first rank has a bias."""
-        memory = memory_of(place)
+    def shard(self, tensor: Tensor, target: Tensor) -> Tensor:
+        """Return the part of a whole tensor that belongs to `target`, a view of a parameter.
+
+        If outputs are summed over the ranks, only rank 0 has the bias; the others have zeros.
+        """
+        memory = memory_of(target)
         if (layer := self._weights.get(memory)) is not None:
-            outputs = 0 if place.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
-            if layer.split is Parallel.OUTPUTS:
+            outputs = 0 if target.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
+            if layer.parallel is Parallel.COLUMN:
                 return self._cut(tensor, outputs, layer.fused)
-            return self._cut(tensor, 1 - outputs, 1) if layer.split is Parallel.INPUTS else tensor
+            return self._cut(tensor, 1 - outputs, 1) if layer.parallel is Parallel.ROW else tensor
         if (layer := self._biases.get(memory)) is not None:
-            if layer.split is Parallel.OUTPUTS:
+            if layer.parallel is Parallel.COLUMN:
                 return self._cut(tensor, 0, layer.fused)
-            if layer.split is Parallel.INPUTS and self._part.rank > 0:
+            if layer.parallel is Parallel.ROW and self._rank.rank > 0:
                 return tensor.new_zeros(tensor.shape)
         return tensor
 
     def _cut(self, tensor: Tensor, dim: int, fused: int) -> Tensor:
         size = tensor.shape[dim]
-        if size % (fused * self._part.count):
-            return tensor  # of another shape than the model's: whoever fills it says so
-        parts = tensor.unflatten(dim, (fused, self._part.count, -1))
-        return parts.select(dim + 1, self._part.rank).flatten(dim, dim + 1)
+        if size % (fused * self._rank.count):
+            return tensor  # its shape is not the model's: the caller's check reports that
+        parts = tensor.unflatten(dim, (fused, self._rank.count, -1))
+        return parts.select(dim + 1, self._rank.rank).flatten(dim, dim + 1)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same for all views of a parameter."""
+    """Return the address of the tensor's storage, which all views of a parameter share."""
     return tensor.untyped_storage().data_ptr()

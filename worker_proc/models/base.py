@@ -1,4 +1,4 @@
-"""What every architecture offers to the rest of the worker."""
+"""The contract of a model architecture, and helpers to read its config.json."""
 
 from abc import abstractmethod
 from typing import Any
@@ -11,38 +11,48 @@ from worker_proc.models.ops import Ops, Value
 
 
 class Model(nn.Module):
-    """A decoder over a flat row of tokens, which may belong to many requests.
+    """A decoder over the concatenated tokens of a step, which may belong to many requests.
 
-    It is built with storage for its weights, then filled through `checkpoint_tensors`, then
-    finished.
+    The constructor allocates the weights; the loader fills the tensors of `checkpoint_tensors` and
+    then calls `finish_loading`.
+
+    Attributes:
+        attention_shape: Layers, heads and head size of this rank.
+        vocab_size: Number of columns of the logits.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
 
     @abstractmethod
-    def body(self, ops: Ops[Value]) -> Value:
-        """The step's tokens to hidden states [tokens, hidden]."""
+    def forward(self, ops: Ops[Value]) -> Value:
+        """Return the hidden states [tokens, hidden_size] of the step's tokens."""
 
     @abstractmethod
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
-        """Some rows of hidden states [rows, hidden] to logits [rows, vocab_size]."""
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
+        """Return the logits [rows, vocab_size] of hidden states [rows, hidden_size]."""
 
     @abstractmethod
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The names of a checkpoint's tensors, and for each the view of a parameter that it fills:
-        a part of a fused one, or a transposed one."""
+        """Return the view of a parameter that each tensor of the checkpoint fills, by its name.
+
+        A view can be a row range of a fused weight, or a transposed weight.
+        """
 
     @abstractmethod
     def map_weight_name(self, name: str) -> str | None:
-        """A checkpoint's name as `checkpoint_tensors` has it; None for one that is not needed."""
+        """Return the key of `checkpoint_tensors` for a name in the file; None to skip it."""
 
     def finish_loading(self, context_length: int) -> None:
-        """Work out what does not come from the checkpoint, for positions below context_length."""
+        """Compute the constants that no checkpoint has, for positions below `context_length`."""
 
 
 def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
-    """A value of config.json; ModelError where it is missing and has no default."""
+    """Return a value of config.json, or `default` if it is missing or null.
+
+    Raises:
+        ModelError: It is missing and there is no default.
+    """
     value = config.get(key)
     if value is None:
         value = default
@@ -52,23 +62,24 @@ def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
-    """ModelError where config.json asks for what this architecture's file does not do. An absent
-    key means the first of `allowed`."""
+    """Raise ModelError if config.json has a value that is not `allowed`.
+
+    A missing key stands for the first of `allowed`.
+    """
     value = config.get(key, allowed[0])
     if value not in allowed:
         shown = ", ".join(repr(choice) for choice in allowed)
         raise ModelError(f"the model's config.json has {key} = {value!r}; supported: {shown}")
 
 
-def check_shares(count: int, **numbers: int) -> None:
-    """ConfigError where so many ranks cannot have equal shares of each of a model's numbers."""
-    uneven = [name for name, number in numbers.items() if number % count]
-    if not uneven:
+def check_tp_size(tp_size: int, **sizes: int) -> None:
+    """Raise ConfigError if one of the model's `sizes` is not divisible by `tp_size`."""
+    if not any(size % tp_size for size in sizes.values()):
         return
-    possible = [n for n in range(1, max(numbers.values()) + 1)
-                if not any(number % n for number in numbers.values())]  # fmt: skip
-    shown = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in numbers.items())
+    possible = [n for n in range(1, max(sizes.values()) + 1)
+                if not any(size % n for size in sizes.values())]  # fmt: skip
+    shown = ", ".join(f"{size} {name.replace('_', ' ')}" for name, size in sizes.items())
     raise ConfigError(
-        f"tp is {count}: it must divide the model's {shown}; possible: "
+        f"tp is {tp_size}: it must divide the model's {shown}; possible: "
         + ", ".join(map(str, possible))
     )

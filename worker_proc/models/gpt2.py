@@ -10,79 +10,87 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, check_shares, require, setting
+from worker_proc.models.base import Model, check_tp_size, require, setting
 from worker_proc.models.layers import Embedding, LayerNorm, Linear, Parallel
 from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
-    """heads and inner: of this rank."""
+    """The supported part of config.json, with the heads and the intermediate size of one rank."""
 
     vocab_size: int
-    context: int
-    hidden: int
-    layers: int
-    heads: int
+    max_position_embeddings: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
     head_dim: int
-    inner: int
-    epsilon: float
-    tied: bool
+    intermediate_size: int
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "GPT2Config":
-        """From config.json. Raises ModelError for what this file does not do, ConfigError where so
-        many ranks cannot share the model."""
+    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "GPT2Config":
+        """Read config.json.
+
+        Raises:
+            ModelError: The model needs something that this file does not implement.
+            ConfigError: The model cannot be split over `tp_size` ranks.
+        """
         require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
         require(config, "scale_attn_weights", (True,))
         require(config, "scale_attn_by_inverse_layer_idx", (False, None))
         require(config, "add_cross_attention", (False, None))
-        hidden, heads = setting(config, "n_embd"), setting(config, "n_head")
-        inner = setting(config, "n_inner", 4 * hidden)
-        check_shares(ranks, heads=heads, inner_numbers=inner)
+        hidden_size, num_heads = setting(config, "n_embd"), setting(config, "n_head")
+        intermediate_size = setting(config, "n_inner", 4 * hidden_size)
+        check_tp_size(tp_size, heads=num_heads, intermediate_size=intermediate_size)
         return cls(
             vocab_size=setting(config, "vocab_size"),
-            context=setting(config, "n_positions"),
-            hidden=hidden,
-            layers=setting(config, "n_layer"),
-            heads=heads // ranks,
-            head_dim=hidden // heads,
-            inner=inner // ranks,
-            epsilon=setting(config, "layer_norm_epsilon", 1e-5),
-            tied=setting(config, "tie_word_embeddings", True),
+            max_position_embeddings=setting(config, "n_positions"),
+            hidden_size=hidden_size,
+            num_layers=setting(config, "n_layer"),
+            num_heads=num_heads // tp_size,
+            head_dim=hidden_size // num_heads,
+            intermediate_size=intermediate_size // tp_size,
+            layer_norm_epsilon=setting(config, "layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", True),
         )
 
 
 class GPT2(Model):
-    def __init__(self, hf_config: dict[str, Any], ranks: int = 1) -> None:
+    """GPT-2 and its fine-tunes."""
+
+    def __init__(self, hf_config: dict[str, Any], tp_size: int = 1) -> None:
         super().__init__()
-        config = GPT2Config.from_hf(hf_config, ranks)
+        config = GPT2Config.from_hf(hf_config, tp_size)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.layers, config.heads, config.heads, config.head_dim
+            config.num_layers, config.num_heads, config.num_heads, config.head_dim
         )
-        self.tied = config.tied
-        self.token_embedding = Embedding(config.vocab_size, config.hidden)
-        self.position_embedding = Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
-        self.final_norm = LayerNorm(config.hidden, config.epsilon)
-        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
+        self._tied = config.tie_word_embeddings
+        self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
+        self.final_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.token_embedding, self.position_embedding)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, GPT2Block)
-            x = block.run(ops, layer, x)
+            x = block.forward(ops, layer, x)
         return x
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self.lm_head or self.token_embedding, ops.norm(self.final_norm, hidden))
 
     def map_weight_name(self, name: str) -> str | None:
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
-            return None  # the causal mask of old checkpoints
-        return None if name == "lm_head.weight" and self.tied else name
+            return None  # old checkpoints store the causal mask
+        return None if name == "lm_head.weight" and self._tied else name
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -101,21 +109,23 @@ class GPT2(Model):
 
 
 class GPT2Block(nn.Module):
+    """Attention and MLP, each after a LayerNorm and added to the residual stream."""
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        hidden, attended = config.hidden, config.heads * config.head_dim
-        self.attention_norm = LayerNorm(hidden, config.epsilon)
-        self.qkv_proj = Linear(hidden, 3 * attended, True, Parallel.OUTPUTS, fused=3)
-        self.out_proj = Linear(attended, hidden, True, Parallel.INPUTS)
-        self.mlp_norm = LayerNorm(hidden, config.epsilon)
-        self.up_proj = Linear(hidden, config.inner, True, Parallel.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, True, Parallel.INPUTS)
+        hidden_size, attended = config.hidden_size, config.num_heads * config.head_dim
+        self.attention_norm = LayerNorm(hidden_size, config.layer_norm_epsilon)
+        self.qkv_proj = Linear(hidden_size, 3 * attended, True, Parallel.COLUMN, fused=3)
+        self.out_proj = Linear(attended, hidden_size, True, Parallel.ROW)
+        self.mlp_norm = LayerNorm(hidden_size, config.layer_norm_epsilon)
+        self.up_proj = Linear(hidden_size, config.intermediate_size, True, Parallel.COLUMN)
+        self.down_proj = Linear(config.intermediate_size, hidden_size, True, Parallel.ROW)
 
-    def run(self, ops: Ops[Value], layer: int, x: Value) -> Value:
-        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+    def forward(self, ops: Ops[Value], layer: int, x: Value) -> Value:
+        qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
         x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope=None))
-        inner = ops.project_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
-        return ops.linear_add(x, self.down_proj, inner)
+        x_mlp = ops.linear_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
+        return ops.linear_add(x, self.down_proj, x_mlp)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -128,6 +138,6 @@ class GPT2Block(nn.Module):
             ("mlp.c_proj", self.down_proj),
         ):
             assert isinstance(linear.bias, torch.Tensor)
-            # The checkpoint keeps these as [inputs, outputs].
+            # The checkpoint stores these weights as [inputs, outputs].
             tensors |= {f"{name}.weight": linear.weight.t(), f"{name}.bias": linear.bias}
         return tensors

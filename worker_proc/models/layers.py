@@ -1,4 +1,4 @@
-"""The weights of the layers that the architectures share; how they are multiplied is elsewhere."""
+"""Weights of the layers that the architectures share. `Ops` defines what is computed with them."""
 
 import enum
 
@@ -9,37 +9,42 @@ from worker_proc.loading.gguf_blocks import PackedRows
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """Storage for a weight that is loaded, never trained."""
+    """Allocate a weight that is loaded and never trained."""
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
 class Parallel(enum.Enum):
-    """What of a layer a rank of a model has that is spread over several.
+    """How tensor parallelism splits a linear layer (Megatron-LM's terms).
 
-    OUTPUTS: some rows of its weight, and so a part of what comes out. INPUTS: some columns, for a
-    part of what goes in; what comes out is to be added up over the ranks.
+    COLUMN: each rank has some of the outputs (rows of the weight). ROW: each rank has some of the
+    inputs (columns of the weight), and the outputs are summed over the ranks.
     """
 
-    NOTHING = enum.auto()
-    OUTPUTS = enum.auto()
-    INPUTS = enum.auto()
+    NONE = enum.auto()
+    COLUMN = enum.auto()
+    ROW = enum.auto()
 
 
 class Linear(nn.Module):
-    """weight [outputs, inputs], bias [outputs], of this rank. blocks: the rows as a GGUF has them,
-    where they are kept packed; the weight is then not filled. fused: so many matrices of equal
-    height are one in the checkpoint, and each of them is split."""
+    """A linear layer, or the part of it that this rank has.
+
+    Attributes:
+        weight: [outputs, inputs].
+        bias: [outputs], or None.
+        blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
+        fused: Number of matrices of equal height that the checkpoint keeps as one; each is split.
+    """
 
     def __init__(
         self,
         inputs: int,
         outputs: int,
         bias: bool = False,
-        split: Parallel = Parallel.NOTHING,
+        parallel: Parallel = Parallel.NONE,
         fused: int = 1,
     ) -> None:
         super().__init__()
-        self.split = split
+        self.parallel = parallel
         self.fused = fused
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
@@ -47,37 +52,38 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """weight [entries, hidden]. blocks: as a Linear's."""
+    """A table of vectors: weight [entries, hidden_size]; blocks as in `Linear`."""
 
-    def __init__(self, entries: int, hidden: int) -> None:
+    def __init__(self, entries: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight: Tensor = parameter(entries, hidden)
+        self.weight: Tensor = parameter(entries, hidden_size)
         self.blocks: tuple[PackedRows, ...] = ()
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dimension."""
 
-    def __init__(self, hidden: int, epsilon: float) -> None:
+    def __init__(self, hidden_size: int, epsilon: float) -> None:
         super().__init__()
-        self.weight: Tensor = parameter(hidden)
-        self.bias: Tensor = parameter(hidden)
+        self.weight: Tensor = parameter(hidden_size)
+        self.bias: Tensor = parameter(hidden_size)
         self.epsilon = epsilon
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension
-    (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension.
 
-    def __init__(self, hidden: int, epsilon: float) -> None:
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float) -> None:
         super().__init__()
-        self.weight: Tensor = parameter(hidden)
+        self.weight: Tensor = parameter(hidden_size)
         self.epsilon = epsilon
 
 
 class HeadNorms(nn.Module):
-    """Of each head of the queries, and of the keys, before they are turned by their positions:
-    weights [head_dim], with one epsilon."""
+    """Norms of each query head and each key head: weights [head_dim], the same epsilon."""
 
     def __init__(self, queries: RMSNorm, keys: RMSNorm) -> None:
         super().__init__()
@@ -85,10 +91,12 @@ class HeadNorms(nn.Module):
 
 
 class Rope:
-    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864): pair
-    (i, i + head_dim / 2) of a head turns by the angle position * frequencies[i].
+    """Rotary positions: pair (i, i + head_dim / 2) of a head turns by position * frequencies[i].
 
-    cosines, sines: [context, head_dim / 2] float32.
+    Su et al. 2021, https://arxiv.org/abs/2104.09864.
+
+    Attributes:
+        cosines, sines: [context_length, head_dim / 2] float32.
     """
 
     def __init__(self, frequencies: Tensor, context_length: int, device: torch.device) -> None:

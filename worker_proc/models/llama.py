@@ -16,85 +16,102 @@ from torch import Tensor, nn
 
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, check_shares, require, setting
+from worker_proc.models.base import Model, check_tp_size, require, setting
 from worker_proc.models.layers import Embedding, HeadNorms, Linear, Parallel, RMSNorm, Rope
 from worker_proc.models.ops import Ops, Value
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """inner, heads and kv_heads: of this rank."""
+    """The supported part of config.json, with the heads and the intermediate size of one rank."""
 
     vocab_size: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    epsilon: float
+    rms_norm_eps: float
     rope: dict[str, Any]
     attention_bias: bool
     mlp_bias: bool
-    tied: bool
+    tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], ranks: int = 1) -> "LlamaConfig":
-        """From config.json. Raises ModelError for what this file does not do, ConfigError where so
-        many ranks cannot share the model."""
+    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "LlamaConfig":
+        """Read config.json.
+
+        Raises:
+            ModelError: The model needs something that this file does not implement.
+            ConfigError: The model cannot be split over `tp_size` ranks.
+        """
         require(config, "hidden_act", ("silu", "swish"))
-        hidden, heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
-        kv_heads = setting(config, "num_key_value_heads", heads)
-        inner = setting(config, "intermediate_size")
-        check_shares(ranks, heads=heads, key_and_value_heads=kv_heads, inner_numbers=inner)
+        hidden_size = setting(config, "hidden_size")
+        num_heads = setting(config, "num_attention_heads")
+        num_kv_heads = setting(config, "num_key_value_heads", num_heads)
+        intermediate_size = setting(config, "intermediate_size")
+        check_tp_size(
+            tp_size, heads=num_heads, kv_heads=num_kv_heads, intermediate_size=intermediate_size
+        )
         rope = {"rope_theta": config.get("rope_theta") or 10000.0}
         rope |= config.get("rope_scaling") or {}
         rope |= config.get("rope_parameters") or {}
         return cls(
             vocab_size=setting(config, "vocab_size"),
-            hidden=hidden,
-            inner=inner // ranks,
-            layers=setting(config, "num_hidden_layers"),
-            heads=heads // ranks,
-            kv_heads=kv_heads // ranks,
-            head_dim=setting(config, "head_dim", hidden // heads),
-            epsilon=setting(config, "rms_norm_eps", 1e-6),
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size // tp_size,
+            num_layers=setting(config, "num_hidden_layers"),
+            num_heads=num_heads // tp_size,
+            num_kv_heads=num_kv_heads // tp_size,
+            head_dim=setting(config, "head_dim", hidden_size // num_heads),
+            rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
             rope=rope,
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
-            tied=setting(config, "tie_word_embeddings", False),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", False),
         )
 
 
 class Llama(Model):
+    """Llama and Mistral.
+
+    Attributes:
+        qkv_bias: Queries, keys and values have a bias even if config.json has no `attention_bias`.
+        head_norms: Query and key heads are normalised.
+    """
+
     qkv_bias = False
-    """Of queries, keys and values, whatever config.json says of attention_bias."""
     head_norms = False
 
-    def __init__(self, hf_config: dict[str, Any], ranks: int = 1) -> None:
+    def __init__(self, hf_config: dict[str, Any], tp_size: int = 1) -> None:
         super().__init__()
-        self.config = config = LlamaConfig.from_hf(hf_config, ranks)
+        self.config = config = LlamaConfig.from_hf(hf_config, tp_size)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.layers, config.heads, config.kv_heads, config.head_dim
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
         )
-        inverse_frequencies(config.head_dim, config.rope)  # refuses what it cannot do, early
-        self.embedding = Embedding(config.vocab_size, config.hidden)
+        inverse_frequencies(
+            config.head_dim, config.rope
+        )  # refuses unsupported scaling before weights are read
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
-            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.layers)
+            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.num_layers)
         )
-        self.final_norm = RMSNorm(config.hidden, config.epsilon)
-        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab_size)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
         self.rope: Rope | None = None
 
-    def body(self, ops: Ops[Value]) -> Value:
+    def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.embedding)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, LlamaBlock)
-            x = block.run(ops, layer, x, self.rope)
+            x = block.forward(ops, layer, x, self.rope)
         return x
 
-    def head(self, ops: Ops[Value], hidden: Value) -> Value:
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
@@ -103,8 +120,8 @@ class Llama(Model):
 
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
-            return None  # a constant that old checkpoints carry
-        return None if name == "lm_head.weight" and self.config.tied else name
+            return None  # old checkpoints store this constant
+        return None if name == "lm_head.weight" and self.config.tie_word_embeddings else name
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -121,34 +138,44 @@ class Llama(Model):
 
 
 class Qwen2(Llama):
+    """Llama with biased queries, keys and values."""
+
     qkv_bias = True
 
 
 class Qwen3(Llama):
+    """Llama with normalised query and key heads."""
+
     head_norms = True
 
 
 class LlamaBlock(nn.Module):
+    """Attention and gated MLP, each after an RMSNorm and added to the residual stream."""
+
     def __init__(self, config: LlamaConfig, qkv_bias: bool, head_norms: bool) -> None:
         super().__init__()
-        self.q_size = config.heads * config.head_dim
-        self.kv_size = config.kv_heads * config.head_dim
-        self.inner = config.inner
-        self.attention_norm = RMSNorm(config.hidden, config.epsilon)
-        hidden, qkv_size = config.hidden, self.q_size + 2 * self.kv_size
+        self.q_size = config.num_heads * config.head_dim
+        self.kv_size = config.num_kv_heads * config.head_dim
+        self.intermediate_size = config.intermediate_size
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden_size, qkv_size = config.hidden_size, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
-        self.qkv_proj = Linear(hidden, qkv_size, qkv_bias, Parallel.OUTPUTS)
+        self.qkv_proj = Linear(hidden_size, qkv_size, qkv_bias, Parallel.COLUMN)
         self.head_norms = _head_norms(config) if head_norms else None
-        self.out_proj = Linear(self.q_size, hidden, config.attention_bias, Parallel.INPUTS)
-        self.mlp_norm = RMSNorm(hidden, config.epsilon)
-        self.gate_up_proj = Linear(hidden, 2 * config.inner, config.mlp_bias, Parallel.OUTPUTS)
-        self.down_proj = Linear(config.inner, hidden, config.mlp_bias, Parallel.INPUTS)
+        self.out_proj = Linear(self.q_size, hidden_size, config.attention_bias, Parallel.ROW)
+        self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.gate_up_proj = Linear(
+            hidden_size, 2 * config.intermediate_size, config.mlp_bias, Parallel.COLUMN
+        )
+        self.down_proj = Linear(
+            config.intermediate_size, hidden_size, config.mlp_bias, Parallel.ROW
+        )
 
-    def run(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
-        qkv = ops.project(self.qkv_proj, ops.norm(self.attention_norm, x))
+    def forward(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
+        qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
         x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
-        inner = ops.linear_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
-        return ops.linear_add(x, self.down_proj, inner)
+        x_mlp = ops.linear_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
+        return ops.linear_add(x, self.down_proj, x_mlp)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -167,7 +194,10 @@ class LlamaBlock(nn.Module):
         ):
             tensors |= _parts("self_attn", linear, parts)
         for linear, parts in (
-            (self.gate_up_proj, {"gate_proj": self.inner, "up_proj": self.inner}),
+            (
+                self.gate_up_proj,
+                {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+            ),
             (self.down_proj, {"down_proj": len(self.down_proj.weight)}),
         ):
             tensors |= _parts("mlp", linear, parts)
@@ -175,12 +205,12 @@ class LlamaBlock(nn.Module):
 
 
 def _head_norms(config: LlamaConfig) -> HeadNorms:
-    queries, keys = (RMSNorm(config.head_dim, config.epsilon) for _ in range(2))
+    queries, keys = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
     return HeadNorms(queries, keys)
 
 
 def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """The checkpoint's names of the row ranges of a fused projection."""
+    """Return the row ranges of a fused projection by their names in the checkpoint."""
     tensors = {}
     for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
         if fused is not None:
@@ -190,8 +220,12 @@ def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tens
 
 
 def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
-    """[head_dim / 2] radians per position. ModelError for an unknown kind of scaling."""
-    # On the CPU by name: models are built on the meta device, where this imports for a second.
+    """Return the rotary frequencies [head_dim / 2] in radians per position.
+
+    Raises:
+        ModelError: `rope` asks for an unsupported kind of scaling.
+    """
+    # The device is named because the meta device, the default here, imports for a second.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -207,7 +241,7 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Long waves are slowed down by `factor`, short ones kept, those between interpolated."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate between them."""
     factor, context = setting(rope, "factor"), setting(rope, "original_max_position_embeddings")
     low, high = setting(rope, "low_freq_factor"), setting(rope, "high_freq_factor")
     turns = context * frequencies / (2 * math.pi)

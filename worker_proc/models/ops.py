@@ -1,7 +1,7 @@
-"""What the architectures compute with: a small vocabulary, so that a model is written once.
+"""The operations that model files are written in, so that each architecture is written once.
 
-`TorchOps` carries each out as it is called, in plain torch, on any device. The native kernels take
-them down once as a list, and run the list at every step.
+`TorchOps` and `TritonOps` execute an operation when it is called. The CPU engine's `Recorder`
+records them once as a list, and the native kernels run that list in every step.
 """
 
 from abc import ABC, abstractmethod
@@ -9,49 +9,66 @@ from typing import Generic, TypeVar
 
 from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 
+# One row for each token: a tensor [tokens, width], or what stands for it in an implementation.
 Value = TypeVar("Value")
-"""One row for each token: a tensor [tokens, width], or whatever stands for it."""
 
 
 class Ops(ABC, Generic[Value]):
-    """Operations on the tokens of one step."""
+    """Operations on the tokens of one step.
+
+    An implementation may change the residual stream in place: the values that `embed` and
+    `linear_add` return are the residual stream, and a model uses only the latest one.
+    """
 
     @abstractmethod
     def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Value:
-        """The step's tokens as vectors, with their positions' vectors added where there are any:
-        the residual stream."""
+        """Return the residual stream [tokens, hidden_size]: the embeddings of the step's tokens.
+
+        If `positions` is given, the embeddings of the tokens' positions are added.
+        """
 
     @abstractmethod
     def norm(self, norm: LayerNorm | RMSNorm, x: Value) -> Value:
-        """The residual stream, normalised."""
+        """Normalise the residual stream `x` into a new value."""
 
     @abstractmethod
-    def project(self, linear: Linear, x: Value) -> Value:
-        """x Wᵀ + b."""
+    def linear(self, proj: Linear, x: Value) -> Value:
+        """Return x Wᵀ + b."""
 
     @abstractmethod
-    def project_gelu(self, linear: Linear, x: Value) -> Value:
-        """gelu(x Wᵀ + b), by the tanh approximation."""
+    def linear_gelu(self, proj: Linear, x: Value) -> Value:
+        """Return gelu(x Wᵀ + b), with the tanh approximation."""
 
     @abstractmethod
-    def linear_swiglu(self, linear: Linear, x: Value) -> Value:
-        """silu(gate) * up, of x Wᵀ + b = [gate, up] (Shazeer 2020,
-        https://arxiv.org/abs/2002.05202)."""
+    def linear_swiglu(self, proj: Linear, x: Value) -> Value:
+        """Return silu(gate) * up, where [gate, up] = x Wᵀ + b.
+
+        Shazeer 2020, https://arxiv.org/abs/2002.05202.
+        """
 
     @abstractmethod
-    def linear_add(self, residual: Value, linear: Linear, x: Value) -> Value:
-        """residual + x Wᵀ + b; the residual given is not used again."""
+    def linear_add(self, residual: Value, proj: Linear, x: Value) -> Value:
+        """Return residual + x Wᵀ + b; the `residual` passed in is invalid afterwards.
+
+        If `proj` is split by rows, x Wᵀ + b is summed over the ranks.
+        """
 
     @abstractmethod
     def attend(
         self, layer: int, qkv: Value, rope: Rope | None, norms: HeadNorms | None = None
     ) -> Value:
-        """Normalise and rotate queries and keys, write keys and values to the pages, attend.
+        """Normalise and rotate queries and keys, write keys and values to the KV pages, attend.
 
-        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values. Gives
-        [tokens, heads * head_dim].
+        Args:
+            layer: Index of the layer, which selects its pages.
+            qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
+            rope: Rotary positions, if the model has them.
+            norms: Norms of query and key heads, applied before the rotation.
+
+        Returns:
+            [tokens, num_heads * head_dim].
         """
 
     @abstractmethod
     def logits(self, head: Linear | Embedding, x: Value) -> Value:
-        """x Wᵀ: [rows, vocab_size]."""
+        """Return x Wᵀ: [rows, vocab_size]."""

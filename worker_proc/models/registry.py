@@ -1,4 +1,4 @@
-"""Architectures by the model_type that config.json names."""
+"""Find and build the architecture that a config.json names."""
 
 from typing import Any
 
@@ -29,18 +29,23 @@ def build_model(
     config: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("meta"),  # noqa: B008 (never changed)
-    ranks: int = 1,
+    tp_size: int = 1,
 ) -> Model:
-    """The model of a config.json, or the part of it that one of so many ranks has, its weights not
-    filled in; on the meta device without storage. ModelError where it is not supported, ConfigError
-    where it cannot be shared out."""
-    usual = torch.get_default_dtype()
+    """Build the model of a config.json, or one rank's part of it, with uninitialised weights.
+
+    On the meta device, the weights have no storage.
+
+    Raises:
+        ModelError: The architecture is not supported.
+        ConfigError: The model cannot be split over `tp_size` ranks.
+    """
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return _architecture(config)(config, ranks)
+            return _architecture(config)(config, tp_size)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(previous)
 
 
 def _architecture(config: dict[str, Any]) -> type[Model]:

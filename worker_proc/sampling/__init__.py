@@ -1,1 +1,1 @@
-"""Sample tokens: logits processors, grammars masks and the draw itself."""
+"""Sample tokens: logits processors, grammar masks and the draw itself."""

@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread beside the steps."""
+"""Compile grammars in a thread while steps run."""
 
 import os
 import sys
@@ -19,50 +19,49 @@ NICENESS = 10
 
 
 class GrammarCompiler:
-    """compiled: matchers at their beginning, by key; slots take copies.
+    """Compiles grammars and keeps them. The first one starts the thread and loads the vocabulary.
 
-    The thread and the vocabulary come with the first grammar. results_address: where the thread
-    sends what it has done, by a socket of its own.
+    Attributes:
+        compiled: Matchers in their initial state, by key; slots get copies.
     """
 
     def __init__(self, files: ModelFiles, results_address: str) -> None:
+        """Create a compiler whose thread sends GrammarReady to `results_address`."""
         self.compiled: dict[bytes, LLMatcher] = {}
         self._files = files
         self._results_address = results_address
-        self._thread = ThreadPoolExecutor(1, "grammar", self._begin)
+        self._thread = ThreadPoolExecutor(1, "grammar", self._start_thread)
         self._results: Outbox | None = None
         self._vocabulary: LLTokenizer | None = None
 
     def compile(self, grammar: GrammarForm, session: int) -> None:
-        """Begin, and come back at once. GrammarReady says when it is done."""
+        """Compile a grammar in the thread, which then sends GrammarReady."""
         self._thread.submit(self._compile, grammar, session)
 
-    def compile_here(self, grammar: GrammarForm) -> None:
-        """At once, and without an answer."""
-        self._compile_or_say_why(grammar)
+    def compile_now(self, grammar: GrammarForm) -> None:
+        """Compile a grammar in the calling thread, without a message."""
+        self._try_to_compile(grammar)
 
     def forget(self, key: bytes) -> None:
-        """A grammar that is compiled, unless it was by a worker that died."""
+        """Drop a compiled grammar. The key may be unknown after a restart of the worker."""
         self.compiled.pop(key, None)
 
-    def _begin(self) -> None:
-        """Steps go first, where a system has priorities of threads."""
+    def _start_thread(self) -> None:
+        """Give steps priority, if the system has priorities of threads."""
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self._results = Outbox(self._results_address)
 
     def _compile(self, grammar: GrammarForm, session: int) -> None:
         assert self._results is not None
-        message: ResultMessage = GrammarReady(
-            grammar.key, self._compile_or_say_why(grammar), session
-        )
+        message: ResultMessage = GrammarReady(grammar.key, self._try_to_compile(grammar), session)
         self._results.send(message)
 
-    def _compile_or_say_why(self, grammar: GrammarForm) -> str:
-        """Why it cannot be, or nothing."""
+    def _try_to_compile(self, grammar: GrammarForm) -> str:
+        """Compile and keep a grammar. Return an error message, or an empty string."""
         try:
             self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
-        except BaseException as error:  # the library's panics are no Exceptions, and somebody waits
+        except BaseException as error:  # the library's panics are not subclasses of Exception
             return f"the grammar cannot be compiled: {error}"
         return ""
 

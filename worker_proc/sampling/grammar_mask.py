@@ -1,4 +1,4 @@
-"""What a slot's grammar lets come next."""
+"""Mask the logits of rows whose request has a grammar."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -14,29 +14,36 @@ from worker_proc.attention.base import Ints
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-BARRED = float("-inf")
+MASKED = float("-inf")
 
 
 class SlotGrammar:
-    """Where a text stands in its grammar: a function of the tokens generated so far.
-
-    matcher: at the grammar's beginning, for nobody else. stop_ids: the tokens that end the
-    request; they may come only where the text may end, and the matcher never sees them. jumps:
-    tokens that are forced need not be chosen.
-    """
+    """State of a slot's grammar: a function of the tokens generated so far."""
 
     def __init__(
-        self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jumps: bool = False
+        self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jump_forward: bool = False
     ) -> None:
+        """Advance a matcher to the tokens generated so far.
+
+        Args:
+            matcher: In the grammar's initial state, used only by this object.
+            stop_ids: Tokens that end the request. They are allowed where the text can end, and
+                the matcher does not see them.
+            generated: [tokens] generated before, if the request was retracted or resent.
+            jump_forward: Append forced tokens without sampling them.
+        """
         self._matcher = matcher
-        self._jumps = jumps
+        self._jump_forward = jump_forward
         self._stop_ids = stop_ids
-        self._stops = frozenset(stop_ids.tolist())
+        self._stop_set = frozenset(stop_ids.tolist())
         self._matcher.consume_tokens(generated.tolist())
 
     def fill(self, mask: np.ndarray) -> None:
-        """mask: [bytes] uint8, a bit for each id that may come next, the lowest first. Nothing may
-        where the library has given up."""
+        """Set the bits of the allowed tokens, and none if the library has given up.
+
+        Args:
+            mask: [bytes] uint8, with a bit for each token, the lowest id in the lowest bit.
+        """
         mask[:] = 0
         if self._matcher.is_error():
             return
@@ -48,11 +55,11 @@ class SlotGrammar:
             np.bitwise_and.at(mask, self._stop_ids >> 3, ~bits)
 
     def advance(self, token: int) -> str:
-        """The token that was chosen. Says why the request cannot go on, or nothing."""
+        """Accept a sampled token. Return why the request cannot continue, or an empty string."""
         matcher = self._matcher
-        if token in self._stops and matcher.is_accepting():
+        if token in self._stop_set and matcher.is_accepting():
             return ""
-        if not matcher.is_error() and token not in self._stops and matcher.consume_token(token):
+        if not matcher.is_error() and token not in self._stop_set and matcher.consume_token(token):
             return ""
         reason = matcher.get_error().removesuffix("\n<non-verbose/>")
         return (
@@ -60,42 +67,47 @@ class SlotGrammar:
             f" ({reason or 'all are barred'}); loosen one of them"
         )
 
-    def forced(self, most: int) -> list[int]:
-        """The tokens that must follow now, at most so many, as the tokenizer would write them. They
-        are taken."""
-        if not self._jumps or self._matcher.is_error():
+    def take_forced(self, max_tokens: int) -> list[int]:
+        """Accept and return the tokens that must follow, at most `max_tokens`.
+
+        They are the tokens into which the tokenizer would split the forced text.
+        """
+        if not self._jump_forward or self._matcher.is_error():
             return []
-        found = self._matcher.compute_ff_tokens()[:most]
-        token_ids = list(takewhile(lambda token: token not in self._stops, found))
+        forced = self._matcher.compute_ff_tokens()[:max_tokens]
+        token_ids = list(takewhile(lambda token: token not in self._stop_set, forced))
         self._matcher.consume_tokens(token_ids)
         return token_ids
 
 
 class Constrained(NamedTuple):
-    """A row of a step, and its slot's grammar."""
+    """A row of a step and its slot's grammar."""
 
     row: int
     grammar: SlotGrammar
 
 
 def mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
-    """Set to -inf what their grammars do not allow in these rows of scores [rows, vocab_size]."""
+    """Set the tokens that the rows' grammars forbid to -inf, in scores [rows, vocab_size]."""
     if not rows:
         return
     vocab_size = scores.shape[1]
     masks = np.empty((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
-    for mask, one in zip(masks, rows, strict=True):
-        one.grammar.fill(mask)
+    for mask, constrained in zip(masks, rows, strict=True):
+        constrained.grammar.fill(mask)
     bits = np.unpackbits(~masks, axis=1, count=vocab_size, bitorder="little")
-    barred = torch.from_numpy(bits.view(np.bool_)).to(scores.device)
-    for place, one in enumerate(rows):
-        scores[one.row].masked_fill_(barred[place], BARRED)
+    forbidden = torch.from_numpy(bits.view(np.bool_)).to(scores.device)
+    for index, constrained in enumerate(rows):
+        scores[constrained.row].masked_fill_(forbidden[index], MASKED)
 
 
 def advance(rows: Sequence[Constrained], token_ids: Ints, plan_rows: Ints) -> list[FailedRow]:
-    """Each grammar takes the token of its row. Gives those for which there was none.
+    """Advance each grammar by the token of its row. Return the rows that had no allowed token.
 
-    token_ids, plan_rows: [rows of the step], what was chosen, and the number of each in its plan.
+    Args:
+        rows: The rows with a grammar.
+        token_ids: [sampling rows] the sampled tokens.
+        plan_rows: [sampling rows] the index of each row in the plan.
     """
-    told = [(one.row, one.grammar.advance(int(token_ids[one.row]))) for one in rows]
-    return [FailedRow(int(plan_rows[row]), error) for row, error in told if error]
+    errors = [(row, grammar.advance(int(token_ids[row]))) for row, grammar in rows]
+    return [FailedRow(int(plan_rows[row]), error) for row, error in errors if error]

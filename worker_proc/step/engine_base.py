@@ -58,7 +58,7 @@ class Engine(ABC):
         logits = self.logits(self.forward_sampled(inputs))
         table, slots = inputs.table, inputs.sampled_slots
         there = send_all(table.device, slots, inputs.sample_positions)
-        return self.sample(logits, table.sampling.rows(slots, *there))
+        return self.sample(logits, table.sampling.sampling_rows(slots, *there))
 
     def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
         """A step from its plan to the tokens that it gave, packed as in StepResult, if each of its

@@ -38,12 +38,12 @@ class Untold(NamedTuple):
 
 def observe(logits: Tensor, rows: Sequence[RowLogits]) -> Observed | None:
     """Keep what clients want to know of the logits, before anything changes them."""
-    asking = [one for one in rows if one.rules.logprobs is not None]
+    asking = [one for one in rows if one.params.logprobs is not None]
     if not asking:
         return None
     index = torch.tensor([one.row for one in asking], device=logits.device)
     logprobs = logits.index_select(0, index).float().log_softmax(-1)
-    width = max(one.rules.logprobs or 0 for one in asking)
+    width = max(one.params.logprobs or 0 for one in asking)
     return Observed(logprobs, [one.row for one in asking], width)
 
 
@@ -57,7 +57,7 @@ def tell_sampled(observed: Observed, sampled: Tensor, plan_rows: Ints) -> Sample
 
 def untold_prompts(rows: BatchLayout, table: SlotTable) -> list[Untold]:
     """The prompt tokens that follow those of this step, where clients asked for them."""
-    asking = table.sampling.prompts_to_tell
+    asking = table.sampling.prompt_logprobs
     if not asking:
         return []
     ends = np.cumsum(rows.num_tokens)

@@ -1,4 +1,4 @@
-"""Device, dtype and threads: what `auto` means on this machine."""
+"""Choose the device, the dtype and the CPU cores of the worker."""
 
 import ctypes
 import os
@@ -14,8 +14,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """auto takes cuda, then mps, then cpu; each rank a card of its own. ConfigError for a device
-    that is not there."""
+    """Return a rank's device; `auto` prefers cuda to mps to cpu. Each rank has its own GPU.
+
+    Raises:
+        ConfigError: The device is unknown, or torch does not find it.
+    """
     if name == "auto":
         if torch.cuda.is_available():
             return _cuda(torch.device("cuda", rank), rank)
@@ -48,8 +51,16 @@ def _cuda(device: torch.device, rank: int) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch.dtype:
-    """auto takes bfloat16 where it is multiplied fast: by the hardware, or by the native kernels,
-    which will compute. ConfigError for float16 on cpu."""
+    """Return the dtype of weights and KV pages; `auto` is bfloat16 if it is multiplied fast.
+
+    Args:
+        name: auto, float32, bfloat16 or float16.
+        device: Of the model.
+        native: The native kernels, which multiply bfloat16 fast, will run the model.
+
+    Raises:
+        ConfigError: float16 was asked for on a cpu.
+    """
     if name == "auto":
         return torch.bfloat16 if native or _fast_bfloat16(device) else torch.float32
     if name == "float16" and device.type == "cpu":
@@ -71,23 +82,25 @@ def _fast_bfloat16(device: torch.device) -> bool:
 
 
 def take_cores(args: WorkerArgs) -> CpuPlan:
-    """The worker's share of the cores, for this process. Call it before torch computes anything:
-    its threads run where the one that started them may."""
-    mine = shares(args)
-    keep_to(mine.worker)
-    torch.set_num_threads(mine.threads)
-    return mine
+    """Restrict this process to the worker's share of the CPU cores, and return the shares.
+
+    Call it before torch computes anything, as its threads inherit the cores of the first one.
+    """
+    plan = shares(args)
+    keep_to(plan.worker)
+    torch.set_num_threads(plan.threads)
+    return plan
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device now."""
+    """Return the bytes that can be allocated on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
-def give_back_freed_memory() -> None:
-    """What loading has freed goes back to the system, where the C library keeps it (glibc)."""
+def trim_heap() -> None:
+    """Return freed memory to the system, if the C library keeps it (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Memory in large pages, and memory that is slow to come."""
+"""Map memory in large pages, and have slow memory allocated before it is needed."""
 
 import ctypes
 import mmap
@@ -6,52 +6,54 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LARGE_PAGE = 1 << 21
-MAX_MEANWHILE = 1 << 30
+LARGE_PAGE_BYTES = 1 << 21
+MAX_PREFAULT_BYTES = 1 << 30
 
 
-def in_large_pages(length: int) -> mmap.mmap:
-    """So many bytes, zero, in large pages where the system has them."""
-    # Private: Linux gives large pages to shared memory only where it is told to by other means.
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def map_large_pages(num_bytes: int) -> mmap.mmap:
+    """Map zeroed memory, in large pages if the system has them."""
+    # Private, because shared memory needs further settings to get large pages on Linux.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 @contextmanager
-def memory_meanwhile(size: int) -> Iterator[None]:
-    """While the body runs, a thread writes to so many bytes of memory (at most MAX_MEANWHILE), and
-    gives them back at its end.
+def prefault_meanwhile(num_bytes: int) -> Iterator[None]:
+    """Touch and free memory in a thread while the body of the `with` statement runs.
 
-    On a virtual machine the first write to memory that the host had lent to others takes 20 times
-    as long as the next: 5 ms for 2 MB. What is given back stays with the virtual machine for some
-    seconds, and goes to whoever asks next.
+    On a virtual machine, the first write to memory that the host has lent elsewhere takes 20 times
+    as long as the next: 5 ms for 2 MB. Memory that is freed stays with the virtual machine for some
+    seconds, so the weights that are loaded next get it.
+
+    Args:
+        num_bytes: Bytes to touch, at most MAX_PREFAULT_BYTES are.
     """
-    enough = threading.Event()
-    wanted = min(size, MAX_MEANWHILE)
-    thread = threading.Thread(target=_write_to, args=(wanted, enough), name="memory", daemon=True)
-    if wanted:
+    stop = threading.Event()
+    size = min(num_bytes, MAX_PREFAULT_BYTES)
+    thread = threading.Thread(target=_touch, args=(size, stop), name="prefault", daemon=True)
+    if size:
         thread.start()
     try:
         yield
     finally:
-        enough.set()
-        if wanted:
+        stop.set()
+        if size:
             thread.join()
 
 
-def _write_to(size: int, enough: threading.Event) -> None:
+def _touch(size: int, stop: threading.Event) -> None:
     try:
-        memory = in_large_pages(size)
-    except OSError:  # more than there can be: loading will say so
+        memory = map_large_pages(size)
+    except OSError:  # there is not enough memory, which loading will report
         return
     first = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(first)
-    for offset in range(0, size, LARGE_PAGE):
-        if enough.is_set():
+    for offset in range(0, size, LARGE_PAGE_BYTES):
+        if stop.is_set():
             break
-        # All of it: not every system has large pages, or one left. Other threads go on meanwhile.
-        ctypes.memset(address + offset, 1, min(LARGE_PAGE, size - offset))
-    del first  # what is pointed to cannot be closed
+        # Every byte, as the system may have no large page left. The call releases the GIL.
+        ctypes.memset(address + offset, 1, min(LARGE_PAGE_BYTES, size - offset))
+    del first  # a mapping with references cannot be closed
     memory.close()

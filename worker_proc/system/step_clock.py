@@ -1,4 +1,4 @@
-"""When steps began and ended, where they are launched ahead of their time."""
+"""Measure when steps start and end, even if they are launched before they run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,34 +8,39 @@ import torch
 
 from quadriga.clock import now
 
+# Returns the start and the end of a step in Unix seconds; on a GPU, waits for its end.
 Times = Callable[[], tuple[float, float]]
-"""When a step began and ended, in Unix seconds; on a card, once it has ended."""
 
 
 class Running(Protocol):
+    """A step that is being launched."""
+
     def stop(self) -> Times:
-        """All of the step has been launched."""
+        """Note that the whole step has been launched."""
 
 
 def step_clock(device: torch.device) -> Callable[[], Running]:
-    """What is called as a step begins. On a card the time of a step is what the card says, from
-    when it had nothing left of the one before; on a CPU what the host says."""
-    return partial(_OnCard, device) if device.type == "cuda" else _OnHost
+    """Return the function to call when a step starts.
+
+    On a GPU, the time of a step is measured by the GPU, from the end of the previous step on; on a
+    CPU, by the host.
+    """
+    return partial(_GPUStep, device) if device.type == "cuda" else _HostStep
 
 
-class _OnHost:
+class _HostStep:
     def __init__(self) -> None:
-        self._began = now()
+        self._started = now()
 
     def stop(self) -> Times:
-        return lambda: (self._began, now())
+        return lambda: (self._started, now())
 
 
-class _OnCard:
+class _GPUStep:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._began = torch.cuda.Event(enable_timing=True)
-        self._began.record(self._stream)
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._started.record(self._stream)
 
     def stop(self) -> Times:
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -44,6 +49,6 @@ class _OnCard:
         def times() -> tuple[float, float]:
             ended.synchronize()
             ended_at = now()
-            return ended_at - self._began.elapsed_time(ended) / 1000, ended_at
+            return ended_at - self._started.elapsed_time(ended) / 1000, ended_at
 
         return times

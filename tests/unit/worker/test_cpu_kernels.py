@@ -16,9 +16,8 @@ from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.groups import GROUP
-from worker_proc.cpu.groups import rounded as rounded_groups
-from worker_proc.cpu.panels import interleaved, to_panels, to_quantised_panels
+from worker_proc.cpu.quantization import GROUP_SIZE, quantize
+from worker_proc.cpu.weights import interleave, to_panels, to_quantised_panels
 from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.runner import Runner
@@ -279,7 +278,9 @@ def round_weights(engine: TorchEngine, bits: int) -> None:
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
     inputs = weight.shape[1]
-    groups = torch.nn.functional.pad(weight, (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    groups = torch.nn.functional.pad(weight, (0, -inputs % GROUP_SIZE)).unflatten(
+        1, (-1, GROUP_SIZE)
+    )
     if bits == 8:
         scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float().clamp(min=1e-8)
         groups = (groups / scale).round().clamp(-127, 127) * scale
@@ -357,7 +358,7 @@ def test_panels_of_bfloat16_hold_pairs_of_inputs() -> None:
 
 def test_gate_and_up_take_turns_by_sixteen() -> None:
     gate, up = torch.arange(20.0), 100 + torch.arange(20.0)
-    mixed = interleaved(torch.cat((gate, up)))
+    mixed = interleave(torch.cat((gate, up)))
     assert mixed.shape == (64,)
     assert torch.equal(mixed[:16], gate[:16])
     assert torch.equal(mixed[16:32], up[:16])
@@ -366,5 +367,5 @@ def test_gate_and_up_take_turns_by_sixteen() -> None:
 
 @pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
 def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
-    panels = to_quantised_panels(rounded_groups(torch.randn(48, 96), bits))
+    panels = to_quantised_panels(quantize(torch.randn(48, 96), bits))
     assert panels.shape == (3, 3 * 16 * bytes_a_group // 4)

@@ -1,4 +1,4 @@
-"""Memory of pages is there before they are written to, and no more of it than is soon needed."""
+"""Memory of KV pages is allocated before it is written to, and not much earlier."""
 
 import ctypes
 import sys
@@ -8,26 +8,28 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from worker_proc.cpu.pools import AHEAD_BYTES, Pools
-from worker_proc.system.prefault import LARGE_PAGE
+from worker_proc.cpu.memory import PREFAULT_AHEAD_BYTES, KVPools
+from worker_proc.system.prefault import LARGE_PAGE_BYTES
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what memory is there")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="asks Linux which memory is resident"
+)
 
 LAYERS, PAGE_BYTES = 16, 1 << 16
-AHEAD = AHEAD_BYTES // LAYERS
+AHEAD = PREFAULT_AHEAD_BYTES // LAYERS
 NUM_PAGES = 3 * AHEAD // PAGE_BYTES
 SYSTEM_PAGE = 4096
 
 
-def there(layer: Tensor) -> int:
-    """Bytes of it, from its beginning, that the system has found memory for."""
+def resident_bytes(layer: Tensor) -> int:
+    """Return the bytes from the beginning of a layer that the system has allocated."""
     count = -(-layer.numel() // SYSTEM_PAGE)
     vector = (ctypes.c_ubyte * count)()
     libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p(layer.data_ptr())
     assert libc.mincore(address, ctypes.c_size_t(layer.numel()), vector) == 0, ctypes.get_errno()
-    found = bytes(byte & 1 for byte in vector)
-    return SYSTEM_PAGE * (len(found) if 0 not in found else found.index(0))
+    resident = bytes(byte & 1 for byte in vector)
+    return SYSTEM_PAGE * (len(resident) if 0 not in resident else resident.index(0))
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -39,21 +41,23 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 @pytest.mark.timeout(60)
 def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
-    pools = Pools(LAYERS, NUM_PAGES, PAGE_BYTES)
-    assert there(pools.layers[0]) == 0
-    pools.take_ahead(frozenset())
+    pools = KVPools(LAYERS, NUM_PAGES, PAGE_BYTES)
+    assert resident_bytes(pools.layers[0]) == 0
+    pools.start_prefaulting(frozenset())
     for pages in (0, NUM_PAGES // 2, NUM_PAGES // 3):
         pools.reach(pages)
-        most = max(pages, NUM_PAGES // 2 if pages else 0) * PAGE_BYTES + AHEAD
-        wait_until(lambda most=most: all(there(one) >= most for one in pools.layers))  # type: ignore[misc]
-        assert there(pools.layers[-1]) < most + 2 * LARGE_PAGE
+        least = max(pages, NUM_PAGES // 2 if pages else 0) * PAGE_BYTES + AHEAD
+        wait_until(
+            lambda least=least: all(resident_bytes(layer) >= least for layer in pools.layers)
+        )  # type: ignore[misc]
+        assert resident_bytes(pools.layers[-1]) < least + 2 * LARGE_PAGE_BYTES
     pools.reach(NUM_PAGES)
-    wait_until(lambda: all(there(one) >= one.numel() for one in pools.layers))
-    assert not any(bool(one.any()) for one in pools.layers[:2])
+    wait_until(lambda: all(resident_bytes(layer) >= layer.numel() for layer in pools.layers))
+    assert not any(bool(layer.any()) for layer in pools.layers[:2])
 
 
 def test_small_pools_are_left_alone() -> None:
-    pools = Pools(2, 4, 1024)
-    pools.take_ahead(frozenset())
+    pools = KVPools(2, 4, 1024)
+    pools.start_prefaulting(frozenset())
     pools.reach(4)
-    assert [one.numel() for one in pools.layers] == [4096, 4096]
+    assert [layer.numel() for layer in pools.layers] == [4096, 4096]

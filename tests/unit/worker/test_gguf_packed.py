@@ -20,8 +20,8 @@ from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.test_cpu_kernels import CONTEXT, NUM_SLOTS, QUANTISED_WITHIN, Compared, drive
 from worker_proc.attention.torch_reference import TorchAttention
-from worker_proc.cpu.groups import GROUP, as_stored
-from worker_proc.cpu.panels import LANES, to_quantised_panels
+from worker_proc.cpu.quantization import GROUP_SIZE, quantized_as_in_gguf
+from worker_proc.cpu.weights import LANES, to_quantised_panels
 from worker_proc.engine_factory import make_engine
 from worker_proc.loading.checkpoints import from_gguf
 from worker_proc.loading.gguf_blocks import PackedRows
@@ -48,14 +48,14 @@ def packed_rows(values: Tensor, kind: Kind) -> tuple[PackedRows, Tensor]:
 
 def kept(parts: list[PackedRows]) -> tuple[int, Tensor]:
     """The bits that the kernels are given, and the numbers [outputs, inputs] in their panels."""
-    groups = as_stored(parts)
+    groups = quantized_as_in_gguf(parts)
     outputs, depth = groups.scale.shape
     return groups.bits, values_of(to_quantised_panels(groups), groups.bits, depth)[:outputs]
 
 
 def values_of(panels: Tensor, bits: int, groups: int) -> Tensor:
     """Panels, read as quantised.h says: [columns, inputs]."""
-    lines = GROUP * bits // 32
+    lines = GROUP_SIZE * bits // 32
     numbers, factors = panels.view(torch.uint8).tensor_split([groups * lines * LANES * 4], 1)
     units = numbers.view(-1, groups, lines, LANES, 4)
     if bits == 4:
@@ -63,7 +63,7 @@ def values_of(panels: Tensor, bits: int, groups: int) -> Tensor:
     halves = factors.contiguous().view(torch.float16).float().view(len(panels), -1, groups, LANES)
     scale, *least = halves[:, :, :, None, :, None].unbind(1)
     values = units * scale + least[0] if least else (units.float() - 128) * scale
-    return values.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)
+    return values.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP_SIZE)
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -126,7 +126,7 @@ def test_fused_permuted_and_transposed_matrices_have_the_numbers_of_the_dense_mo
     dense = dict(load(files, packed=False).named_modules())
     seen = 0
     for name, layer in load(files, packed=True).named_modules():
-        if isinstance(layer, Linear | Embedding) and layer.weight.shape[1] % GROUP == 0:
+        if isinstance(layer, Linear | Embedding) and layer.weight.shape[1] % GROUP_SIZE == 0:
             assert torch.equal(kept(list(layer.blocks))[1], dense[name].weight), name
             seen += 1
     assert seen == (2 if build is tiny_gpt2 else 14)

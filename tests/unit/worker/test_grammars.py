@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 from quadriga.sampling.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
 from worker_proc.sampling.grammar_mask import (
-    BARRED,
+    MASKED,
     Constrained,
     SlotGrammar,
     advance,
@@ -27,10 +27,10 @@ def vocabulary(llama_dir: Path) -> LLTokenizer:
 
 
 def slot(
-    vocabulary: LLTokenizer, regex: str, *generated: int, stop: int = 0, jumps: bool = False
+    vocabulary: LLTokenizer, regex: str, *generated: int, stop: int = 0, jump_forward: bool = False
 ) -> SlotGrammar:
     matcher = compile_grammar(vocabulary, to_library_form(Grammar("regex", regex), vocabulary))
-    return SlotGrammar(matcher, np.array([stop]), np.array(generated, dtype=np.int64), jumps)
+    return SlotGrammar(matcher, np.array([stop]), np.array(generated, dtype=np.int64), jump_forward)
 
 
 def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
@@ -42,7 +42,7 @@ def allowed(*grammars: SlotGrammar) -> list[set[int]]:
     scores = torch.zeros(2 * len(grammars), VOCAB_SIZE)
     mask_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])
     assert (scores[1::2] == 0).all()
-    return [set((row != BARRED).nonzero().flatten().tolist()) for row in scores[::2]]
+    return [set((row != MASKED).nonzero().flatten().tolist()) for row in scores[::2]]
 
 
 def test_the_stop_token_may_come_only_where_the_text_may_end(vocabulary: LLTokenizer) -> None:
@@ -77,24 +77,24 @@ def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> Non
 
 def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTokenizer) -> None:
     (a,), (b,) = ids(vocabulary, "A"), ids(vocabulary, "B")
-    jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jumps=True)
-    assert jumping.forced(32) == [], "there is a choice"
+    jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jump_forward=True)
+    assert jumping.take_forced(32) == [], "there is a choice"
     assert jumping.advance(a) == ""
-    first, rest = jumping.forced(2), jumping.forced(32)
+    first, rest = jumping.take_forced(2), jumping.take_forced(32)
     assert len(first) == 2
     text = vocabulary.decode_str([*first, *rest])
     assert vocabulary.tokenize_str(text) == [*first, *rest]
     assert text and " quick brown fox".startswith(text)
     stayed = slot(vocabulary, "(A|B) quick brown fox[XY]", b, *first, *rest)
     assert allowed(jumping) == allowed(stayed)
-    assert stayed.forced(32) == [], "it was not asked to"
+    assert stayed.take_forced(32) == [], "it was not asked to"
 
 
 def test_nothing_is_forced_at_the_end_nor_where_it_would_end_the_text(
     vocabulary: LLTokenizer,
 ) -> None:
     (a,), (x,) = ids(vocabulary, "A"), ids(vocabulary, "X")
-    assert slot(vocabulary, "AX", a, x, jumps=True).forced(32) == []
-    assert slot(vocabulary, "(A|B)XXXX", a, stop=x, jumps=True).forced(32) == []
-    failed = slot(vocabulary, "AX", jumps=True)
-    assert failed.advance(x) != "" and failed.forced(32) == []
+    assert slot(vocabulary, "AX", a, x, jump_forward=True).take_forced(32) == []
+    assert slot(vocabulary, "(A|B)XXXX", a, stop=x, jump_forward=True).take_forced(32) == []
+    failed = slot(vocabulary, "AX", jump_forward=True)
+    assert failed.advance(x) != "" and failed.take_forced(32) == []

@@ -26,7 +26,7 @@ from transformers import (
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.worker import SlotSamplingParams
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits, apply_logits_processors
-from worker_proc.sampling.sampler import SamplingRows, _least_kept
+from worker_proc.sampling.sampler import SamplingRows, _threshold
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -178,7 +178,7 @@ def test_the_filters_keep_what_transformers_warpers_keep(
         min_p=torch.full((3,), min_p),
     )
     scores = logits / temperature
-    least = _least_kept(scores, rows)
+    least = _threshold(scores, rows)
     kept = torch.ones_like(expected) if least is None else scores >= least.unsqueeze(1)
     assert kept.equal(expected)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.tiny_models import tiny_gpt2
 from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of
 from worker_proc.sampling import sampler
-from worker_proc.sampling.sampler import SamplingRows, first_of_greatest, sample, uniform
+from worker_proc.sampling.sampler import SamplingRows, argmax, sample, uniform
 
 
 def rows_of(
@@ -129,7 +129,7 @@ def test_the_search_in_blocks_finds_what_argmax_finds(vocab_size: int, dtype: to
     broken = spread.clone()
     broken[::2, vocab_size // 2 :] = float("nan")
     for logits in (spread, with_equals, broken, torch.full_like(spread, float("-inf"))):
-        assert first_of_greatest(logits).equal(logits.argmax(-1))
+        assert argmax(logits).equal(logits.argmax(-1))
 
 
 def test_a_row_samples_alone_what_it_samples_among_rows_of_any_other_kind() -> None:

@@ -1,6 +1,6 @@
 // Attention over pages: a block of queries of one row against the row's keys, in blocks of keys
 // with a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). A decode is
-// a block of one query; the query heads that share a key head are more queries of the same product.
+// a block of one query; query heads that share a key head are further queries of the same product.
 #pragma once
 
 #include <cmath>
@@ -9,14 +9,14 @@
 #include "pages.h"
 #include "tile.h"
 
-constexpr int MAX_SHARED = 128;  // query heads that may share a key head
-constexpr int MAX_QUERIES = std::max(QUERY_BLOCK, MAX_SHARED);
-// Of one query. Where the next block is fetched in goes, memory is read the more evenly the smaller
-// the blocks are.
-inline const int KEY_PANELS_OF_ONE = PREFETCHES_WAIT ? KEY_PANELS : 2;
+constexpr int MAX_GROUP_SIZE = 128;  // query heads that can share a key head
+constexpr int MAX_QUERIES = std::max(QUERY_BLOCK, MAX_GROUP_SIZE);
+// Panels of a block of keys in a decode. If the next block is prefetched in bursts, smaller blocks
+// read memory more evenly.
+inline const int DECODE_KEY_PANELS = PREFETCHES_BLOCK ? KEY_PANELS : 2;
 constexpr float LOWEST = -3e38f;  // below every score
 
-// One thread's memory for one block of queries.
+// A thread's memory for a block of queries.
 template <class E>
 struct Scratch {
     typedef typename E::Stored Stored;
@@ -26,25 +26,24 @@ struct Scratch {
     alignas(64) float scores[MAX_QUERIES * KEY_BLOCK];
     alignas(64) float sums[MAX_QUERIES * MAX_HEAD_DIM];
     alignas(64) Stored gathered[KEY_PANELS * 2 * LANES * MAX_HEAD_DIM];
-    // Of each query: its greatest score so far, what that makes of earlier sums, the sum of its
-    // weights, lane by lane.
-    alignas(64) float most[MAX_QUERIES], scale[MAX_QUERIES + LANES];
+    // For each query: the running maximum, the factor for earlier sums, the sum of the weights by
+    // lane.
+    alignas(64) float max_score[MAX_QUERIES], scale[MAX_QUERIES + LANES];
     Floats total[MAX_QUERIES];
 };
 
-// out[rows][panels * 16] (+)= a x stretches, for any number of rows and panels. ahead: null, or what
-// is fetched meanwhile.
+// out[rows][panels * 16] (+)= a x segments, for any number of rows and panels. prefetch: or null.
 template <class E, int ROWS, int PANELS>
-void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Stretch* stretch,
-             int stretches, int depth, long step, bool add, const Ahead* ahead) {
+void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Segment* segment,
+             int segments, int depth, long step, bool add, const Prefetch* prefetch) {
     Floats acc[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
             acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, Rows{a, a_stride}, stretch, stretches, depth, step,
-                              ahead ? *ahead : Ahead());
+    multiply<E, ROWS, PANELS>(acc, Rows{a, a_stride}, segment, segments, depth, step,
+                              prefetch ? *prefetch : Prefetch());
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -65,21 +64,21 @@ auto choose_product(int rows, int panels) {
     return product_of_rows<E, WIDE_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>());
 }
 
-// How many of these panels a product takes at a time.
+// Returns the number of panels that a product takes at a time.
 inline int panels_at_once(int rows, int panels) {
     return rows <= FEW_ROWS && panels >= WIDE_PANELS ? WIDE_PANELS : std::min(TILE_PANELS, panels);
 }
 
 template <class E>
 void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Stretch* stretch, int stretches, int depth, long step, bool add,
-              const Ahead* ahead) {
+              const Segment* segment, int segments, int depth, long step, bool add,
+              const Prefetch* prefetch) {
     int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
     for (int t = 0; t < tiles; t++) {
         int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
         choose_product<E>(count, panels)(out + row * out_stride, out_stride, a + row * a_stride,
-                                         a_stride, stretch, stretches, depth, step, add,
-                                         t == 0 ? ahead : nullptr);
+                                         a_stride, segment, segments, depth, step, add,
+                                         t == 0 ? prefetch : nullptr);
     }
 }
 
@@ -88,7 +87,7 @@ struct Attend {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
 
-    // Keys `key` to `key + keys` of a row, in `count` panels. bytes: of panels in 8 bits.
+    // Keys `key` to `key + keys` of a row, in `count` panels. bytes: the panels in 8 bits.
     struct KeyBlock {
         const Stored* panels[KEY_PANELS] = {};
         const int8_t* bytes[KEY_PANELS] = {};
@@ -107,137 +106,137 @@ struct Attend {
 
     long count() const { return long(work.items.size()) * program.kv_heads; }
 
-    // The first keys and values of a piece, if there is one of that number.
-    void fetch(long i, Coming& coming) const {
+    // Adds the first keys and values of piece i, if it exists, to the memory to prefetch.
+    void add_first_reads(long i, PrefetchQueue& queue) const {
         if (i >= count() || !pages.direct()) return;
-        KeyBlock block = find(item_of(i), i % program.kv_heads, item_of(i).key_begin);
+        KeyBlock block = key_block(item_of(i), i % program.kv_heads, item_of(i).key_begin);
         for (int p = 0; p < block.count; p++)
-            coming.add(block.panels[p], block.panels[p] + pages.panel_size());
+            queue.add(block.panels[p], block.panels[p] + pages.panel_size());
     }
 
-    // `next`: the piece that this thread computes after this one, -1 for none.
+    // Computes piece i. next: the piece that this thread computes afterwards, or -1.
     void piece(long i, long next, Scratch<E>& s) const {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
-        take_queries(item, kv_head, s);
-        for (long r = 0; r < rows; r++) s.most[r] = LOWEST, s.total[r] = Floats{};
+        load_queries(item, kv_head, s);
+        for (long r = 0; r < rows; r++) s.max_score[r] = LOWEST, s.total[r] = Floats{};
         long size = block_size(item);
-        KeyBlock block = find(item, kv_head, item.key_begin), after;
+        KeyBlock block = key_block(item, kv_head, item.key_begin), after;
         for (long key = item.key_begin; key < item.key_end; key += size, block = after) {
             if (key + size < item.key_end)
-                after = find(item, kv_head, key + size);
+                after = key_block(item, kv_head, key + size);
             else if (next >= 0)
-                after = find(item_of(next), next % program.kv_heads, item_of(next).key_begin);
+                after = key_block(item_of(next), next % program.kv_heads, item_of(next).key_begin);
             else
                 after = KeyBlock();
-            if (!pages.direct()) put_together(item, kv_head, block, s);
-            const KeyBlock* next = evenly(item, block, after) ? &after : nullptr;
-            if (!next) bring(item, after, KEYS, 0, KEY_PANELS_OF_ONE);
+            if (!pages.direct()) assemble(item, kv_head, block, s);
+            const KeyBlock* next = prefetches_in_products(item, block, after) ? &after : nullptr;
+            if (!next) prefetch_half(item, after, KEYS, 0, DECODE_KEY_PANELS);
             score(block, int(rows), next, s);
-            if (!next) bring(item, after, VALUES, 0, 1);
-            weigh(item, block, rows, key == item.key_begin, s);
-            if (!next) bring(item, after, VALUES, 1, KEY_PANELS_OF_ONE);
+            if (!next) prefetch_half(item, after, VALUES, 0, 1);
+            softmax(item, block, rows, key == item.key_begin, s);
+            if (!next) prefetch_half(item, after, VALUES, 1, DECODE_KEY_PANELS);
             add_values(block, int(rows), key != item.key_begin, next, s);
         }
-        item.part < 0 ? put(item, kv_head, s) : put_part(item, kv_head, s);
+        item.part < 0 ? store_output(item, kv_head, s) : store_part(item, kv_head, s);
     }
 
   private:
-    void take_queries(const Item& item, long kv_head, Scratch<E>& s) const {
-        long shared = program.heads / program.kv_heads, bytes = program.dim * sizeof(Passed);
+    void load_queries(const Item& item, long kv_head, Scratch<E>& s) const {
+        long group_size = program.heads / program.kv_heads;
         const Passed* from = (const Passed*)step.buffers[op.input];
         for (long q = 0; q < item.count; q++)
-            memcpy(s.queries + q * shared * program.dim,
+            memcpy(s.queries + q * group_size * program.padded_dim,
                    from + (item.token + q) * step.strides[op.input] +
-                       kv_head * shared * program.dim,
-                   shared * bytes);
+                       kv_head * group_size * program.padded_dim,
+                   group_size * program.padded_dim * sizeof(Passed));
     }
 
     static long block_size(const Item& item) {
-        return item.count == 1 ? KEY_PANELS_OF_ONE * LANES : KEY_BLOCK;
+        return item.count == 1 ? DECODE_KEY_PANELS * LANES : KEY_BLOCK;
     }
 
     const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
 
-    KeyBlock find(const Item& item, long kv_head, long key) const {
+    KeyBlock key_block(const Item& item, long kv_head, long key) const {
         KeyBlock block;
         block.key = key, block.keys = std::min(block_size(item), item.key_end - key);
         block.count = int((block.keys + LANES - 1) / LANES);
         for (int i = 0; i < block.count; i++) {
-            long at = key + i * LANES;
+            long key_of_panel = key + i * LANES;
             if (pages.direct())
-                block.panels[i] = pages.panel(item.row, at, kv_head);
+                block.panels[i] = pages.panel(item.row, key_of_panel, kv_head);
             else if (program.int8_pages)
-                block.bytes[i] = pages.int8_panel(item.row, at, kv_head);
+                block.bytes[i] = pages.int8_panel(item.row, key_of_panel, kv_head);
         }
         return block;
     }
 
-    // Whether the products of a block fetch the next block meanwhile, line by line: a decode's, where
-    // each finds as many keys or values there as it reads itself, and the values that it reads of
-    // one panel do not end within another.
-    bool evenly(const Item& item, const KeyBlock& block, const KeyBlock& after) const {
-        bool alike = block.count == after.count && program.dim / LANES % block.count == 0;
-        return PREFETCHES_WAIT && item.count == 1 && alike && pages.direct();
+    // Whether the products of a block prefetch the next block line by line: in a decode, if both
+    // blocks have as many panels, and no product reads the values of a panel in part.
+    bool prefetches_in_products(const Item& item, const KeyBlock& block,
+                                const KeyBlock& after) const {
+        bool alike = block.count == after.count && program.padded_dim / LANES % block.count == 0;
+        return PREFETCHES_BLOCK && item.count == 1 && alike && pages.direct();
     }
 
-    // What the product of panels `first` to `first + wide` of keys fetches.
-    Ahead keys_of(const KeyBlock& next, int first, int wide) const {
-        Ahead ahead;
-        for (int p = 0; p < wide; p++) ahead.lines[p] = (const char*)next.panels[first + p];
-        return ahead;
+    // The prefetches of the product with panels `first` to `first + width` of keys.
+    Prefetch prefetch_keys(const KeyBlock& next, int first, int width) const {
+        Prefetch prefetch;
+        for (int p = 0; p < width; p++) prefetch.lines[p] = (const char*)next.panels[first + p];
+        return prefetch;
     }
 
-    // What the product of columns `first` to `first + wide` of values, 16 each, fetches.
-    Ahead values_of(const KeyBlock& next, int first, int wide) const {
-        Ahead ahead;
-        long columns = program.dim / LANES, bytes = pages.panel_bytes() / 2;
-        for (int p = 0; p < wide; p++) {
-            long column = (first + p) * next.count;  // as the values of a panel are counted
+    // The prefetches of the product with columns `first` to `first + width` of values, 16 each.
+    Prefetch prefetch_values(const KeyBlock& next, int first, int width) const {
+        Prefetch prefetch;
+        long columns = program.padded_dim / LANES, bytes = pages.panel_bytes() / 2;
+        for (int p = 0; p < width; p++) {
+            long column = (first + p) * next.count;  // in units of a panel's 16 values
             const char* values = (const char*)next.panels[column / columns] + bytes;
-            ahead.lines[p] = values + column % columns * (bytes / columns);
+            prefetch.lines[p] = values + column % columns * (bytes / columns);
         }
-        return ahead;
+        return prefetch;
     }
 
     enum Half { KEYS, VALUES };
 
-    // Fetch half of panels `from` to `to` of the block that comes next, where pages hold panels.
-    // Not all at once: what is left of this block has to come through as well. Of a prompt nothing:
-    // the queries before these have read the same keys.
-    void bring(const Item& item, const KeyBlock& after, Half half, int from, int to) const {
+    // Prefetches half of panels `from` to `to` of the next block, if pages hold panels. Not all at
+    // once, as this block needs buffers as well. A prompt prefetches nothing: earlier queries have
+    // read the same keys.
+    void prefetch_half(const Item& item, const KeyBlock& after, Half half, int from, int to) const {
         if (item.count > 1) return;
         long bytes = pages.panel_bytes() / 2;
         for (int p = from; p < std::min(to, after.count); p++) {
             const char* panel = (const char*)after.panels[p];
             if (!panel) panel = (const char*)after.bytes[p];
-            if (panel) fetch_lines(panel + half * bytes, panel + (half + 1) * bytes);
+            if (panel) prefetch_lines(panel + half * bytes, panel + (half + 1) * bytes);
         }
     }
 
-    // Panels of keys and values that cannot be multiplied where they lie.
-    void put_together(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
+    // Assembles panels of keys and values that cannot be multiplied in place.
+    void assemble(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
         for (int i = 0; i < block.count; i++) {
             Stored* to = s.gathered + i * pages.panel_size();
             if (block.bytes[i])
-                pages.take_wide(to, block.bytes[i]);
+                pages.widen_panel(to, block.bytes[i]);
             else
                 pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
             block.panels[i] = to;
         }
     }
 
-    // scores[row][key] = query x key, but for the key's scale. next: a block to fetch, or null.
+    // scores[row][key] = query x key, without the key's scale. next: a block to prefetch, or null.
     void score(const KeyBlock& block, int rows, const KeyBlock* next, Scratch<E>& s) const {
-        int depth = int(program.dim / E::PACK);
-        for (int i = 0, wide; i < block.count; i += wide) {
-            wide = panels_at_once(rows, block.count - i);
-            Stretch stretch;
-            for (int p = 0; p < wide; p++)
-                stretch.panels[p] = (const uint32_t*)block.panels[i + p];
-            Ahead ahead = next ? keys_of(*next, i, wide) : Ahead();
-            products<E>(wide, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
-                        depth * E::TERMS, &stretch, 1, depth, LANES, false, &ahead);
+        int depth = int(program.padded_dim / E::PACK);
+        for (int i = 0, width; i < block.count; i += width) {
+            width = panels_at_once(rows, block.count - i);
+            Segment segment;
+            for (int p = 0; p < width; p++)
+                segment.panels[p] = (const uint32_t*)block.panels[i + p];
+            Prefetch prefetch = next ? prefetch_keys(*next, i, width) : Prefetch();
+            products<E>(width, rows, s.scores + i * LANES, KEY_BLOCK, (const uint32_t*)s.queries,
+                        depth * E::TERMS, &segment, 1, depth, LANES, false, &prefetch);
         }
     }
 
@@ -248,19 +247,19 @@ struct Attend {
         return load<Floats>(pages.scales(block.bytes[i]) + LANES);
     }
 
-    // Scores to weights e^(score - greatest so far); what was added up so far is scaled to match.
-    void weigh(const Item& item, const KeyBlock& block, long rows, bool first,
+    // Turns scores into weights e^(score - running maximum), and rescales earlier sums to match.
+    void softmax(const Item& item, const KeyBlock& block, long rows, bool first,
                Scratch<E>& s) const {
         bool all_seen = item.position + 1 - block.key >= block.count * LANES;
         if (program.int8_pages) scale_scores(block, rows, s);
-        if (!all_seen) hide(item, block, rows, s);
+        if (!all_seen) mask(item, block, rows, s);
         int plain = all_seen && !program.int8_pages ? block.count : 0;
         if (plain == KEY_PANELS)
-            weigh_block<KEY_PANELS>(block, rows, first, s);
+            softmax_block<KEY_PANELS>(block, rows, first, s);
         else if (plain == 2)
-            weigh_block<2>(block, rows, first, s);
+            softmax_block<2>(block, rows, first, s);
         else
-            weigh_block<0>(block, rows, first, s);
+            softmax_block<0>(block, rows, first, s);
     }
 
     void scale_scores(const KeyBlock& block, long rows, Scratch<E>& s) const {
@@ -273,45 +272,45 @@ struct Attend {
         }
     }
 
-    // Of the keys that come after a query, or after the last key.
-    void hide(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
-        long shared = program.heads / program.kv_heads;
+    // Masks the keys after a query, or after the last key.
+    void mask(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
+        long group_size = program.heads / program.kv_heads;
         for (long r = 0; r < rows; r++) {
-            long seen = item.position + r / shared + 1 - block.key;
+            long seen = item.position + r / group_size + 1 - block.key;
             for (long i = std::max(0L, std::min(seen, block.keys)); i < block.count * LANES; i++)
                 s.scores[r * KEY_BLOCK + i] = -INFINITY;
         }
     }
 
-    // PANELS: so many, none of them hidden or with scales; 0: any.
+    // PANELS: number of panels, without masks and scales; 0: any panels.
     template <int PANELS>
-    void weigh_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
+    void softmax_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
         constexpr bool PLAIN = PANELS > 0;
         const int count = PLAIN ? PANELS : block.count;
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
-            Floats most = s.most[r];
-            for (int i = 0; i < count; i++) most = max(most, load<Floats>(scores + i * LANES));
-            float now = greatest(most);
-            s.scale[r] = s.most[r] - now;
-            s.most[r] = now;
+            Floats maxima = s.max_score[r];
+            for (int i = 0; i < count; i++) maxima = max(maxima, load<Floats>(scores + i * LANES));
+            float new_max = max_lane(maxima);
+            s.scale[r] = s.max_score[r] - new_max;
+            s.max_score[r] = new_max;
         }
         for (long r = 0; r < rows; r += LANES)
             store(s.scale + r, exp(load<Floats>(s.scale + r)));
         for (long r = 0; r < rows; r++) {
             const float* scores = s.scores + r * KEY_BLOCK;
-            Floats total = {}, most = s.most[r];
+            Floats total = {}, max_score = s.max_score[r];
             for (int i = 0; i < count; i++) {
-                Floats score = load<Floats>(scores + i * LANES), w = E::power(score - most);
+                Floats score = load<Floats>(scores + i * LANES), w = E::softmax_exp(score - max_score);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
                 total += w;
                 if (!PLAIN && block.bytes[i]) w *= value_scales(block, i);
                 narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
             }
             s.total[r] = s.total[r] * s.scale[r] + total;
-            float* sums = s.sums + r * program.dim;
+            float* sums = s.sums + r * program.padded_dim;
             if (!first && s.scale[r] != 1)
-                for (long d = 0; d < program.dim; d += LANES)
+                for (long d = 0; d < program.padded_dim; d += LANES)
                     store(sums + d, load<Floats>(sums + d) * s.scale[r]);
         }
     }
@@ -319,57 +318,62 @@ struct Attend {
     // sums[row] (+)= weights x values. next: as in `score`.
     void add_values(const KeyBlock& block, int rows, bool add, const KeyBlock* next,
                     Scratch<E>& s) const {
-        int dim = int(program.dim), depth = LANES / E::PACK;
-        for (int d = 0, wide; d < dim / LANES; d += wide) {
-            wide = panels_at_once(rows, dim / LANES - d);
-            Stretch stretch[KEY_PANELS];
+        int dim = int(program.padded_dim), depth = LANES / E::PACK;
+        for (int d = 0, width; d < dim / LANES; d += width) {
+            width = panels_at_once(rows, dim / LANES - d);
+            Segment segment[KEY_PANELS];
             for (int i = 0; i < block.count; i++)
-                for (int p = 0; p < wide; p++)
-                    stretch[i].panels[p] =
+                for (int p = 0; p < width; p++)
+                    segment[i].panels[p] =
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
-            Ahead ahead = next ? values_of(*next, d, wide) : Ahead();
-            products<E>(wide, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK * E::TERMS, stretch, block.count, depth, dim, add, &ahead);
+            Prefetch prefetch = next ? prefetch_values(*next, d, width) : Prefetch();
+            products<E>(width, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
+                        KEY_BLOCK / E::PACK * E::TERMS, segment, block.count, depth, dim, add,
+                        &prefetch);
         }
     }
 
-    void put(const Item& item, long kv_head, Scratch<E>& s) const {
-        long shared = program.heads / program.kv_heads, dim = program.head_dim;
-        for (long r = 0; r < item.count * shared; r++) {
-            long row = item.output + r / shared;
+    void store_output(const Item& item, long kv_head, Scratch<E>& s) const {
+        long group_size = program.heads / program.kv_heads, dim = program.head_dim;
+        for (long r = 0; r < item.count * group_size; r++) {
+            long row = item.output + r / group_size;
             Passed* to = (Passed*)step.buffers[op.output] + row * step.strides[op.output] +
-                         (kv_head * shared + r % shared) * dim;
+                         (kv_head * group_size + r % group_size) * dim;
             float scale = 1 / sum(s.total[r]);
             for (long d = 0; d < dim; d += LANES)
-                narrow_some(to + d, load<Floats>(s.sums + r * program.dim + d) * scale, dim - d);
+                narrow_partial(to + d, load<Floats>(s.sums + r * program.padded_dim + d) * scale,
+                               dim - d);
         }
     }
 
-    void put_part(const Item& item, long kv_head, Scratch<E>& s) const {
-        long shared = program.heads / program.kv_heads, dim = program.dim;
-        for (long r = 0; r < shared; r++) {
+    void store_part(const Item& item, long kv_head, Scratch<E>& s) const {
+        long group_size = program.heads / program.kv_heads, dim = program.padded_dim;
+        for (long r = 0; r < group_size; r++) {
             float* to = step.parts + item.part * AttentionWork::part_floats(program) +
-                        (kv_head * shared + r) * (dim + 2);
-            to[0] = s.most[r], to[1] = sum(s.total[r]);
+                        (kv_head * group_size + r) * (dim + 2);
+            to[0] = s.max_score[r], to[1] = sum(s.total[r]);
             memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
         }
     }
 };
 
-// Head `head` of split row `row`: its parts together.
+// Combines the parts of a head of a split row.
 template <class E>
-void combine(const Program& program, const Step& step, const Op& op, const SplitRow& row, long head) {
+void combine(const Program& program, const Step& step, const Op& op, const SplitRow& row,
+             long head) {
     typedef typename E::Passed Passed;
     long size = AttentionWork::part_floats(program), dim = program.head_dim;
-    const float* parts = step.parts + row.first_part * size + head * (program.dim + 2);
-    float most = -INFINITY, total = 0;
-    for (long i = 0; i < row.parts; i++) most = std::max(most, parts[i * size]);
-    for (long i = 0; i < row.parts; i++) total += parts[i * size + 1] * std::exp(parts[i * size] - most);
-    Passed* to = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output] + head * dim;
+    const float* parts = step.parts + row.first_part * size + head * (program.padded_dim + 2);
+    float max_score = -INFINITY, total = 0;
+    for (long i = 0; i < row.parts; i++) max_score = std::max(max_score, parts[i * size]);
+    for (long i = 0; i < row.parts; i++)
+        total += parts[i * size + 1] * std::exp(parts[i * size] - max_score);
+    Passed* output = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output];
     for (long d = 0; d < dim; d += LANES) {
         Floats v = {};
         for (long i = 0; i < row.parts; i++)
-            v += load<Floats>(parts + i * size + 2 + d) * (std::exp(parts[i * size] - most) / total);
-        narrow_some(to + d, v, dim - d);
+            v += load<Floats>(parts + i * size + 2 + d) *
+                 (std::exp(parts[i * size] - max_score) / total);
+        narrow_partial(output + head * dim + d, v, dim - d);
     }
 }

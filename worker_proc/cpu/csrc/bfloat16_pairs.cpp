@@ -1,4 +1,4 @@
-// Steps of bfloat16, in pairs, compiled by itself.
+// Steps in bfloat16 that multiply pairs; compiled in parallel with the other compute types.
 #include "run.h"
 
 #if defined(__AVX512BF16__)

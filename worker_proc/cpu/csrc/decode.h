@@ -1,5 +1,5 @@
-// A step in which every row decodes one token, greedily: from a plan to what came out of it. Most
-// steps are such, and Python's code for the others is out of the caches after each.
+// A step in which every row decodes one token greedily, from its plan to its tokens. Most steps are
+// of this kind, and Python code would have to be loaded into the caches again in each.
 #pragma once
 
 #include <algorithm>
@@ -10,19 +10,19 @@
 
 class Decode {
   public:
-    // plan: [rows] slots.
+    // plan: [rows] the slots of the plan's rows.
     Decode(const Program& program, const Step& step, const Slots& slots, const int32_t* plan)
         : program(program), step(step), slots(slots), plan(plan), order(step.row_count) {}
 
-    // Fills in the step's rows, similar ones next to each other. False, with nothing changed, where
-    // it is not such a step. num_tokens: [rows], of the plan.
+    // Fills in the step's rows, ordered by context length. Returns false, with nothing changed, if
+    // the step is of another kind. num_tokens: [rows], in the plan's order.
     bool begin(const int32_t* num_tokens) {
         for (long i = 0; i < step.row_count; i++) {
             if (num_tokens[i] != 1 || !decodes(plan[i])) {
                 while (i-- > 0) slots.computed[plan[i]]--;
                 return false;
             }
-            slots.computed[plan[i]]++;  // so that no slot is taken twice
+            slots.computed[plan[i]]++;  // so that a second row of the slot is refused
         }
         std::iota(order.begin(), order.end(), 0L);
         std::stable_sort(order.begin(), order.end(), [&](long a, long b) {
@@ -36,13 +36,13 @@ class Decode {
         return true;
     }
 
-    // Adds the best token of each row to what is known of its slot. chosen: [rows], in the plan's
+    // Appends the argmax of each row to the tokens of its slot. token_ids: [rows], in the plan's
     // order.
-    void end(int32_t* chosen) const {
+    void end(int32_t* token_ids) const {
         for (long row = 0; row < step.row_count; row++) {
-            long slot = step.slots[row], place = slots.known[slot]++;
-            chosen[order[row]] = step.tokens[slot * step.token_stride + place] =
-                int32_t(step.best[row]);
+            long slot = step.slots[row], position = slots.known[slot]++;
+            token_ids[order[row]] = step.tokens[slot * step.token_stride + position] =
+                int32_t(step.argmax[row]);
         }
     }
 
@@ -51,10 +51,10 @@ class Decode {
     const Step& step;
     const Slots& slots;
     const int32_t* plan;
-    std::vector<long> order;  // numbers of the plan's rows
+    std::vector<long> order;  // [rows] indices of the plan's rows
 
     bool decodes(long slot) const {
-        if (slot < 0 || slot >= slots.count || !slots.plain[slot]) return false;
+        if (slot < 0 || slot >= slots.count || !slots.greedy_only[slot]) return false;
         long known = slots.known[slot], room = slots.num_pages[slot] * program.page_size;
         return known == slots.computed[slot] + 1 && known <= room && known < step.token_stride;
     }

@@ -1,4 +1,4 @@
-// What is done to each token by itself: embedding, norms, rotary positions.
+// Operations on each token by itself: embedding, norms, rotary positions.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 #include "pages.h"
 #include "quantised.h"
 
-// The weight of row `id` of the table (a column of the matrix, as the head multiplies it).
+// Returns weight d of row `id` of the table, which is a column of the head's matrix.
 template <class E>
 INLINE float embedding(const Matrix& m, long id, long d) {
     const uint32_t* panel = m.panels + id / LANES * m.panel_units;
@@ -19,11 +19,12 @@ INLINE float embedding(const Matrix& m, long id, long d) {
 }
 
 template <class E>
-void embed(const Program& program, const Step& step, const Op& op, Place place, long token) {
+void embed(const Program& program, const Step& step, const Op& op, TokenPosition place,
+           long token) {
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
     const float* position =
         program.position_vectors ? program.position_vectors + place.position * op.width : 0;
-    // The front door refuses other ids; whatever comes here must not read foreign memory.
+    // The frontend refuses invalid ids; this keeps any id from reading foreign memory.
     long id = step.tokens[step.slots[place.row] * step.token_stride + place.position];
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
     for (long d = 0; d < op.width; d++) {
@@ -39,14 +40,14 @@ void quantise_token(const Step& step, const Op& op, long token) {
                 op.width);
 }
 
-// Of x - mean, one over the root of its mean square.
+// Returns 1 / sqrt(mean((x - mean)²) + epsilon).
 INLINE float norm_scale(const float* x, float mean, long width, double epsilon) {
     Floats squares = {};
     for (long d = 0; d < width; d += LANES) {
         long count = std::min<long>(LANES, width - d);
         alignas(64) float v[LANES];
-        store(v, load_some(x + d, count) - mean);
-        Floats centred = load_some(v, count);
+        store(v, load_partial(x + d, count) - mean);
+        Floats centred = load_partial(v, count);
         squares += centred * centred;
     }
     return 1 / std::sqrt(sum(squares) / width + float(epsilon));
@@ -61,19 +62,19 @@ void norm(const Step& step, const Op& op, long token) {
     float mean = 0;
     if (op.kind == LAYER_NORM) {
         Floats total = {};
-        for (long d = 0; d < op.width; d += LANES) total += load_some(x + d, op.width - d);
+        for (long d = 0; d < op.width; d += LANES) total += load_partial(x + d, op.width - d);
         mean = sum(total) / op.width;
     }
     float scale = norm_scale(x, mean, op.width, op.epsilon);
     for (long d = 0; d < op.width; d += LANES) {
         long count = std::min<long>(LANES, op.width - d);
-        Floats v = (load_some(x + d, count) - mean) * scale * load_some(op.gain + d, count);
-        if (op.shift) v += load_some(op.shift + d, count);
-        narrow_some(to + d, v, count);
+        Floats v = (load_partial(x + d, count) - mean) * scale * load_partial(op.gain + d, count);
+        if (op.shift) v += load_partial(op.shift + d, count);
+        narrow_partial(to + d, v, count);
     }
 }
 
-// Pair (i, i + dim / 2) of a head turns by the angle of its position (Su et al. 2021,
+// Rotates each pair (i, i + dim / 2) of a head by the angle of its position (Su et al. 2021,
 // https://arxiv.org/abs/2104.09864).
 INLINE void rotate(float* __restrict to, const float* __restrict x, const float* __restrict cosines,
                    const float* __restrict sines, long dim) {
@@ -90,37 +91,40 @@ INLINE void narrow_all(T* to, const float* from, long count, float scale) {
 }
 
 template <class E>
-void rotate_write(const Program& program, const Step& step, const Op& op, Place place, long token) {
+void rotate_write(const Program& program, const Step& step, const Op& op, TokenPosition place,
+                  long token) {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
     long dim = program.head_dim, half = dim / 2, position = place.position;
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
-    pages.fetch(place.row, position);
-    alignas(64) float turned[MAX_HEAD_DIM] = {}, plain[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
+    pages.prefetch(place.row, position);
+    alignas(64) float rotated[MAX_HEAD_DIM] = {}, padded[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
     alignas(64) Stored key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
-    auto turn = [&](const float* from, const float* gain) {
+    auto normalise_and_rotate = [&](const float* from, const float* gain) {
         if (gain) {
             float scale = norm_scale(from, 0, dim, op.epsilon);
             for (long d = 0; d < dim; d++) normed[d] = from[d] * scale * gain[d];
             from = normed;
         }
         if (program.cosines)
-            rotate(turned, from, program.cosines + position * half, program.sines + position * half, dim);
+            rotate(rotated, from, program.cosines + position * half,
+                   program.sines + position * half, dim);
         else
-            memcpy(turned, from, dim * sizeof(float));
+            memcpy(rotated, from, dim * sizeof(float));
     };
     for (long h = 0; h < program.heads; h++, x += dim) {
-        turn(x, op.gain);
-        narrow_all(queries + h * program.dim, turned, program.dim, 1 / std::sqrt(float(dim)));
+        normalise_and_rotate(x, op.gain);
+        narrow_all(queries + h * program.padded_dim, rotated, program.padded_dim,
+                   1 / std::sqrt(float(dim)));
     }
     const float* values = x + program.kv_heads * dim;
     for (long h = 0; h < program.kv_heads; h++) {
-        turn(x + h * dim, op.key_gain);
-        narrow_all(key, turned, program.dim, 1);
-        memcpy(plain, values + h * dim, dim * sizeof(float));
-        narrow_all(value, plain, program.dim, 1);
+        normalise_and_rotate(x + h * dim, op.key_gain);
+        narrow_all(key, rotated, program.padded_dim, 1);
+        memcpy(padded, values + h * dim, dim * sizeof(float));
+        narrow_all(value, padded, program.padded_dim, 1);
         pages.write(place.row, position, h, key, value);
     }
 }

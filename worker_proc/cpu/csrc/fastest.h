@@ -1,6 +1,6 @@
-// Which of two element types this CPU multiplies faster, measured. An instruction for pairs of
-// bfloat16 says little: it is as fast as one for floats on AMD's Zen 4, and takes four times as long
-// on Intel's Sapphire and Emerald Rapids, where it multiplies half as much in the same time.
+// Measures which of two compute types is faster on this CPU. That there is an instruction for pairs
+// of bfloat16 says little: the instruction is as fast as one for floats on AMD's Zen 4, and takes four
+// times as long on Intel's Sapphire and Emerald Rapids, which halves the throughput there.
 #pragma once
 
 #include <algorithm>
@@ -9,29 +9,29 @@
 
 #include "tile.h"
 
-// Of the largest tile over a panel that stays in the first-level cache, the least of many times.
+// Returns the shortest time for a row of the largest tile, over panels in the first-level cache.
 template <class E>
 double tile_seconds() {
     constexpr int UNITS = 128, TIMES = 50, ROWS = TILE_ROWS<E>;
     alignas(64) static const uint32_t panels[TILE_PANELS * UNITS * LANES] = {};
     alignas(64) static const uint32_t rows[ROWS * UNITS * E::TERMS] = {};
-    Stretch stretch;
-    for (int p = 0; p < TILE_PANELS; p++) stretch.panels[p] = panels + p * UNITS * LANES;
-    double least = 1;
-    volatile float seen = 0;
+    Segment segment;
+    for (int p = 0; p < TILE_PANELS; p++) segment.panels[p] = panels + p * UNITS * LANES;
+    double shortest = 1;
+    volatile float sink = 0;
     for (int i = 0; i < TIMES; i++) {
         Floats sums[ROWS][TILE_PANELS];
         for (auto& row : sums)
-            for (Floats& sum : row) sum = Floats(seen);
-        auto began = std::chrono::steady_clock::now();
-        multiply<E, ROWS, TILE_PANELS>(sums, dense_rows<E, ROWS>(rows, UNITS * E::TERMS), &stretch, 1,
-                                       UNITS, LANES, Ahead());
-        std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+            for (Floats& sum : row) sum = Floats(sink);
+        auto start = std::chrono::steady_clock::now();
+        multiply<E, ROWS, TILE_PANELS>(sums, dense_rows<E, ROWS>(rows, UNITS * E::TERMS), &segment,
+                                       1, UNITS, LANES, Prefetch());
+        std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         for (auto& row : sums)
-            for (Floats& sum : row) seen = sum[0];
-        least = std::min(least, seconds.count() / ROWS);
+            for (Floats& sum : row) sink = sum[0];
+        shortest = std::min(shortest, seconds.count() / ROWS);
     }
-    return least;
+    return shortest;
 }
 
 template <class E, class Other>

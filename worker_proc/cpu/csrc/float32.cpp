@@ -1,4 +1,4 @@
-// Steps of float32, compiled by itself.
+// Steps in float32; compiled in parallel with the other compute types.
 #include "run.h"
 
 template void run_step<Float32>(const Program&, const Step&);

@@ -1,4 +1,4 @@
-// Matrix products over packed weights, and what is done with a product while it is at hand.
+// Matrix products over packed weights, and the epilogues that are fused with them.
 #pragma once
 
 #include <algorithm>
@@ -9,35 +9,35 @@
 #include "quantised.h"
 #include "tile.h"
 
-constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs that stay in the second-level cache
-constexpr int PANELS_A_PIECE = 2;  // so that a panel of gate and its panel of up come together
+constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs, which stay in the second-level cache
+constexpr int PANELS_A_PIECE = 2;  // a panel of gate and its panel of up are in one piece
 constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
 
-struct Best {
+struct RowMax {
     float value;
     int64_t column;
 };
 
-// Rows of one tile, as they were passed, to the form in which it takes them.
+// Packs the rows of a tile.
 typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
 
-// The products of one tile, to floats [rows][out_stride].
+// Writes the products of a tile to floats [rows][out_stride].
 typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
                             const uint32_t* panels, long panel_units, long depth,
-                            const Ahead& ahead);
+                            const Prefetch& prefetch);
 
 template <class E, int ROWS, int PANELS>
 void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
-                  const uint32_t* panels, long panel_units, long depth, const Ahead& ahead) {
+                  const uint32_t* panels, long panel_units, long depth, const Prefetch& prefetch) {
     Floats acc[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) acc[r][p] = Floats(0.0f);
-    Stretch stretch;
-    for (int p = 0; p < PANELS; p++) stretch.panels[p] = panels + p * panel_units;
-    multiply<E, ROWS, PANELS>(acc, dense_rows<E, ROWS>(a, a_stride), &stretch, 1, depth, LANES,
-                              ahead);
+    Segment segment;
+    for (int p = 0; p < PANELS; p++) segment.panels[p] = panels + p * panel_units;
+    multiply<E, ROWS, PANELS>(acc, dense_rows<E, ROWS>(a, a_stride), &segment, 1, depth, LANES,
+                              prefetch);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -80,8 +80,8 @@ Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {
     return all[rows - 1];
 }
 
-// How the product is cut into pieces, of which threads take runs: a block of rows by PANELS_A_PIECE
-// panels of columns. All the columns of one block of rows come before the next.
+// The pieces of a product, of which threads take runs: a block of rows by PANELS_A_PIECE panels of
+// columns. All columns of a block of rows come before the next block.
 struct Pieces {
     long rows, row_blocks, columns;
 
@@ -101,22 +101,22 @@ struct Matmul {
     const Op& op;
     const Step& step;
     Pieces pieces;
-    Best* best;  // MATMUL_BEST: [rows], of this thread
+    RowMax* maxima;  // MATMUL_ARGMAX: [rows] maxima of this thread
     long packed_block = -1;
-    const int64_t* places;  // of rows in the residual stream, null: in order
+    const int64_t* residual_rows;  // [rows] row of the residual stream, or null: in order
 
-    Matmul(const Op& op, const Step& step, long rows, Best* best)
-        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), best(best),
-          places(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
+    Matmul(const Op& op, const Step& step, long rows, RowMax* maxima)
+        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), maxima(maxima),
+          residual_rows(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
 
-    // The weights of a piece, if there is one of that number.
-    void fetch(long i, Coming& coming) const {
+    // Adds the weights of piece i, if it exists, to the memory to prefetch.
+    void add_first_reads(long i, PrefetchQueue& queue) const {
         if (i >= pieces.count()) return;
         long first = pieces.first_panel(i), end = first + PANELS_A_PIECE;
-        coming.add(at(first), at(std::min(end, op.matrix.panel_count)));
+        queue.add(panel_at(first), panel_at(std::min(end, op.matrix.panel_count)));
     }
 
-    // `next`: the piece that this thread computes after this one, -1 for none.
+    // Computes piece i. next: the piece that this thread computes afterwards, or -1.
     void piece(long i, long next) {
         switch (op.matrix.format) {
         case INT8: return piece_of<Quantised<Int8>>(i, next);
@@ -137,36 +137,36 @@ struct Matmul {
         alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
-            fetch_outputs(row, end, panel * LANES, panels);
+            prefetch_outputs(row, end, panel * LANES, panels);
             for (int p = 0; p < panels; p += TILE_PANELS) {
-                int wide = std::min(TILE_PANELS, panels - p);
-                choose_tile<F>(int(end - row), wide)(
+                int width = std::min(TILE_PANELS, panels - p);
+                choose_tile<F>(int(end - row), width)(
                     sums + p * LANES, PIECE_COLUMNS, inputs + (row - begin) * row_words(),
-                    row_words(), at(panel + p), m.panel_units, m.depth,
-                    ahead(next, t, tiles, p, wide));
+                    row_words(), panel_at(panel + p), m.panel_units, m.depth,
+                    prefetch_of(next, t, tiles, p, width));
             }
             for (long r = row; r < end; r++)
                 finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
         }
     }
 
-    // The rows of a block, each tile packed; this thread keeps the last one.
+    // Returns the packed rows of a block. Each thread keeps its last one.
     template <class F>
     const uint32_t* packed(long block, long tiles) {
-        static thread_local std::vector<uint32_t> own;
+        static thread_local std::vector<uint32_t> buffer;
         if constexpr (F::PACKED) {
-            if (block == packed_block) return own.data();
+            if (block == packed_block) return buffer.data();
             packed_block = block;
             long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
-            if (long(own.size()) < count * row_words()) own.resize(count * row_words());
+            if (long(buffer.size()) < count * row_words()) buffer.resize(count * row_words());
             for (long t = 0; t < tiles; t++) {
                 long row = t * count / tiles, rows = (t + 1) * count / tiles - row;
                 choose_pack<F>(int(rows), std::make_integer_sequence<int, F::ROWS>())(
-                    own.data() + row * row_words(), input(begin + row), row_words(),
+                    buffer.data() + row * row_words(), input(begin + row), row_words(),
                     op.matrix.depth);
             }
         }
-        return own.data();
+        return buffer.data();
     }
 
     long row_words() const {
@@ -177,20 +177,22 @@ struct Matmul {
         return (const uint32_t*)step.buffers[op.input] + row * row_words();
     }
 
-    // Each tile fetches one panel of the next piece, so that memory is read evenly; the only tile
-    // of few rows fetches all.
-    Ahead ahead(long next, long tile, long tiles, int first, int wide) const {
-        Ahead result;
+    // Returns what a tile prefetches: one panel of the next piece, so that memory is read evenly. A
+    // single tile prefetches all panels.
+    Prefetch prefetch_of(long next, long tile, long tiles, int first, int width) const {
+        Prefetch result;
         if (next >= 0)
-            for (int p = first; p < first + wide; p++)
+            for (int p = first; p < first + width; p++)
                 if (tiles == 1 || tile == p)
-                    result.lines[p - first] = (const char*)at(pieces.first_panel(next) + p);
+                    result.lines[p - first] = (const char*)panel_at(pieces.first_panel(next) + p);
         return result;
     }
 
-    const uint32_t* at(long panel) const { return op.matrix.panels + panel * op.matrix.panel_units; }
+    const uint32_t* panel_at(long panel) const {
+        return op.matrix.panels + panel * op.matrix.panel_units;
+    }
 
-    // What becomes of the sums of one row, for the columns from `column` on.
+    // Applies the epilogue to the sums of a row, for the columns from `column` on.
     INLINE void finish(const float* sums, long row, long column, int panels) const {
         const float* bias = op.matrix.bias;
         auto value = [&](int p) {
@@ -203,39 +205,39 @@ struct Matmul {
             float* to = (float*)output + p * LANES;
             if (op.kind == MATMUL_GELU)
                 narrow((Passed*)output + p * LANES, gelu(value(p)));
-            else if (op.kind == MATMUL_BEST)
-                keep_best(best[row], value(p), column + p * LANES);
+            else if (op.kind == MATMUL_ARGMAX)
+                update_max(maxima[row], value(p), column + p * LANES);
             else
                 store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) : value(p));
         }
     }
 
-    // Where the sums of one row go, for the columns from `column` on.
+    // Returns the address of the outputs of a row, from `column` on.
     INLINE char* output_of(long row, long column) const {
-        long start = (places ? places[row] : row) * step.strides[op.output];
-        return (char*)step.buffers[op.output] + (start + (column >> halved())) * number_bytes();
+        long start = (residual_rows ? residual_rows[row] : row) * step.strides[op.output];
+        return (char*)step.buffers[op.output] + (start + (column >> halves_columns())) * output_bytes();
     }
-    int halved() const { return op.kind == MATMUL_SWIGLU; }  // two columns become one number
-    long number_bytes() const {
+    int halves_columns() const { return op.kind == MATMUL_SWIGLU; }  // two columns become one
+    long output_bytes() const {
         return op.kind == MATMUL_SWIGLU || op.kind == MATMUL_GELU ? sizeof(Passed) : sizeof(float);
     }
 
-    // Where a tile's sums go: a line or two of each row, in as many places, on the way while the
-    // tile is multiplied.
-    INLINE void fetch_outputs(long row, long end, long column, int panels) const {
-        if (op.kind == MATMUL_BEST) return;
-        long bytes = (panels * LANES >> halved()) * number_bytes();
+    // Prefetches the outputs of a tile while it is multiplied: a line or two of each row, which are
+    // far apart.
+    INLINE void prefetch_outputs(long row, long end, long column, int panels) const {
+        if (op.kind == MATMUL_ARGMAX) return;
+        long bytes = (panels * LANES >> halves_columns()) * output_bytes();
         for (; row < end; row++)
             for (long line = 0; line < bytes; line += 64)
                 __builtin_prefetch(output_of(row, column) + line, 1, 3);
     }
 
-    // Of equal values the first column counts.
-    INLINE void keep_best(Best& best, Floats v, long column) const {
+    // The first of equal columns wins.
+    INLINE void update_max(RowMax& max, Floats v, long column) const {
         long columns = std::min<long>(LANES, op.matrix.columns - column);
-        if (columns == LANES && greatest(v) < best.value) return;
+        if (columns == LANES && max_lane(v) < max.value) return;
         for (int i = 0; i < columns; i++)
-            if (v[i] > best.value || (v[i] == best.value && column + i < best.column))
-                best = {v[i], column + i};
+            if (v[i] > max.value || (v[i] == max.value && column + i < max.column))
+                max = {v[i], column + i};
     }
 };

@@ -1,14 +1,14 @@
-// What is computed lane by lane, and the element types: how numbers are kept, passed, multiplied.
+// Lane-by-lane functions, and the compute types: how numbers are stored, passed and multiplied.
 #pragma once
 
 #include "simd.h"
 
 INLINE Floats round_to_even(Floats x) {
-    const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+    const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
     return (x + magic) - magic;
 }
 
-// By way of 16 bits: compilers take byte after byte for a longer step.
+// Goes through 16 bits, as compilers convert to 8 bits one byte at a time.
 INLINE Bytes to_bytes(Floats whole) { return to<Bytes>(to<Shorts>(to<Ints>(whole))); }
 
 INLINE Floats from_bytes(const int8_t* from) {
@@ -21,7 +21,7 @@ INLINE Floats from_bytes(const int8_t* from) {
 #endif
 }
 
-// acc + x b, of a float in memory. Where it meets several b, compilers load x apart.
+// Returns acc + x * b for a float x in memory, which compilers would load separately.
 INLINE Floats add_product(Floats acc, const uint32_t* x, Floats b) {
 #if defined(__AVX512F__)
     return Floats::of([&](int i) INLINED {
@@ -34,7 +34,7 @@ INLINE Floats add_product(Floats acc, const uint32_t* x, Floats b) {
 #endif
 }
 
-// x times 2 to the power of n, a whole number.
+// Returns x * 2^n for an integer n.
 INLINE Floats scale(Floats x, Floats n) {
 #if defined(__AVX512F__)
     return Floats::of([&](int i) INLINED {
@@ -45,7 +45,7 @@ INLINE Floats scale(Floats x, Floats n) {
 #endif
 }
 
-// e^x to 2 units in the last place. Cephes' reduction (x = n ln 2 + r) and polynomial.
+// Returns e^x to 2 ulp, by Cephes' reduction (x = n ln 2 + r) and polynomial.
 INLINE Floats exp(Floats x) {
     x = max(min(x, 88.0f), -87.3f);
     Floats n = round_to_even(x * 1.44269504f);
@@ -60,8 +60,8 @@ INLINE Floats exp(Floats x) {
     return scale(p, n);
 }
 
-// e^x for what meets bfloat16: 2^f to 3e-6, by a polynomial in the fraction f of x / ln 2.
-INLINE Floats exp_roughly(Floats x) {
+// Returns e^x to 3e-6, enough for bfloat16: a polynomial for 2^f, f being the fraction of x / ln 2.
+INLINE Floats exp_approx(Floats x) {
 #if defined(__AVX512DQ__)
     Floats t = max(x * 1.44269504f, -126.0f);
     Floats f = Floats::of([&](int i) INLINED {
@@ -72,7 +72,7 @@ INLINE Floats exp_roughly(Floats x) {
     p = p * f + 2.41442755e-1f;
     p = p * f + 6.93003833e-1f;
     p = p * f + 1.00000262f;
-    return scale(p, t);  // takes the whole part of t
+    return scale(p, t);  // uses the integer part of t
 #else
     return exp(x);
 #endif
@@ -86,21 +86,21 @@ INLINE Floats gelu(Floats x) {
     return x / (1.0f + exp(-2.0f * z));
 }
 
-// Numbers as they are kept: float, or bfloat16 in 16 bits.
+// Conversion of stored numbers, which are float, or bfloat16 in 16 bits.
 INLINE Floats widen(const float* from) { return load<Floats>(from); }
 INLINE Floats widen(const uint16_t* from) {
     return as<Floats>(to<Words>(load<Halves>(from)) << 16);
 }
 
 INLINE void narrow(float* to, Floats v) { store(to, v); }
-INLINE void narrow(uint16_t* into, Floats v) {
+INLINE void narrow(uint16_t* to_bfloat16, Floats v) {
 #if defined(__AVX512BF16__)
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)v.parts[0]);
-    memcpy(into, &rounded, sizeof rounded);
+    memcpy(to_bfloat16, &rounded, sizeof rounded);
 #else
     Words bits = as<Words>(v);
     bits = bits + 0x7fffu + ((bits >> 16) & 1u);  // to the nearest, ties to even
-    store(into, to<Halves>(bits >> 16));
+    store(to_bfloat16, to<Halves>(bits >> 16));
 #endif
 }
 
@@ -119,18 +119,18 @@ INLINE void narrow_one(uint16_t* to, float x) {
     *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Element types. Weights, keys and values are kept in units of 4 bytes: one float, or two bfloat16
-// neighbours.
-// Stored: of weights, keys and values. Passed: what operations pass to each other.
-// TERMS: so many words of what is passed meet one unit; term(unit, i) is what meets the i-th.
+// Compute types. Weights, keys and values are stored in units of 4 bytes: one float, or two
+// neighbouring bfloat16.
+// Stored: type of weights, keys and values. Passed: type of the values passed between operations.
+// TERMS: words of a row that are multiplied by one unit; term(unit, i) is the factor of the i-th.
 // PACKED: rows are packed before they are multiplied, see rows.h.
-// power(x): e^x, as exact as what it is multiplied by.
+// softmax_exp(x): e^x, as exact as the values that it is multiplied by.
 struct Float32 {
     typedef float Stored, Passed;
     static constexpr int PACK = 1, TERMS = 1;
     static constexpr bool PACKED = true;
 
-    static INLINE Floats power(Floats x) { return exp(x); }
+    static INLINE Floats softmax_exp(Floats x) { return exp(x); }
     static INLINE Words term(Words unit, int) { return unit; }
     static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
         return acc + as<Floats>(a) * as<Floats>(b);
@@ -140,15 +140,15 @@ struct Float32 {
     }
 };
 
-// bfloat16 whose neighbours become floats when they are multiplied; what is passed is float from
-// the start.
+// bfloat16 weights, keys and values that become floats when they are multiplied; operations pass
+// floats to each other.
 struct BFloat16 {
     typedef uint16_t Stored;
     typedef float Passed;
     static constexpr int PACK = 2, TERMS = 2;
     static constexpr bool PACKED = true;
 
-    static INLINE Floats power(Floats x) { return exp_roughly(x); }
+    static INLINE Floats softmax_exp(Floats x) { return exp_approx(x); }
     static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
     static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
         return acc + as<Floats>(a) * as<Floats>(b);
@@ -158,14 +158,14 @@ struct BFloat16 {
     }
 };
 
-// bfloat16 whose neighbours are multiplied and added up by one instruction, where there is one.
+// bfloat16 whose neighbours are multiplied and added by one instruction, if the CPU has it.
 #if defined(__AVX512BF16__)
 struct BFloat16Pairs {
     typedef uint16_t Stored, Passed;
     static constexpr int PACK = 2, TERMS = 1;
     static constexpr bool PACKED = false;
 
-    static INLINE Floats power(Floats x) { return exp_roughly(x); }
+    static INLINE Floats softmax_exp(Floats x) { return exp_approx(x); }
     static INLINE Words term(Words unit, int) { return unit; }
     static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
         return Floats::of([&](int i) INLINED {
@@ -178,8 +178,8 @@ struct BFloat16Pairs {
 typedef BFloat16 BFloat16Pairs;
 #endif
 
-// The first `count` lanes only; those beyond are read as zeros.
-INLINE Floats load_some(const float* from, long count) {
+// Loads the first `count` lanes; the others become zero.
+INLINE Floats load_partial(const float* from, long count) {
     if (count >= LANES) return load<Floats>(from);
     alignas(64) float some[LANES] = {};
     for (long i = 0; i < count; i++) some[i] = from[i];
@@ -187,7 +187,7 @@ INLINE Floats load_some(const float* from, long count) {
 }
 
 template <class T>
-INLINE void narrow_some(T* to, Floats v, long count) {
+INLINE void narrow_partial(T* to, Floats v, long count) {
     if (count >= LANES) return narrow(to, v);
     for (long i = 0; i < count; i++) narrow_one(to + i, v[i]);
 }

@@ -1,28 +1,28 @@
-// The rows that a tile multiplies. A unit of a panel meets TERMS words of each.
+// The rows that a tile multiplies. Each unit of a panel is multiplied by TERMS words of a row.
 #pragma once
 
 #include "numbers.h"
 
-// One after the other, `stride` words apart.
+// Rows as they are in a buffer, `stride` words apart.
 struct Rows {
     const uint32_t* words;
     long stride;
 
     template <class E>
-    INLINE Words meets(long unit, int term, int row) const {
+    INLINE Words operand(long unit, int term, int row) const {
         return words[row * stride + unit * E::TERMS + term];
     }
 };
 
-// [units][ROWS][TERMS]: what meets one unit lies side by side, each word at a place known to the
-// compiler. Then one instruction loads a word and multiplies by it; a core that runs another thread
-// as well takes in half as many instructions as it could multiply.
+// [units][ROWS][TERMS]: all words that are multiplied by the same unit are side by side, at offsets
+// known to the compiler. One instruction then loads a word and multiplies by it, which matters on a
+// core that shares its instruction decoding with another thread.
 template <int ROWS>
 struct PackedRows {
     const uint32_t* words;
 
     template <class E>
-    INLINE const uint32_t* meets(long unit, int term, int row) const {
+    INLINE const uint32_t* operand(long unit, int term, int row) const {
         return words + (unit * ROWS + row) * E::TERMS + term;
     }
 };
@@ -35,7 +35,7 @@ void pack(uint32_t* to, const uint32_t* rows, long stride, long units) {
             memcpy(to + r * E::TERMS, rows + r * stride + u * E::TERMS, E::TERMS * sizeof *to);
 }
 
-// As `pack` left them where this type's are packed, else as they were passed.
+// Rows after `pack` if this type packs them, else rows of a buffer.
 template <class E, int ROWS>
 INLINE auto dense_rows(const uint32_t* words, long stride) {
     if constexpr (E::PACKED)

@@ -1,4 +1,4 @@
-// Runs a model's list of operations for one step, by a team of threads that meet after each.
+// Runs a program for one step, by a team of threads with a barrier after each operation.
 #pragma once
 
 #include <atomic>
@@ -11,42 +11,44 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
-#include "turns.h"
+#include "schedule.h"
 
-// Waiting threads look for a while, then let others run between two looks, and sleep in the end. A
-// thread that only looks keeps the one it waits for from running where another process needs a
-// core; one that sleeps halts its core, which a virtual machine may be slow to get back. A team with
-// more threads than CPUs does not look at all: the thread it waits for needs the core.
+// Waiting threads spin, then yield, and finally sleep. A thread that only spins can keep the thread
+// that it waits for off a core that another process needs; a thread that sleeps halts its core,
+// which a virtual machine may be slow to get back. A team with more threads than CPUs does not
+// spin: the thread that it waits for needs the core.
 class Barrier {
   public:
     explicit Barrier(int threads)
-        : threads(threads), looks(threads > omp_get_num_procs() ? 0 : LOOKS), missing(threads) {}
+        : threads(threads),
+          num_spins(threads > omp_get_num_procs() ? 0 : SPINS),
+          num_missing(threads) {}
 
-    // `meanwhile` is called again and again for as long as others are missing.
+    // Calls `meanwhile` repeatedly while it spins.
     template <class Meanwhile>
     void wait(Meanwhile meanwhile) {
-        int now = generation.load(std::memory_order_acquire);
-        if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-            missing.store(threads, std::memory_order_relaxed);
+        int current = generation.load(std::memory_order_acquire);
+        if (num_missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            num_missing.store(threads, std::memory_order_relaxed);
             generation.fetch_add(1, std::memory_order_release);
             generation.notify_all();
             return;
         }
-        for (int i = 0; i < looks; i++) {
-            if (generation.load(std::memory_order_acquire) != now) return;
+        for (int i = 0; i < num_spins; i++) {
+            if (generation.load(std::memory_order_acquire) != current) return;
             meanwhile();
         }
         for (int i = 0; i < YIELDS; i++) {
-            if (generation.load(std::memory_order_acquire) != now) return;
+            if (generation.load(std::memory_order_acquire) != current) return;
             std::this_thread::yield();
         }
-        generation.wait(now, std::memory_order_acquire);
+        generation.wait(current, std::memory_order_acquire);
     }
 
   private:
-    static constexpr int LOOKS = 2000, YIELDS = 4000;
-    const int threads, looks;
-    alignas(64) std::atomic<int> missing;
+    static constexpr int SPINS = 2000, YIELDS = 4000;
+    const int threads, num_spins;
+    alignas(64) std::atomic<int> num_missing;
     alignas(64) std::atomic<int> generation{0};
 };
 
@@ -67,78 +69,80 @@ class Run {
           threads(threads),
           attention(program, step),
           barrier(threads),
-          taken(program.op_count),
-          best(threads),
-          places(step.token_count) {
+          counters(program.op_count),
+          thread_maxima(threads),
+          positions(step.token_count) {
         long token = 0;
         for (long row = 0; row < step.row_count; row++)
             for (long i = 0; i < step.num_tokens[row]; i++)
-                places[token++] = {row, step.computed[row] + i};
+                positions[token++] = {row, step.computed[row] + i};
         if (step.sampled_count < step.token_count)
-            sampled_attention.reset(new AttentionWork(program, step, places));
+            sampled_attention.reset(new AttentionWork(program, step, positions));
     }
 
     void thread(int id) {
         scratch_of_thread();
-        Coming coming;
-        long reader = -1;  // the operation that reads what is coming
+        PrefetchQueue queue;
+        long consumer = -1;  // the operation that the prefetched memory is for
         for (long i = 0; i < program.op_count; i++) {
-            auto began = std::chrono::steady_clock::now();
-            run(program.ops[i], taken[i].next, id);
-            if (i >= reader) {
-                do reader++;
-                while (reader < program.op_count && !reads_much(program.ops[reader]));
-                coming = reader < program.op_count ? first_of(program.ops[reader], id) : Coming();
+            auto start = std::chrono::steady_clock::now();
+            run(program.ops[i], counters[i].next, id);
+            if (i >= consumer) {
+                do consumer++;
+                while (consumer < program.op_count && !is_memory_bound(program.ops[consumer]));
+                queue = consumer < program.op_count ? first_reads(program.ops[consumer], id)
+                                                    : PrefetchQueue();
             }
             barrier.wait([&] {
-                if (!coming.fetch()) relax();
+                if (!queue.prefetch_next()) relax();
             });
-            if (id == 0 && step.seconds)
-                step.seconds[i] += std::chrono::duration<float>(
-                    std::chrono::steady_clock::now() - began).count();
+            if (id == 0 && step.op_seconds)
+                step.op_seconds[i] += std::chrono::duration<float>(
+                    std::chrono::steady_clock::now() - start).count();
         }
     }
 
-    void merge_best(long rows) {
+    void merge_argmax(long rows) {
         for (long row = 0; row < rows; row++) {
-            Best most = {-INFINITY, INT64_MAX};
-            for (auto& own : best)
-                if (!own.empty() && (own[row].value > most.value ||
-                                     (own[row].value == most.value && own[row].column < most.column)))
-                    most = own[row];
-            step.best[row] = most.column == INT64_MAX ? 0 : most.column;
+            RowMax max = {-INFINITY, INT64_MAX};
+            for (auto& maxima : thread_maxima)
+                if (!maxima.empty() && (maxima[row].value > max.value ||
+                                        (maxima[row].value == max.value &&
+                                         maxima[row].column < max.column)))
+                    max = maxima[row];
+            step.argmax[row] = max.column == INT64_MAX ? 0 : max.column;
         }
     }
 
   private:
     const Program& program;
     const Step& step;
-    const int threads;  // that there are: perhaps fewer than were asked for
+    const int threads;  // of the team, which can be fewer than requested
     AttentionWork attention;
     std::unique_ptr<AttentionWork> sampled_attention;  // null: every token is sampled
     Barrier barrier;
-    std::vector<Counter> taken;
-    std::vector<std::vector<Best>> best;
-    std::vector<Place> places;  // of each token
+    std::vector<Counter> counters;
+    std::vector<std::vector<RowMax>> thread_maxima;
+    std::vector<TokenPosition> positions;  // [tokens]
 
     static Scratch<E>& scratch_of_thread() {
-        static thread_local std::unique_ptr<Scratch<E>> own;
-        if (!own) own.reset(new Scratch<E>());
-        return *own;
+        static thread_local std::unique_ptr<Scratch<E>> scratch;
+        if (!scratch) scratch.reset(new Scratch<E>());
+        return *scratch;
     }
 
     template <class Work>
-    void share(std::atomic<long>& next, int id, long count, Work work) {
-        Turns(count, threads).take(next, id, work);
+    void distribute(std::atomic<long>& next, int id, long count, Work work) {
+        Schedule(count, threads).take(next, id, work);
     }
 
-    // most: rows in a piece, if there are enough for all threads.
+    // max_rows: Rows of a piece, if there are enough for all threads.
     template <class Work>
     void each_row(const Op& op, std::atomic<long>& next, int id, Work work,
-                  long most = MAX_TOKENS_A_PIECE) {
-        long rows = rows_of(op), a_thread = (rows + threads - 1) / threads;
-        long size = std::clamp<long>(a_thread, 1, most);
-        share(next, id, (rows + size - 1) / size, [&](long i, long) {
+                  long max_rows = MAX_TOKENS_A_PIECE) {
+        long rows = rows_of(op), rows_per_thread = (rows + threads - 1) / threads;
+        long size = std::clamp<long>(rows_per_thread, 1, max_rows);
+        distribute(next, id, (rows + size - 1) / size, [&](long i, long) {
             for (long token = i * size; token < std::min((i + 1) * size, rows); token++) work(token);
         });
     }
@@ -149,27 +153,27 @@ class Run {
         return op.sampled && sampled_attention ? *sampled_attention : attention;
     }
 
-    static bool reads_much(const Op& op) { return op.kind == ATTEND || is_product(op); }
-    static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_BEST; }
+    static bool is_memory_bound(const Op& op) { return op.kind == ATTEND || is_product(op); }
+    static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_ARGMAX; }
 
-    // Where the thread's first piece of the operation begins to read.
-    Coming first_of(const Op& op, int id) const {
-        Coming coming;
+    // The memory that the thread's first piece of the operation reads first.
+    PrefetchQueue first_reads(const Op& op, int id) const {
+        PrefetchQueue queue;
         if (is_product(op)) {
             Matmul<E> matmul(op, step, rows_of(op), nullptr);
-            matmul.fetch(Turns(matmul.pieces.count(), threads).first_piece(id), coming);
+            matmul.add_first_reads(Schedule(matmul.pieces.count(), threads).first_piece(id), queue);
         } else {
             Attend<E> attend(program, step, op, attention_of(op));
-            attend.fetch(Turns(attend.count(), threads).first_piece(id), coming);
+            attend.add_first_reads(Schedule(attend.count(), threads).first_piece(id), queue);
         }
-        return coming;
+        return queue;
     }
 
     void run(const Op& op, std::atomic<long>& next, int id) {
         switch (op.kind) {
         case EMBED:
             return each_row(op, next, id, [&](long token) {
-                embed<E>(program, step, op, places[token], token);
+                embed<E>(program, step, op, positions[token], token);
             });
         case RMS_NORM:
         case LAYER_NORM:
@@ -178,26 +182,27 @@ class Run {
             return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
-                rotate_write<E>(program, step, op, places[token], token);
-            }, LANES);  // 16 neighbours are written to the same lines
+                rotate_write<E>(program, step, op, positions[token], token);
+            }, LANES);  // 16 neighbours are written to the same cache lines
         case ATTEND: {
             Attend<E> attend(program, step, op, attention_of(op));
             Scratch<E>& scratch = scratch_of_thread();
-            return share(next, id, attend.count(),
-                         [&](long i, long after) { attend.piece(i, after, scratch); });
+            return distribute(next, id, attend.count(),
+                              [&](long i, long after) { attend.piece(i, after, scratch); });
         }
         case COMBINE: {
             const std::vector<SplitRow>& split = attention_of(op).split;
-            return share(next, id, long(split.size()) * program.heads, [&](long i, long) {
+            return distribute(next, id, long(split.size()) * program.heads, [&](long i, long) {
                 combine<E>(program, step, op, split[i / program.heads], i % program.heads);
             });
         }
-        case MATMUL_BEST:
-            best[id].assign(rows_of(op), Best{-INFINITY, INT64_MAX});
+        case MATMUL_ARGMAX:
+            thread_maxima[id].assign(rows_of(op), RowMax{-INFINITY, INT64_MAX});
             [[fallthrough]];
         default:
-            Matmul<E> matmul(op, step, rows_of(op), best[id].data());
-            return share(next, id, matmul.pieces.count(), [&](long i, long after) { matmul.piece(i, after); });
+            Matmul<E> matmul(op, step, rows_of(op), thread_maxima[id].data());
+            return distribute(next, id, matmul.pieces.count(),
+                              [&](long i, long after) { matmul.piece(i, after); });
         }
     }
 };
@@ -209,15 +214,15 @@ void run_step(const Program& program, const Step& step) {
 #pragma omp parallel num_threads(int(step.threads))
     {
         int id = omp_get_thread_num();
-        if (id == 0) {  // is there first: the others have to wake up
+        if (id == 0) {  // the first to run, as the others have to wake up
             run.reset(new Run<E>(program, step, omp_get_num_threads()));
             ready.store(run.get(), std::memory_order_release);
         }
-        Run<E>* mine;
-        while (!(mine = ready.load(std::memory_order_acquire))) relax();
-        mine->thread(id);
+        Run<E>* shared;
+        while (!(shared = ready.load(std::memory_order_acquire))) relax();
+        shared->thread(id);
     }
     const Op& last = program.ops[program.op_count - 1];
-    if (last.kind == MATMUL_BEST)
-        run->merge_best(last.sampled ? step.sampled_count : step.token_count);
+    if (last.kind == MATMUL_ARGMAX)
+        run->merge_argmax(last.sampled ? step.sampled_count : step.token_count);
 }

@@ -1,5 +1,5 @@
-// Vectors of 16 lanes, each of as many of the machine's own vectors as that takes: one source for
-// AVX-512, AVX2, NEON. (A compiler keeps a vector that is larger than the machine's in memory.)
+// Vectors of 16 lanes, made of one, two or four machine vectors: one source for AVX-512, AVX2 and
+// NEON. (Compilers keep a vector type that is larger than the machine's in memory.)
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr int LANES = 16;
 constexpr int VECTOR_BITS = 512 / VECTORS;
 
 #define INLINE inline __attribute__((always_inline))
-#define INLINED __attribute__((always_inline))  // of a lambda
+#define INLINED __attribute__((always_inline))  // for a lambda
 
 template <class T>
 struct Vector {
@@ -30,7 +30,7 @@ struct Vector {
     Vector() = default;
     INLINE Vector(T x) : Vector(of([&](int) INLINED { return x - Part{}; })) {}
 
-    // part(i): the i-th machine vector.
+    // part(i): returns the i-th machine vector.
     template <class F>
     static INLINE Vector of(F part) {
         Vector v;
@@ -61,16 +61,16 @@ struct Vector {
     LANE_BY_LANE(|)
 #undef LANE_BY_LANE
 
-    // All bits of a lane are set where it holds.
-#define COMPARED(op)                                                                \
+    // All bits of a lane are set if the comparison holds.
+#define COMPARISON(op)                                                                \
     friend INLINE auto operator op(Vector a, Vector b) {                            \
         return Vector<int32_t>::of([&](int i) INLINED { return a.parts[i] op b.parts[i]; }); \
     }
-    COMPARED(<)
-    COMPARED(>)
-    COMPARED(>=)
-    COMPARED(==)
-#undef COMPARED
+    COMPARISON(<)
+    COMPARISON(>)
+    COMPARISON(>=)
+    COMPARISON(==)
+#undef COMPARISON
 
     INLINE Vector operator-() const {
         return of([&](int i) INLINED { return -parts[i]; });
@@ -106,13 +106,13 @@ INLINE void store(void* to, Vector<T> v) {
     memcpy(to, &v, sizeof v);
 }
 
-// The same bits.
+// Reinterprets the bits.
 template <class V, class T>
 INLINE V as(Vector<T> v) {
     return V::of([&](int i) INLINED { return (typename V::Part)v.parts[i]; });
 }
 
-// The same values, as far as V has them.
+// Converts the values.
 template <class V, class T>
 INLINE V to(Vector<T> v) {
     return V::of([&](int i) INLINED {
@@ -126,7 +126,7 @@ INLINE Floats select(Ints where, Floats one, Floats other) {
     });
 }
 
-#if defined(__AVX512F__)  // compilers take two instructions where one of the two is a constant
+#if defined(__AVX512F__)  // compilers use two instructions if an operand is constant
 INLINE Floats max(Floats a, Floats b) {
     return Floats::of([&](int i) INLINED {
         return (Floats::Part)_mm512_max_ps((__m512)a.parts[i], (__m512)b.parts[i]);
@@ -142,7 +142,7 @@ INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 INLINE Floats min(Floats a, Floats b) { return select(a < b, a, b); }
 #endif
 
-// All lanes put together by `two`, which takes machine vectors as well as numbers.
+// Reduces all lanes by `two`, which takes two machine vectors or two numbers.
 template <class F>
 INLINE float fold(Floats v, F two) {
 #if VECTORS == 4
@@ -166,6 +166,6 @@ INLINE float sum(Floats v) {
     return fold(v, [](auto a, auto b) INLINED { return a + b; });
 }
 
-INLINE float greatest(Floats v) {
+INLINE float max_lane(Floats v) {
     return fold(v, [](auto a, auto b) INLINED { return a > b ? a : b; });
 }

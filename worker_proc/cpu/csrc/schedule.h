@@ -1,4 +1,4 @@
-// Which thread computes which piece of an operation.
+// Distributes the pieces of an operation over the threads.
 #pragma once
 
 #include <algorithm>
@@ -8,16 +8,16 @@ struct alignas(64) Counter {
     std::atomic<long> next{0};
 };
 
-// Threads take runs of neighbouring pieces, half of what is left in each round of runs: they seldom
-// meet at the counter, and yet finish together (guided self-scheduling, Polychronopoulos and Kuck
-// 1987, https://doi.org/10.1109/TC.1987.5009495). The first run of each thread is that of its number.
-class Turns {
+// Guided self-scheduling (Polychronopoulos and Kuck 1987, https://doi.org/10.1109/TC.1987.5009495):
+// threads take runs of neighbouring pieces, half of the remaining ones in each round of runs. They
+// seldom contend for the counter, and yet finish together. The first run of a thread is fixed.
+class Schedule {
   public:
-    Turns(long count, int threads) : count(count), threads(threads), size(size_of_runs()) {}
+    Schedule(long count, int threads) : count(count), threads(threads), size(size_of_runs()) {}
 
     long first_piece(int id) { return run(id).begin; }
 
-    // work(a piece, the piece that this thread computes after it or -1)
+    // Calls work(piece, next) for each piece; `next` is this thread's next piece, or -1.
     template <class Work>
     void take(std::atomic<long>& next, int id, Work work) {
         Pieces after;
@@ -37,11 +37,11 @@ class Turns {
 
     const long count;
     const int threads;
-    long round = 0, begin = 0, size;  // the round's first run, its first piece, pieces in a run
+    long round = 0, begin = 0, size;  // first run of the round, its first piece, pieces of a run
 
     long size_of_runs() const { return std::max<long>(1, (count - begin) / (2 * threads)); }
 
-    // Of number n, which is never less than before.
+    // Returns run n. Calls must not decrease n.
     Pieces run(long n) {
         for (; n >= round + threads && begin < count; round += threads) {
             begin += threads * size;

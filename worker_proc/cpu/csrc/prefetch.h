@@ -1,0 +1,49 @@
+// Prefetching: reading memory into the caches before it is needed.
+#pragma once
+
+#include "simd.h"
+
+// If all line fill buffers of a core are taken, a prefetch on Intel's CPUs waits for one, and soon
+// the instructions after it wait as well, so prefetches are spread over the computation. On AMD's
+// CPUs it is dropped, so prefetches come in bursts that are small enough for the buffers.
+#if defined(__x86_64__)
+inline const bool PREFETCHES_BLOCK = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+#else
+inline const bool PREFETCHES_BLOCK = false;
+#endif
+
+// Prefetches line after line, with idle instructions in between, without which most would be
+// dropped. TO_WRITE: 1 if the lines will be written to.
+template <int TO_WRITE = 0>
+INLINE void prefetch_lines(const void* begin, const void* end) {
+#pragma GCC unroll 1
+    for (const char* line = (const char*)begin; line < (const char*)end; line += 64) {
+        __builtin_prefetch(line, TO_WRITE, TO_WRITE ? 3 : 2);
+        asm volatile("nop; nop; nop; nop; nop; nop");
+    }
+}
+
+// Memory that a thread reads first in the next operation, prefetched line by line while it waits at
+// the barrier, so that memory is not idle between two operations.
+class PrefetchQueue {
+  public:
+    void add(const void* begin, const void* end) {
+        if (count < MAX_RANGES) ranges[count++] = {(const char*)begin, (const char*)end};
+    }
+
+    // Prefetches the next line. Returns false if there is none.
+    bool prefetch_next() {
+        while (count > 0 && ranges[count - 1].line >= ranges[count - 1].end) count--;
+        if (count == 0) return false;
+        __builtin_prefetch(ranges[count - 1].line, 0, 2);
+        ranges[count - 1].line += 64;
+        return true;
+    }
+
+  private:
+    static constexpr int MAX_RANGES = 4;
+    struct {
+        const char *line, *end;
+    } ranges[MAX_RANGES];
+    int count = 0;
+};
