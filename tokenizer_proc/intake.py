@@ -97,7 +97,7 @@ class RequestIntake:
         self.has_drained = False
 
     def start(self) -> None:
-        """Tell the scheduler of a frontend that replaces another, and await that one's clients."""
+        """Announce a frontend that replaces another one, and await the clients of that one."""
         if self._replaces:
             self._scheduler.send(FrontendRestarted())
             asyncio.get_running_loop().call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)

@@ -115,7 +115,7 @@ def test_a_token_and_the_end_in_one_step_are_one_chunk():
     deliveries = core.process(step([opening()], [(1, ids("x")[0])], [closing()]))
     chunk = only_chunk(deliveries)
     assert (chunk.text, chunk.end.usage.completion_tokens) == ("x", 1)
-    assert core.open_requests == 0
+    assert core.num_open == 0
 
 
 def test_half_a_character_is_flushed_at_the_end():
@@ -165,7 +165,7 @@ def test_a_stop_string_cuts_the_text_and_explains_the_end(stream, reason):
     assert end.usage.completion_tokens == len("one END")
     sent = [i for chunk in chunks for i in unpack_ids(chunk.token_ids)]
     assert sent == ids("one END"), "the token that completed the stop string is the last"
-    assert core.open_requests == 0
+    assert core.num_open == 0
 
 
 def test_an_error_wins_over_a_stop_string():
@@ -180,6 +180,25 @@ def test_a_beginning_of_a_stop_string_is_held_back_and_flushed():
     chunks, stops = play(detokenizer(), text_run("go EN", closing(), stops=["END"]))
     assert [chunk.text for chunk in chunks] == ["g", "o", " ", "", "", "EN"]
     assert stops == []
+
+
+def choice(index, regexes, text):
+    """One choice of request "r" that ends at its length, and the replay of it."""
+    start = StreamStart(index, ALICE, "r", True, True, [], index, regexes)
+    end = StreamEnd(index, ALICE, "r", "length", None, None, 1, 0, 1.0, 2.0, 3.0, 4.0, index)
+    whole = StepOutput(9.0, [start], [index] * len(text), pack_ids(ids(text)), [end])
+    return whole, StreamReplay(start, whole.token_ids, [], end)
+
+
+def test_the_replay_of_a_choice_is_not_charged_with_the_slow_search_of_another_one():
+    core = detokenizer()
+    slow, ordinary = choice(0, ["(a+)+$b"], "a" * 200), choice(1, ["xy+z"], "a" * 200)
+    core.process(StepOutput(1.0, [ordinary[1].opening], [], b"", []))  # keeps the budget
+    chunk = only_chunk(core.process(slow[0]))
+    assert chunk.end.error.field == "stop_regex"
+    deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[ordinary[1]]))
+    (chunk,) = deliveries.replays[ALICE]
+    assert (chunk.text, chunk.end.finish_reason) == ("a" * 200, "length")
 
 
 # --- stop tokens ----------------------------------------------------------------------------------
@@ -245,14 +264,14 @@ def replay(text, close=None, **options):
     return StreamReplay(opening(**options), pack_ids(ids(text)), [], close)
 
 
-def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
+def test_a_detokenizer_that_replays_a_text_goes_on_as_the_one_before_it():
     for cut in range(1, 6):
         steps = text_run("häßlich", closing(), stops=["ich"])
         tokens = [output.token_ids for output in steps[:cut]]
         whole = StreamReplay(opening(stops=["ich"]), b"".join(tokens), [], None)
         core = detokenizer()
         first = core.process(StepOutput(9.0, [], [], b"", [], replayed=[whole]))
-        (again,) = first.again[ALICE]
+        (again,) = first.replays[ALICE]
         assert again.text_offset == 0
         assert again.token_times == [9.0] * cut
         chunks, stops = play(core, steps[cut:])
@@ -263,23 +282,23 @@ def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
         assert chunks[-1].end.matched_stop == "ich"
 
 
-def test_a_text_that_has_ended_is_told_again_with_its_end():
+def test_a_text_that_has_ended_is_replayed_with_its_end():
     core = detokenizer()
     tokens = pack_ids([*ids("hey"), EOS])
     close = closing(reason="stop", matched=EOS)
     again = StreamReplay(opening(skip=False), tokens, [], close)
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[again]))
-    (chunk,) = deliveries.again[ALICE]
+    (chunk,) = deliveries.replays[ALICE]
     assert (chunk.text, chunk.end.finish_reason, chunk.end.matched_stop) == ("hey", "stop", EOS)
     assert deliveries.ended == [1]
-    assert core.open_requests == 0
+    assert core.num_open == 0
 
 
-def test_who_waits_for_the_whole_is_told_of_a_part_only_that_it_is_known():
+def test_a_replay_of_a_part_only_confirms_a_request_without_stream():
     core = detokenizer()
     deliveries = core.process(
         StepOutput(9.0, [], [], b"", [], replayed=[replay("he", stream=False)])
     )
-    assert [(c.text, c.token_ids) for c in deliveries.again[ALICE]] == [("", b"")]
+    assert [(c.text, c.token_ids) for c in deliveries.replays[ALICE]] == [("", b"")]
     chunks, _ = play(core, [step(tokens=[(1, ids("y")[0])]), step(closed=[closing()])])
     assert [chunk.text for chunk in chunks] == ["hey"]

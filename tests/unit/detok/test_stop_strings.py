@@ -8,7 +8,13 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detok_proc.stop_regexes import FIRST_BUDGET, RegexMatcher, TookTooLong
+from detok_proc.stop_regexes import (
+    REQUEST_BUDGET_S,
+    ChoiceBudget,
+    RegexMatcher,
+    RequestBudget,
+    SearchTooSlow,
+)
 from detok_proc.stop_strings import StopStrings
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
@@ -137,23 +143,39 @@ def test_what_stopped_the_text_is_kept_where_that_is_asked_for():
 
 def test_an_expression_that_takes_too_long_says_so():
     stops = StopStrings([], ["(a+)+$b", "(?:fooaaaaaaaaaaaa){e<=9}q"])
-    with pytest.raises(TookTooLong, match="takes too long; simplify it"):
+    with pytest.raises(SearchTooSlow, match="takes too long; simplify it"):
         stops.push("a" * 300)
+
+
+def make_matcher(pattern):
+    return RegexMatcher(pattern, ChoiceBudget(RequestBudget()))
+
+
+def test_the_choices_of_a_request_share_its_budget_and_ordinary_ones_go_on():
+    budget = RequestBudget()
+    hostile = [StopStrings([], ["(a+)+$b", "(a|a)*$c"], budget=budget) for _ in range(64)]
+    began_at = time.thread_time()
+    for stops in hostile:
+        with pytest.raises(SearchTooSlow):
+            stops.push("a" * 300)
+    assert time.thread_time() - began_at < 0.5
+    assert StopStrings([], ["b+c"], budget=budget).push("abbcd") == ("a", "b+c")
 
 
 class Interrupted:
     """A pattern during whose search the machine is busy with something else."""
 
     def __init__(self, pattern):
+        self.pattern = pattern
         self._pattern = regex.compile(pattern)
 
     def search(self, *args, **options):
-        time.sleep(2 * FIRST_BUDGET)
+        time.sleep(2 * REQUEST_BUDGET_S)
         return self._pattern.search(*args, **options)
 
 
 def test_time_that_others_take_does_not_count():
-    matcher = RegexMatcher(r"\d\d")
+    matcher = make_matcher(r"\d\d")
     matcher._pattern = Interrupted(r"\d\d")
     assert matcher.feed("abc12") == 5
 
@@ -168,19 +190,21 @@ def test_a_match_longer_than_the_limit_is_not_seen_and_little_is_held_back():
 @pytest.mark.parametrize("pattern", ["(?(DEFINE)(?<q>(?&q)))(?&q)", "(?R)a", "(?:(?R))a"])
 def test_an_expression_that_calls_itself_without_end_is_refused_or_takes_too_long(pattern):
     began = time.thread_time()
-    with pytest.raises((InvalidRequest, TookTooLong)):
+    with pytest.raises((InvalidRequest, SearchTooSlow)):
         compile_stop_regex(pattern)
-        RegexMatcher(pattern).feed("a" * 100)
+        make_matcher(pattern).feed("a" * 100)
     assert time.thread_time() - began < 1.0
 
 
 def test_a_search_that_runs_out_of_memory_ends_its_request_and_nothing_else():
-    matcher = RegexMatcher("a")
+    matcher = make_matcher("a")
 
     class Endless:
+        pattern = "a"
+
         def search(self, *_, **__):
             raise MemoryError
 
     matcher._pattern = Endless()
-    with pytest.raises(TookTooLong):
+    with pytest.raises(SearchTooSlow):
         matcher.feed("a")
