@@ -47,16 +47,13 @@ class Detokenizer:
     """Hold the text state of every open request, and of no other.
 
     Args:
-        tokenizer: whose ids are decoded.
+        tokenizer: for the ids.
         stream_interval: a streamed request gets its first token at once, then every so many.
         clock: returns Unix seconds.
     """
 
     def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        stream_interval: int,
-        clock: Callable[[], float] = now,
+        self, tokenizer: "Tokenizer", stream_interval: int, clock: Callable[[], float] = now
     ) -> None:
         self._decoders = DecoderFactory(tokenizer)
         self._interval = stream_interval
@@ -200,14 +197,7 @@ class TextStream:
     def push(
         self, token_id: int, time: float, is_stop: bool, logprobs: TokenLogprobs | None
     ) -> None:
-        """Append a token.
-
-        Args:
-            token_id: any id, also one beyond the vocabulary.
-            time: of its step, in Unix seconds.
-            is_stop: it is a stop token, whose text is dropped unless the request keeps it.
-            logprobs: of the token, if the step has them.
-        """
+        """Append a token. The text of a stop token is dropped, unless the request keeps it."""
         self.num_tokens += 1
         self._ids.append(token_id)
         self._times.append(time)
@@ -276,11 +266,7 @@ def _make_end(
     matched_stop: str | None = None,
     text_error: ErrorInfo | None = None,
 ) -> End:
-    """Return the end of a choice.
-
-    The stop string or the error with which its text ended is the reason, unless the scheduler has
-    an error.
-    """
+    """Return the end of a choice. An error of the scheduler goes before what ended the text."""
     error = closing.error or text_error
     is_stopped = matched_stop is not None and error is None
     reason = "error" if text_error is not None else closing.finish_reason

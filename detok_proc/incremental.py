@@ -61,12 +61,7 @@ class DecoderFactory:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, and what each is by itself.
-
-    Attributes:
-        special_ids: ids of special tokens.
-        plain_id: a token that is neither added nor a byte.
-    """
+    """The tokens of a tokenizer, each by itself; `plain_id` is neither an added one nor a byte."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer
@@ -98,19 +93,17 @@ class Vocabulary:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-class ByteTable:
+class ByteTable(dict[int, bytes]):
     """The bytes of each id of a byte-level tokenizer, filled as ids come up."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
+        super().__init__()
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id)
-            known = self._known[token_id] = b"" if token is None else _token_bytes(token)
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        self[token_id] = b"" if token is None else _token_bytes(token)
+        return self[token_id]
 
 
 def _token_bytes(token: str) -> bytes:

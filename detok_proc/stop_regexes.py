@@ -86,11 +86,7 @@ class RegexMatcher:
         self._window = ""
 
     def feed(self, piece: str) -> int | None:
-        """Return the number of characters of `piece` up to the end of the first match, or None.
-
-        Raises:
-            SearchTooSlow: the budget is used up.
-        """
+        """Return the number of characters of `piece` up to the end of the first match, or None."""
         window = self._window
         for position, character in enumerate(piece, start=1):
             window = window[1 - MAX_MATCH :] + character

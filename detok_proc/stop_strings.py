@@ -16,12 +16,7 @@ from detok_proc.stop_regexes import ChoiceBudget, RegexMatcher, RequestBudget
 
 
 class Scanned(NamedTuple):
-    """The result of one piece.
-
-    Attributes:
-        text: may be sent now. It ends before the match, or behind it where the match is kept.
-        matched: the stop string or expression that ended the text, or None.
-    """
+    """The text that may be sent now, and what ended the whole text: a stop or an expression."""
 
     text: str
     matched: str | None
@@ -30,11 +25,7 @@ class Scanned(NamedTuple):
 class StopStrings:
     """Look for what stops the text of one choice. After a match nothing may be pushed.
 
-    Args:
-        strings: stop strings.
-        regexes: regular expressions.
-        keeps_stop: the match is part of the text.
-        budget: of the choice's request, for the expressions.
+    With `keeps_stop` the match is part of the text. `budget` is the one of the choice's request.
     """
 
     __slots__ = ("_held", "_keeps_stop", "_matchers")

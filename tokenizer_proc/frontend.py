@@ -31,7 +31,7 @@ from quadriga.wire.messages.to_scheduler import EndsDelivered, InfoRequest, Shut
 from quadriga.wire.sockets import AsyncPort, Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
-from tokenizer_proc.intake import Preparation, RequestIntake
+from tokenizer_proc.intake import RequestIntake, RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
@@ -52,7 +52,7 @@ class Frontend:
 
     def __init__(
         self,
-        preparation: Preparation,
+        preparation: RequestPreparation,
         guard: OverloadGuard,
         scheduler: Outbox,
         static_info: InfoValues,

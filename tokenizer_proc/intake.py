@@ -33,7 +33,7 @@ from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcom
 RETURN_TIMEOUT_S = 2.0
 
 
-class Preparation(NamedTuple):
+class RequestPreparation(NamedTuple):
     """The means to prepare requests: at once, in the pool's processes, and for grammars."""
 
     preparer: Preparer
@@ -79,7 +79,7 @@ class RequestIntake:
 
     def __init__(
         self,
-        preparation: Preparation,
+        preparation: RequestPreparation,
         guard: OverloadGuard,
         scheduler: Outbox,
         clients: Clients,
@@ -112,13 +112,8 @@ class RequestIntake:
     def generate(self, client: bytes, frame: bytes, message: Generate | None) -> None:
         """Take a request in, unless the same one is being prepared.
 
-        Args:
-            client: its address.
-            frame: the encoded message.
-            message: the decoded message; None for a long one, which the pool decodes.
-
-        Raises:
-            QuadrigaError: the request is refused.
+        `message` is decoded from the frame; None for a long one, which the pool decodes. Raise
+        QuadrigaError where the request is refused.
         """
         request = self._admit(client, frame, message)
         if request is None:

@@ -23,7 +23,7 @@ from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_doo
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import static_server_info
-from tokenizer_proc.intake import Preparation
+from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.encode import Encoder
@@ -100,13 +100,13 @@ async def serve(child: Child, loaded: Loaded) -> None:
         guard.close()
 
 
-def _start_preparation(child: Child, loaded: Loaded) -> Preparation:
+def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
     pool = PreparePool(loaded.fork_server, child.config.front_door.tokenize_workers)
     pool.open()
-    return Preparation(loaded.preparer, pool, GrammarValidator(loaded.model))
+    return RequestPreparation(loaded.preparer, pool, GrammarValidator(loaded.model))
 
 
-def _make_frontend(child: Child, loaded: Loaded, preparation: Preparation) -> Frontend:
+def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation) -> Frontend:
     limits = child.config.scheduler
     guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
     scheduler = Outbox(child.endpoints.scheduler)

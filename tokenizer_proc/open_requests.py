@@ -39,9 +39,6 @@ class ClientRequests(Generic[RequestT]):
     def __iter__(self) -> Iterator[RequestT]:
         return chain.from_iterable(requests.values() for requests in self._by_client.values())
 
-    def __contains__(self, client: bytes) -> bool:
-        return client in self._by_client
-
     def of_client(self, client: bytes) -> dict[str, RequestT]:
         """Return the requests of a client by id; only to be read."""
         return self._by_client.get(client, {})
@@ -68,15 +65,10 @@ class ClientRequests(Generic[RequestT]):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that was submitted and has not ended.
-
-    Attributes:
-        num_choices: choices that have not ended.
-        aborted_by: as in AbortRequest; "" if the request was not aborted.
-    """
+    """A request that was submitted. `aborted_by` is as in AbortRequest, or "" without an abort."""
 
     submit: Submit
-    num_choices: int
+    num_open_choices: int
     aborted_by: str = ""
 
 
@@ -127,8 +119,8 @@ class OpenRequests:
         for request_id in request_ids:
             request = self._open.find(client, request_id)
             if request is not None:
-                request.num_choices -= 1
-                if request.num_choices <= 0:
+                request.num_open_choices -= 1
+                if request.num_open_choices <= 0:
                     self._open.remove(client, request_id)
 
     def lose_client(self, client: bytes) -> None:
@@ -149,7 +141,7 @@ class OpenRequests:
     def resend_all(self) -> None:
         """Send everything to a new scheduler, which ignores what its journal holds already."""
         for client in self._lost:
-            if client not in self._open:
+            if not self._open.of_client(client):
                 self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
         for request in self._open:
             submit = request.submit

@@ -18,10 +18,7 @@ class OverloadGuard:
     Only the scheduler knows how many choices wait. Here their number is the one that it reported
     last, plus the choices that were submitted since then, plus those of requests in preparation.
 
-    Args:
-        max_queued: choices that may wait.
-        max_per_client: requests that one client may have open; None: any number.
-        clock: returns seconds; the hint when to retry follows the rate at which requests end.
+    The hint when to try again follows from the rate at which requests end.
     """
 
     def __init__(
@@ -39,12 +36,7 @@ class OverloadGuard:
         self._ended_at: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
 
     def check(self, num_choices: int, num_open: int) -> None:
-        """Raise QueueFull where a request is not admitted.
-
-        Args:
-            num_choices: choices of the request.
-            num_open: requests that its client has open already.
-        """
+        """Raise QueueFull for a request that is too much, from a client with `num_open` others."""
         num_waiting = self._num_reported + self._num_submitted + self._num_preparing
         if num_waiting + num_choices > self._max_queued:
             retry_after = self._retry_after_s(num_ends=self._max_queued / 4)

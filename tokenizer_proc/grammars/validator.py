@@ -54,9 +54,7 @@ class GrammarValidator:
     async def check(self, grammar: Grammar, is_new: bool) -> str:
         """Return a grammar's form. Requests with the same grammar wait for one check.
 
-        Args:
-            grammar: any grammar.
-            is_new: the request was not admitted before, so that MAX_PENDING holds for it.
+        MAX_PENDING holds where the request is new, that is, was not admitted before.
 
         Raises:
             InvalidRequest: the grammar cannot be compiled.

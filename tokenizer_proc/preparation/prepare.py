@@ -155,12 +155,7 @@ class Preparer:
 def sampling_defaults(source: str, generation_config: dict[str, Any]) -> SamplingDefaults:
     """Return the sampling parameters of requests that leave them open.
 
-    Args:
-        source: --sampling-defaults, "model" or "openai".
-        generation_config: of the model.
-
-    Raises:
-        ConfigError: a value of the model's generation_config cannot be used.
+    `source` is --sampling-defaults. Raise ConfigError for a generation_config that cannot be used.
     """
     if source == "openai":
         return NEUTRAL

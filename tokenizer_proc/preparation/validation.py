@@ -147,12 +147,8 @@ def fit(
 ) -> "tuple[array[int], SamplingParams]":
     """Return prompt and params as they will run: not empty, complete, and within the context.
 
-    Args:
-        ids: the prompt.
-        params: filled but for max_new_tokens and seed.
-        model: whose context counts.
-        truncate: keep the last context_length - 1 tokens of a long prompt, and clamp as below.
-        clamp_max_new_tokens: generate no more tokens than the context leaves, if it leaves any.
+    With `truncate` the last context_length - 1 tokens of a long prompt are kept. With that or
+    `clamp_max_new_tokens`, no more tokens are generated than the context leaves, if it leaves any.
 
     Raises:
         PromptTooLong: prompt and max_new_tokens are more than the context.

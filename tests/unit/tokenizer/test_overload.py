@@ -42,7 +42,7 @@ from tests.unit.tokenizer.test_validation import Recorder, model
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
-from tokenizer_proc.intake import Preparation
+from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
 
@@ -130,7 +130,7 @@ class FrontendWorld:
         self.pool = LatePool(preparer)
         guard = OverloadGuard(max_queued, limit)
         self.grammars = SlowGrammars()
-        preparation = Preparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
+        preparation = RequestPreparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
         self.frontend = Frontend(preparation, guard, self.scheduler, {}, replaces)  # type: ignore[arg-type]
         self.frontend.clients.open(self.port)  # type: ignore[arg-type]
 

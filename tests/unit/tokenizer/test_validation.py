@@ -23,7 +23,7 @@ from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import AsyncPort, Outbox, encode
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.intake import Preparation
+from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
@@ -218,7 +218,9 @@ class Recorder:
 def pass_through_frontend(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
     """Return what a client's message becomes in a frontend without sockets and encoder."""
     scheduler, port, missing = Recorder(), Recorder(), cast(Any, None)
-    preparation = Preparation(Preparer(args, model(), missing), missing, GrammarValidator(model()))
+    preparation = RequestPreparation(
+        Preparer(args, model(), missing), missing, GrammarValidator(model())
+    )
     frontend = Frontend(preparation, OverloadGuard(4096, None), cast(Outbox, scheduler), {})
     frontend.open(cast(AsyncPort, port))
     frontend.on_public([b"client", message])
