@@ -1,1 +1,1 @@
-"""Turns token ids into text, a step at a time."""
+"""The detokenizer process: turns the token ids of each step into text for the clients."""

@@ -1,18 +1,19 @@
-"""What the detokenizer process does, without its sockets: steps of token ids in, chunks out."""
+"""The core of the detokenizer process, without sockets: steps of token ids in, chunks out."""
 
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from detok_proc.incremental import DecoderFactory
 from detok_proc.logprobs import (
-    Entry,
     LogprobCollector,
-    entries_by_row,
-    entries_of,
-    prompt_logprobs_entries,
+    TokenLogprobs,
+    iterate_blocks,
+    logprobs_by_row,
+    prompt_logprobs,
 )
-from detok_proc.stop_regexes import TookTooLong
+from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
 from detok_proc.stop_strings import StopStrings
 from quadriga.clock import now
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
@@ -23,51 +24,58 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-ByClient = dict[bytes, list[PlainChunk]]
-"""Chunks by the client's address."""
+ChunksByClient = dict[bytes, list[PlainChunk]]
 
 
 class Deliveries(NamedTuple):
-    """again: chunks that tell their requests from the first token on, to go first. stop_found:
-    requests that the scheduler should end, each of them told once. ended: those whose end is among
-    the chunks."""
+    """What follows from one step.
 
-    by_client: ByClient
+    Attributes:
+        by_client: chunks by the client's address.
+        stop_found: numbers of the requests that the scheduler should end; each is named once.
+        replays: chunks that start a text from its first token on; they are sent first.
+        ended: numbers of the requests whose end is among the chunks.
+    """
+
+    by_client: ChunksByClient
     stop_found: list[int]
-    again: ByClient
+    replays: ChunksByClient
     ended: list[int]
 
 
 class Detokenizer:
-    """Holds the text state of every open request, and of no other.
+    """Hold the text state of every open request, and of no other.
 
-    stream_interval: a streaming request is sent its first token at once, then every so many.
-    clock: Unix seconds.
+    Args:
+        tokenizer: for the ids.
+        stream_interval: a streamed request gets its first token at once, then every so many.
+        clock: returns Unix seconds.
     """
 
     def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        stream_interval: int,
-        clock: Callable[[], float] = now,
+        self, tokenizer: "Tokenizer", stream_interval: int, clock: Callable[[], float] = now
     ) -> None:
         self._decoders = DecoderFactory(tokenizer)
         self._interval = stream_interval
         self._clock = clock
         self._streams: dict[int, TextStream] = {}
+        self._budgets: WeakValueDictionary[tuple[bytes, str], RequestBudget] = WeakValueDictionary()
 
     @property
-    def open_requests(self) -> int:
+    def num_open(self) -> int:
+        """Number of open requests, each choice counted."""
         return len(self._streams)
 
     def process(self, output: StepOutput) -> Deliveries:
-        """Take in one step: what it opened, its tokens, then what it closed."""
+        """Take in one step: its replays, new requests, tokens and ends, in this order."""
         deliveries = Deliveries({}, [], {}, [])
+        for replay in output.replayed:  # its searches are not charged twice
+            self._budgets.pop((replay.opening.client, replay.opening.request_id), None)
         for replay in output.replayed:
             self._replay(replay, output.time, deliveries)
         for opening in output.opened:
-            self._streams[opening.seq] = TextStream(opening, self._decoders)
-        touched = self._take_tokens(output, deliveries.stop_found)
+            self._open(opening)
+        touched = self._push_tokens(output, deliveries.stop_found)
         for closing in output.closed:
             touched.pop(closing.seq, None)
             self._close(closing, deliveries.by_client, deliveries.ended)
@@ -77,32 +85,40 @@ class Detokenizer:
         return deliveries
 
     def forget_all(self) -> None:
-        """Another scheduler knows nothing of these texts."""
+        """Drop every text, which a new scheduler does not know."""
         self._streams.clear()
 
-    def _replay(self, replay: StreamReplay, moment: float, deliveries: Deliveries) -> None:
-        """Take in a request as if it had just given all its tokens."""
-        seq, closing = replay.opening.seq, replay.closing
-        stream = self._streams[seq] = TextStream(replay.opening, self._decoders)
-        ids, entries = unpack_ids(replay.token_ids), entries_of(replay.logprobs)
-        stop = closing.matched_stop if closing is not None else None
-        for place, token_id in enumerate(ids, start=1):
-            if not stream.is_over:
-                is_stop = place == len(ids) and token_id == stop
-                stream.push(token_id, moment, is_stop, next(entries, None))
-        if closing is not None:
-            self._close(closing, deliveries.again, deliveries.ended)
-        elif stream.is_over:
-            deliveries.stop_found.append(seq)
-        if closing is None:
-            chunk = stream.take() if stream.streams else stream.nothing()
-            deliveries.again.setdefault(stream.client, []).append(chunk)
+    def _open(self, opening: StreamStart) -> "TextStream":
+        budget = None
+        if opening.stop_regexes:
+            name = (opening.client, opening.request_id)
+            budget = self._budgets.setdefault(name, RequestBudget())
+        stream = self._streams[opening.seq] = TextStream(opening, self._decoders, budget)
+        return stream
 
-    def _take_tokens(self, output: StepOutput, stop_found: list[int]) -> "dict[int, TextStream]":
-        """Push every token; the requests that got one, by their number."""
-        silent = _stop_tokens(output) if output.closed else {}
-        told = entries_by_row(output.logprobs)
-        streams, moment = self._streams, output.time
+    def _replay(self, replay: StreamReplay, time: float, deliveries: Deliveries) -> None:
+        """Take in all tokens of a request as if they had been generated in this step."""
+        closing = replay.closing
+        stream = self._open(replay.opening)
+        ids, logprobs = unpack_ids(replay.token_ids), iterate_blocks(replay.logprobs)
+        stop_id = closing.matched_stop if closing is not None else None
+        for position, token_id in enumerate(ids, start=1):
+            if not stream.is_over:
+                is_stop = position == len(ids) and token_id == stop_id
+                stream.push(token_id, time, is_stop, next(logprobs, None))
+        if closing is not None:
+            self._close(closing, deliveries.replays, deliveries.ended)
+            return
+        if stream.is_over:
+            deliveries.stop_found.append(replay.opening.seq)
+        chunk = stream.take() if stream.is_streamed else stream.empty_chunk()
+        deliveries.replays.setdefault(stream.client, []).append(chunk)
+
+    def _push_tokens(self, output: StepOutput, stop_found: list[int]) -> "dict[int, TextStream]":
+        """Push every token of a step. Return the requests that got one, by number."""
+        stop_tokens = _stop_tokens(output) if output.closed else {}
+        logprobs = logprobs_by_row(output.logprobs)
+        streams, time = self._streams, output.time
         touched: dict[int, TextStream] = {}
         for row, (seq, token_id) in enumerate(
             zip(output.seqs, unpack_ids(output.token_ids), strict=True)
@@ -110,21 +126,21 @@ class Detokenizer:
             stream = streams.get(seq)
             if stream is None or stream.is_over:
                 continue
-            stream.push(token_id, moment, silent.get(seq) == (row, token_id), told.get(row))
+            stream.push(token_id, time, stop_tokens.get(seq) == (row, token_id), logprobs.get(row))
             touched[seq] = stream
             if stream.is_over:
                 stop_found.append(seq)
         return touched
 
-    def _close(self, closing: StreamEnd, by_client: ByClient, ended: list[int]) -> None:
+    def _close(self, closing: StreamEnd, by_client: ChunksByClient, ended: list[int]) -> None:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
-            end = _make_end(closing, None, None, 0, self._clock())
-            chunk = _empty_chunk(closing, end)
+            end = _make_end(closing, self._clock())
+            chunk = _make_chunk(closing.request_id, closing.index, end)
         else:
             stream.flush()
             end = _make_end(
-                closing, stream.matched_stop, stream.error, stream.tokens, self._clock()
+                closing, self._clock(), stream.num_tokens, stream.matched_stop, stream.error
             )
             chunk = stream.take(end)
         by_client.setdefault(closing.client, []).append(chunk)
@@ -132,20 +148,28 @@ class Detokenizer:
 
 
 class TextStream:
-    """One request between its first token and its end: what is known and not sent yet.
+    """The text of one choice between its first token and its end: what was not sent yet.
 
-    matched_stop: what ended the text; error: why it cannot go on.
+    Attributes:
+        is_streamed: its client wants text before the end.
+        num_tokens: tokens that were pushed.
+        matched_stop: the stop string or expression that ended the text.
+        error: why the text cannot go on.
     """
 
-    __slots__ = ("_decoder", "_ids", "_index", "_keeps_stop", "_min_tokens", "_pieces", "_prompt",
-                 "_sent_characters", "_stops", "_times", "_told", "client", "error",
-                 "matched_stop", "request_id", "streams", "tokens")  # fmt: skip
+    __slots__ = (
+        "_decoder", "_ids", "_index", "_keeps_stop", "_logprobs", "_min_tokens", "_num_sent_chars",
+        "_pieces", "_prompt_logprobs", "_stops", "_times", "client", "error", "is_streamed",
+        "matched_stop", "num_tokens", "request_id",
+    )  # fmt: skip
 
-    def __init__(self, opening: StreamStart, decoders: DecoderFactory) -> None:
+    def __init__(
+        self, opening: StreamStart, decoders: DecoderFactory, budget: RequestBudget | None
+    ) -> None:
         self.client = opening.client
         self.request_id = opening.request_id
-        self.streams = opening.stream
-        self.tokens = 0
+        self.is_streamed = opening.stream
+        self.num_tokens = 0
         self.matched_stop: str | None = None
         self.error: ErrorInfo | None = None
         self._index = opening.index
@@ -154,35 +178,36 @@ class TextStream:
         self._min_tokens = opening.min_new_tokens
         self._stops: StopStrings | None = None
         if opening.stop_strings or opening.stop_regexes:
-            strings, regexes = opening.stop_strings, opening.stop_regexes
-            self._stops = StopStrings(strings, regexes, opening.keeps_stop)
-        told, prompt = opening.logprobs, opening.prompt
-        self._told = None if told is None else LogprobCollector(told, decoders.bytes_of)
-        self._prompt = (
-            None if prompt is None else prompt_logprobs_entries(prompt, decoders.bytes_of)
-        )
+            self._stops = StopStrings(
+                opening.stop_strings, opening.stop_regexes, opening.keeps_stop, budget
+            )
+        bytes_of, width, prompt = decoders.bytes_of, opening.logprobs, opening.prompt
+        self._logprobs = None if width is None else LogprobCollector(width, bytes_of)
+        self._prompt_logprobs = None if prompt is None else prompt_logprobs(prompt, bytes_of)
         self._pieces: list[str] = []
         self._ids = array("i")
         self._times: list[float] = []
-        self._sent_characters = 0
+        self._num_sent_chars = 0
 
     @property
     def is_over(self) -> bool:
-        """The scheduler is to end it."""
+        """Whether the text has ended, so that the scheduler should end the request."""
         return self.matched_stop is not None or self.error is not None
 
-    def push(self, token_id: int, moment: float, is_stop: bool, entry: Entry | None) -> None:
-        """is_stop: a stop token, which counts but leaves no text, unless its request keeps it."""
-        self.tokens += 1
+    def push(
+        self, token_id: int, time: float, is_stop: bool, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Append a token. The text of a stop token is dropped, unless the request keeps it."""
+        self.num_tokens += 1
         self._ids.append(token_id)
-        self._times.append(moment)
-        if self._told is not None and entry is not None:
-            self._told.add(token_id, entry)
+        self._times.append(time)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.add(token_id, logprobs)
         if not is_stop or self._keeps_stop:
             self._add_text(self._decoder.push(token_id))
 
     def flush(self) -> None:
-        """No more tokens come: half characters and half stop strings are text after all."""
+        """Append what was held back, as no more tokens come: half characters, half stop strings."""
         if self.is_over:
             return
         self._add_text(self._decoder.flush())
@@ -190,63 +215,64 @@ class TextStream:
             self._pieces.append(self._stops.flush())
 
     def is_due(self, interval: int) -> bool:
-        """The first token at once, then every `interval` of them."""
-        unsent = len(self._ids)
-        return self.streams and (unsent >= interval or unsent == self.tokens)
+        """Return whether a chunk is to be sent: the first token at once, then every `interval`."""
+        num_unsent = len(self._ids)
+        return self.is_streamed and (num_unsent >= interval or num_unsent == self.num_tokens)
 
-    def nothing(self) -> PlainChunk:
-        """A chunk that says no more than that the request is known."""
-        if self._index == 0:
-            return PlainChunk(self.request_id, 0, "", b"", [])
-        return Chunk(self.request_id, 0, "", b"", [], None, self._index)
+    def empty_chunk(self) -> PlainChunk:
+        """Return a chunk that only confirms the request."""
+        return _make_chunk(self.request_id, self._index)
 
     def take(self, end: End | None = None) -> PlainChunk:
-        """Everything that is known and was not sent."""
+        """Return a chunk of everything that was not sent."""
         text = "".join(self._pieces)
-        ids, times, offset = pack_ids(self._ids), self._times, self._sent_characters
-        self._sent_characters += len(text)
+        ids, times, offset = pack_ids(self._ids), self._times, self._num_sent_chars
+        self._num_sent_chars += len(text)
         self._pieces, self._ids, self._times = [], array("i"), []
-        if self._told is None and self._prompt is None and self._index == 0:
+        if self._logprobs is None and self._prompt_logprobs is None and self._index == 0:
             return PlainChunk(self.request_id, offset, text, ids, times, end)
-        told = None if self._told is None else self._told.take()
-        prompt, self._prompt = self._prompt, None
-        return Chunk(self.request_id, offset, text, ids, times, end, self._index, told, prompt)
+        logprobs = None if self._logprobs is None else self._logprobs.take()
+        prompt, self._prompt_logprobs = self._prompt_logprobs, None
+        return Chunk(self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt)
 
     def _add_text(self, text: str) -> None:
-        if self._stops is not None and self.tokens > self._min_tokens:
+        if self._stops is not None and self.num_tokens > self._min_tokens:
             try:
                 text, self.matched_stop = self._stops.push(text)
-            except TookTooLong as error:
+            except SearchTooSlow as error:
                 self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
         if text:
             self._pieces.append(text)
 
 
-def _empty_chunk(closing: StreamEnd, end: End) -> PlainChunk:
-    """The end of a request that never gave a token."""
-    if closing.index == 0:
-        return PlainChunk(closing.request_id, 0, "", b"", [], end)
-    return Chunk(closing.request_id, 0, "", b"", [], end, closing.index)
+def _make_chunk(request_id: str, index: int, end: End | None = None) -> PlainChunk:
+    """Return a chunk without tokens."""
+    if index == 0:
+        return PlainChunk(request_id, 0, "", b"", [], end)
+    return Chunk(request_id, 0, "", b"", [], end, index)
 
 
 def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:
-    """(row, token id) of the stop token, for each request that ends by one in this step."""
-    ending = {c.seq: c.matched_stop for c in output.closed if c.matched_stop is not None}
-    last_rows = {seq: row for row, seq in enumerate(output.seqs) if seq in ending}
-    return {seq: (row, ending[seq]) for seq, row in last_rows.items()}
+    """Return (row, token id) of the stop token of each request that one ends in this step."""
+    stop_ids = {c.seq: c.matched_stop for c in output.closed if c.matched_stop is not None}
+    last_rows = {seq: row for row, seq in enumerate(output.seqs) if seq in stop_ids}
+    return {seq: (row, stop_ids[seq]) for seq, row in last_rows.items()}
 
 
 def _make_end(
-    closing: StreamEnd, found: str | None, failed: ErrorInfo | None, tokens: int, now: float
+    closing: StreamEnd,
+    now: float,
+    num_tokens: int = 0,
+    matched_stop: str | None = None,
+    text_error: ErrorInfo | None = None,
 ) -> End:
-    """found: the stop string that was met; failed: why its text could not go on. They tell why the
-    text ends, unless the scheduler knows of an error."""
-    error = closing.error or failed
-    stopped = found is not None and error is None
-    reason = "error" if failed is not None else closing.finish_reason
+    """Return the end of a choice. An error of the scheduler goes before what ended the text."""
+    error = closing.error or text_error
+    is_stopped = matched_stop is not None and error is None
+    reason = "error" if text_error is not None else closing.finish_reason
     return End(
-        "stop" if stopped else reason,
-        Usage(closing.prompt_tokens, tokens, closing.cached_tokens),
+        "stop" if is_stopped else reason,
+        Usage(closing.prompt_tokens, num_tokens, closing.cached_tokens),
         StageTimes(
             closing.received_at,
             closing.tokenized_at,
@@ -254,6 +280,6 @@ def _make_end(
             closing.first_token_at,
             now,
         ),
-        found if stopped else closing.matched_stop,
+        matched_stop if is_stopped else closing.matched_stop,
         error,
     )

@@ -1,8 +1,13 @@
-"""Token ids to text, one token at a time.
+"""Decode token ids to text, one token at a time.
 
-What the pieces give joined together is what `tokenizer.decode` gives for all ids at once, also
-where the bytes are no valid UTF-8; no piece ends within a character; and each token costs a
-bounded amount of work, however long the text and however broken its bytes.
+The pieces joined are what `tokenizer.decode` gives for all ids at once, also where the bytes are no
+valid UTF-8. No piece ends within a character. Each token costs a bounded amount of work, however
+long the text and however broken its bytes.
+
+`tokenizers.decoders.DecodeStream` (0.23) does none of this, so that it is not used: it raises
+"Invalid prefix encountered" for some sequences of ids, drops half a character at the end, lets text
+of a prompt that it was primed with leak into the stream, and while the bytes are no valid UTF-8
+decodes all of them once more for each token (1.4 ms a token after 4000).
 """
 
 import codecs
@@ -15,39 +20,40 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+# SentencePiece writes a space so.
 WORD_START = "\u2581"
-"""How SentencePiece writes a space."""
+# At most so many tokens are held back until they are whole characters.
 WINDOW_TOKENS = 32
-"""So many tokens are held back, at most, in the hope that they become whole characters."""
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextDecoder(Protocol):
-    """The text of one request."""
+    """Decode the tokens of one text."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now, often empty."""
+        """Return the text that is certain now, often empty."""
 
     def flush(self) -> str:
-        """The rest; nothing may be pushed afterwards."""
+        """Return the rest; nothing may be pushed afterwards."""
 
 
 class DecoderFactory:
-    """Makes a TextDecoder for each request of one tokenizer."""
+    """Make the TextDecoder of each text, for one tokenizer."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._bytes = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
         self._vocabulary = Vocabulary(tokenizer)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What one token stands for by itself: perhaps half a character."""
+        """Return the bytes of a token by itself, which may be half a character."""
         if self._bytes is not None:
             return self._bytes[token_id]
         return self._vocabulary.bytes_of(token_id)
 
     def make(self, skip_special_tokens: bool) -> TextDecoder:
+        """Return the decoder of a new text."""
         skipped = self._vocabulary.special_ids if skip_special_tokens else frozenset[int]()
         if self._bytes is not None:
             return ByteLevelDecoder(self._bytes, skipped)
@@ -55,7 +61,7 @@ class DecoderFactory:
 
 
 class Vocabulary:
-    """What the decoders ask about single ids."""
+    """The tokens of a tokenizer, each by itself; `plain_id` is neither an added one nor a byte."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer
@@ -67,42 +73,41 @@ class Vocabulary:
         )
 
     def is_known(self, token_id: int) -> bool:
-        """A model's vocabulary may be padded beyond its tokenizer's; such ids leave no text."""
+        """Return False for an id that only a padded vocabulary has, which leaves no text."""
         return self.tokenizer.id_to_token(token_id) is not None
 
     def is_byte(self, token_id: int) -> bool:
-        """One byte, as SentencePiece spells it: <0xE4>."""
+        """Return whether a token is one byte in SentencePiece's spelling, such as <0xE4>."""
         token = self.tokenizer.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """As SentencePiece spells its tokens; empty for an id that is not known."""
+        """Return the bytes of a token in SentencePiece's spelling; empty for an unknown id."""
         token = self.tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return token.replace(WORD_START, " ").encode("utf-8")
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-class ByteTable:
+class ByteTable(dict[int, bytes]):
     """The bytes of each id of a byte-level tokenizer, filled as ids come up."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
+        super().__init__()
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id)
-            known = self._known[token_id] = b"" if token is None else _token_bytes(token)
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        self[token_id] = b"" if token is None else _token_bytes(token)
+        return self[token_id]
 
 
 def _token_bytes(token: str) -> bytes:
-    """An added token with a character outside the alphabet stands for itself."""
+    """Return the bytes of a token; one with a character outside the alphabet stands for itself."""
     alphabet = _byte_alphabet()
     if all(character in alphabet for character in token):
         return bytes(alphabet[character] for character in token)
@@ -111,8 +116,11 @@ def _token_bytes(token: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for every byte. Source: Radford et al. (2019), encoder.py:
-    printable Latin-1 stands for itself, the others follow from U+0100 on, in their order."""
+    """Return the byte of each of GPT-2's 256 characters.
+
+    Printable Latin-1 stands for itself; the other bytes follow from U+0100 on, in their order.
+    Source: Radford et al. (2019), encoder.py.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -121,7 +129,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """For GPT-2, Llama 3, Qwen, SmolLM: tokens are bytes, so that text is UTF-8 decoding."""
+    """Decode tokens that are bytes (GPT-2, Llama 3, Qwen, SmolLM), which only takes UTF-8."""
 
     __slots__ = ("_bytes", "_skipped", "_utf8")
 
@@ -131,22 +139,25 @@ class ByteLevelDecoder:
         self._utf8 = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
+        """Return the text that is certain now."""
         if token_id in self._skipped:
             return ""
         return self._utf8.decode(self._bytes[token_id])
 
     def flush(self) -> str:
+        """Return the rest."""
         return self._utf8.decode(b"", True)
 
 
 class WindowedDecoder:
-    """For every other decoder, SentencePiece's above all: only `tokenizer.decode` knows its rules.
+    """Decode tokens of every other kind, such as SentencePiece's, with `tokenizer.decode`.
 
-    Such rules look at a token's neighbours (a run of byte tokens is text only as a whole) and at
-    the beginning of a text (whose space is stripped), so that the ids since the last certain text
-    are decoded behind one token before them, the anchor. They are held back while they may still
-    become other characters, but never more than WINDOW_TOKENS of them; only where so many bytes
-    in a row are no valid UTF-8 may the text then have another number of U+FFFD than decode's.
+    Only that function knows a tokenizer's rules. They look at a token's neighbours (a run of byte
+    tokens is text only as a whole) and at the beginning of a text (whose space is stripped), so
+    that the ids since the last certain text are decoded behind one token before them, the anchor.
+    They are held back while they may still become other characters, but at most WINDOW_TOKENS of
+    them. Only if so many bytes in a row are no valid UTF-8 may the number of U+FFFD differ from
+    decode's.
     """
 
     __slots__ = ("_anchor", "_skipped", "_vocabulary", "_window")
@@ -158,6 +169,7 @@ class WindowedDecoder:
         self._window: list[int] = []
 
     def push(self, token_id: int) -> str:
+        """Return the text that is certain now."""
         if token_id in self._skipped or not self._vocabulary.is_known(token_id):
             return ""
         self._window.append(token_id)
@@ -169,6 +181,7 @@ class WindowedDecoder:
         return "" if text.endswith(REPLACEMENT) else self._commit(len(self._window), text)
 
     def flush(self) -> str:
+        """Return the rest."""
         return self._text_of(self._window)
 
     def _text_of(self, ids: list[int]) -> str:
@@ -176,16 +189,17 @@ class WindowedDecoder:
         return decode(self._anchor + ids)[len(decode(self._anchor)) :]
 
     def _commit_whole_characters(self) -> str:
-        """A character has up to four bytes: the last three tokens may be the begin of one."""
-        longest = len(self._window)
-        for count in range(longest, longest - 4, -1):
+        """Commit all but up to three last tokens, which may begin a character of four bytes."""
+        num_tokens = len(self._window)
+        for count in range(num_tokens, num_tokens - 4, -1):
             text = self._text_of(self._window[:count])
             if not text.endswith(REPLACEMENT):
                 return self._commit(count, text)
-        return self._commit(longest, self._text_of(self._window))
+        return self._commit(num_tokens, self._text_of(self._window))
 
     def _commit(self, count: int, text: str) -> str:
-        """A byte cannot be an anchor: it would join the run of bytes behind it."""
+        """Drop the first tokens of the window, and return their text."""
+        # A byte cannot be the anchor: it would join the run of bytes behind it.
         plain = [i for i in self._window[:count] if not self._vocabulary.is_byte(i)]
         self._anchor = plain[-1:] or self._anchor or [self._vocabulary.plain_id]
         del self._window[:count]

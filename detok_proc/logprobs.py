@@ -1,20 +1,32 @@
-"""Log-probabilities on their way to a client: ids get their bytes."""
+"""Logprobs on their way to a client: the bytes of each token are added to its id."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
 
 from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, Logprobs, PromptLogprobs, SampledLogprobs
 from quadriga.wire.messages.to_detok import PromptLogprobsData
 
 BytesOf = Callable[[int], bytes]
-NOT_A_NUMBER = float("nan")
+NAN = float("nan")
+
+
+class TokenLogprobs(NamedTuple):
+    """The logprob of one token, and the most likely ids at its place with their logprobs."""
+
+    value: float
+    top_ids: "array[int]"
+    top_values: "array[float]"
 
 
 class LogprobCollector:
-    """Log-probabilities of tokens, one after the other, with `width` of the likeliest of each.
+    """Collect the logprobs of successive tokens until they are sent.
 
-    bytes_of: what a token stands for.
+    Args:
+        width: number of the most likely tokens that the client asked for.
+        bytes_of: returns the bytes of a token id.
     """
 
     __slots__ = ("_bytes_of", "_ids", "_top_ids", "_top_values", "_values", "_width")
@@ -28,19 +40,23 @@ class LogprobCollector:
         self._ids, self._values = array("i"), array("f")
         self._top_ids, self._top_values = array("i"), array("f")
 
-    def add(self, token_id: int, entry: "Entry") -> None:
-        """The entry has as many of the likeliest as the vocabulary or somebody else's wish left."""
-        value, top_ids, top_values = entry
+    def add(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        """Add a token.
+
+        Other requests in the step may have asked for more of the most likely tokens, which are cut
+        off; a small vocabulary may have fewer, and the rest is filled with -1 and NaN.
+        """
+        value, top_ids, top_values = logprobs
         width = self._width
         self._ids.append(token_id)
         self._values.append(value)
-        lacking = width - len(top_ids)
-        self._top_ids += top_ids[:width] + array("i", [-1] * lacking)
-        self._top_values += top_values[:width] + array("f", [NOT_A_NUMBER] * lacking)
+        num_missing = width - len(top_ids)
+        self._top_ids += top_ids[:width] + array("i", [-1] * num_missing)
+        self._top_values += top_values[:width] + array("f", [NAN] * num_missing)
 
     def take(self) -> Logprobs:
-        """All that were added since the last time."""
-        told = Logprobs(
+        """Return all logprobs that were added since the last call."""
+        logprobs = Logprobs(
             pack_floats(self._values),
             self._width,
             pack_ids(self._top_ids),
@@ -49,43 +65,31 @@ class LogprobCollector:
             [self._bytes_of(i) if i >= 0 else b"" for i in self._top_ids],
         )
         self._clear()
-        return told
+        return logprobs
 
 
-Entry = tuple[float, "array[int]", "array[float]"]
-"""Of one token: its own log-probability, the likeliest ids, and theirs."""
-
-
-def entries_by_row(told: SampledLogprobs | None) -> dict[int, Entry]:
-    """By the token's place in its step."""
-    if told is None:
+def logprobs_by_row(sampled: SampledLogprobs | None) -> dict[int, TokenLogprobs]:
+    """Return the logprobs of one step by the index of the token in its step."""
+    if sampled is None:
         return {}
-    return dict(zip(unpack_ids(told.rows), _entries(told.block), strict=True))
+    return dict(zip(unpack_ids(sampled.rows), iterate_blocks([sampled.block]), strict=True))
 
 
-def prompt_logprobs_entries(prompt: PromptLogprobsData, bytes_of: BytesOf) -> PromptLogprobs:
-    """All of a prompt's tokens; the first one follows nothing, so that it has no probability."""
-    told, ids = LogprobCollector(prompt.width, bytes_of), unpack_ids(prompt.token_ids)
-    first: Entry = (NOT_A_NUMBER, array("i"), array("f"))
-    for token_id, entry in zip(ids, _chained(first, prompt.blocks), strict=True):
-        told.add(token_id, entry)
-    return PromptLogprobs(prompt.token_ids, told.take())
+def prompt_logprobs(prompt: PromptLogprobsData, bytes_of: BytesOf) -> PromptLogprobs:
+    """Return the logprobs of a prompt. Its first token follows nothing, and has NaN."""
+    collector = LogprobCollector(prompt.width, bytes_of)
+    first = TokenLogprobs(NAN, array("i"), array("f"))
+    all_logprobs = chain([first], iterate_blocks(prompt.blocks))
+    for token_id, logprobs in zip(unpack_ids(prompt.token_ids), all_logprobs, strict=True):
+        collector.add(token_id, logprobs)
+    return PromptLogprobs(prompt.token_ids, collector.take())
 
 
-def entries_of(blocks: Iterable[LogprobBlock]) -> Iterator[Entry]:
-    """Of all tokens, one after the other."""
+def iterate_blocks(blocks: Iterable[LogprobBlock]) -> Iterator[TokenLogprobs]:
+    """Yield the logprobs of one token after the other."""
     for block in blocks:
-        yield from _entries(block)
-
-
-def _chained(first: Entry, blocks: Iterable[LogprobBlock]) -> Iterator[Entry]:
-    yield first
-    yield from entries_of(blocks)
-
-
-def _entries(block: LogprobBlock) -> Iterator[Entry]:
-    width = block.width
-    top_ids, top_values = unpack_ids(block.top_ids), unpack_floats(block.top_values)
-    for index, value in enumerate(unpack_floats(block.values)):
-        part = slice(index * width, (index + 1) * width)
-        yield value, top_ids[part], top_values[part]
+        width = block.width
+        top_ids, top_values = unpack_ids(block.top_ids), unpack_floats(block.top_values)
+        for index, value in enumerate(unpack_floats(block.values)):
+            columns = slice(index * width, (index + 1) * width)
+            yield TokenLogprobs(value, top_ids[columns], top_values[columns])

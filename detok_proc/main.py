@@ -1,4 +1,8 @@
-"""The detokenizer process: blocks for a step's ids, sends each client its text."""
+"""The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
+
+Its messages go to the tokenizer process as three frames: the client's address, the encoded public
+message, and a Delivered. Three empty frames stand for Drained.
+"""
 
 import logging
 import os
@@ -24,21 +28,21 @@ from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
 
 
 def main() -> None:
-    """`python -m detok_proc`. It yields the processor to the worker, on which all wait."""
+    """Run `python -m detok_proc`, at a lower priority than the worker."""
     run_child("detok_proc", body, low_priority=True)
 
 
 def body(child: Child) -> None:
-    """Bind first, so that nothing which is sent during the start is lost."""
+    """Load the tokenizer and serve. Bind first, so that no message of the start is lost."""
     inbox = faulty_inbox(
         Inbox[DetokMessage](child.endpoints.detok, DetokMessage),
         "detok",
         child.config.launch.fault,
     )
-    began = time.perf_counter()
+    began_at = time.perf_counter()
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
-    child.phase("load tokenizer", time.perf_counter() - began)
+    child.phase("load tokenizer", time.perf_counter() - began_at)
     delivery = Outbox(child.endpoints.delivery)
     scheduler = Outbox(child.endpoints.scheduler)
     child.ready()
@@ -52,21 +56,21 @@ def serve(
     delivery: Outbox,
     scheduler: Outbox,
 ) -> None:
-    """Until StopDetok. Drained is passed on to the tokenizer as three empty frames."""
+    """Serve until StopDetok."""
     control.attend()
     poller = Poller(inbox, control)
-    session = _begin(detokenizer, scheduler)
+    session = _begin_session(detokenizer, scheduler)
     while True:
         poller.wait()
         control.read_commands()
         for message in inbox.drain():
             if isinstance(message, StopDetok):
-                logging.debug("leaving with %d open requests", detokenizer.open_requests)
+                logging.debug("stopping with %d open requests", detokenizer.num_open)
                 return
             if isinstance(message, Drained):
                 delivery.send_frames(b"", b"", b"")
             elif isinstance(message, SchedulerRestarted):
-                session = _begin(detokenizer, scheduler)
+                session = _begin_session(detokenizer, scheduler)
             elif isinstance(message, InfoReply):
                 info = encode(_with_own_pid(message.info))
                 delivery.send_frames(message.client, info, encode(Delivered(inspected=True)))
@@ -74,8 +78,8 @@ def serve(
                 deliver(message, detokenizer, delivery, scheduler)
 
 
-def _begin(detokenizer: Detokenizer, scheduler: Outbox) -> int:
-    """Know nothing, and let the scheduler tell all that runs. The session from then on."""
+def _begin_session(detokenizer: Detokenizer, scheduler: Outbox) -> int:
+    """Forget every text and ask the scheduler to replay what runs. Return the new session."""
     detokenizer.forget_all()
     session = time.monotonic_ns()
     scheduler.send(DetokReady(session))
@@ -92,17 +96,19 @@ def _with_own_pid(info: Info) -> Info:
 def deliver(
     output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
-    """One message to each client that this step gave something, the last of them with word of
-    all ends for the scheduler; and what it is to end."""
+    """Send the results of one step: one message per client, and the stops for the scheduler.
+
+    The last message lists all ends of the step, because only then all of them are on their way.
+    """
     deliveries = detokenizer.process(output)
     messages: list[tuple[bytes, SentReplay | SentChunks]] = [
-        *((client, SentReplay(chunks)) for client, chunks in deliveries.again.items()),
+        *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
     ]
     for number, (client, message) in enumerate(messages, start=1):
-        ended = [chunk.request_id for chunk in message.chunks if chunk.end is not None]
-        settled = deliveries.ended if number == len(messages) else []
-        told = Delivered(ended, output.waiting, settled)
-        delivery.send_frames(client, encode(message), encode(told))
+        ended_ids = [chunk.request_id for chunk in message.chunks if chunk.end is not None]
+        ended_seqs = deliveries.ended if number == len(messages) else []
+        delivered = Delivered(ended_ids, output.waiting, ended_seqs)
+        delivery.send_frames(client, encode(message), encode(delivered))
     if deliveries.stop_found:
         scheduler.send(StopFound(deliveries.stop_found))

@@ -1,9 +1,10 @@
-"""A regular expression that ends a text, looked for in pieces.
+"""Search a text that comes in pieces for regular expressions that end it (`stop_regex`).
 
 The text ends at the first character that completes a match, so that the result does not depend on
-how the text was cut into pieces. Only what a match has begun with is held back. Expressions come
-from clients and may be hostile: each has a budget of time, which grows with the text, and a match
-has at most MAX_MATCH characters.
+how the text was cut into pieces. Only the beginning of a possible match is held back. Expressions
+come from clients and may be hostile: a match has at most MAX_MATCH characters, and the searches of
+a request have a budget of CPU time, which grows with its text. Wall time is not limited, so that
+a busy machine makes no expression slow.
 """
 
 import time
@@ -15,63 +16,92 @@ from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
 if TYPE_CHECKING:
     import regex
 
-FIRST_BUDGET = 0.02
-BUDGET_PER_CHARACTER = 0.00002
-"""Seconds of this thread's own time, so that a busy machine makes no expression slow. An ordinary
-search takes about 0.000005."""
+# An ordinary search takes about 5 us. The choices of a request, up to 128, share REQUEST_BUDGET_S
+# for what is slower; the other two keep ordinary choices going when a sibling has used that up.
+REQUEST_BUDGET_S = 0.02
+CHOICE_BUDGET_S = 0.001
+BUDGET_PER_SEARCH_S = 20e-6
 
 
-class TookTooLong(Exception):
-    """The message says it to the client."""
+class SearchTooSlow(Exception):
+    """The searches of a choice take too long; the message is meant for the client."""
+
+
+class RequestBudget:
+    """The CPU time that all choices of a request may take beyond the budget of each."""
+
+    __slots__ = ("__weakref__", "left_s")
+
+    def __init__(self) -> None:
+        self.left_s = REQUEST_BUDGET_S
+
+
+class ChoiceBudget:
+    """The CPU time that the searches of one choice may take, for all expressions together."""
+
+    __slots__ = ("_left_s", "_request")
+
+    def __init__(self, request: RequestBudget) -> None:
+        self._request = request
+        self._left_s = CHOICE_BUDGET_S
+
+    def search(self, pattern: "regex.Pattern[str]", text: str) -> "regex.Match[str] | None":
+        """Return the first match, which may be partial. Raise SearchTooSlow."""
+        self._left_s += BUDGET_PER_SEARCH_S
+        began_at = time.thread_time()
+        try:
+            match = pattern.search(text, partial=True, timeout=self._left_s + self._request.left_s)
+        except (TimeoutError, MemoryError):  # an expression that calls itself takes memory
+            match, self._left_s = None, -REQUEST_BUDGET_S
+        self._left_s -= time.thread_time() - began_at
+        if self._left_s < 0:
+            self._request.left_s += self._left_s
+            self._left_s = 0.0
+            if self._request.left_s <= 0:
+                self._request.left_s = 0.0
+                raise SearchTooSlow(
+                    f"stop_regex is {pattern.pattern!r}: looking for it takes too long; simplify"
+                    " it, above all repeats within repeats"
+                )
+        return match
 
 
 class RegexMatcher:
-    """matched: how many of the last characters may still become a match. found_length: of the
-    match that was found."""
+    """Look for the first match of one expression.
 
-    __slots__ = ("_budget", "_pattern", "_window", "found_length", "matched", "name")
+    Attributes:
+        name: the expression.
+        num_open: number of last characters that may still become a match.
+        match_length: length of the match that was found.
+    """
 
-    def __init__(self, pattern: str) -> None:
+    __slots__ = ("_budget", "_pattern", "_window", "match_length", "name", "num_open")
+
+    def __init__(self, pattern: str, budget: ChoiceBudget) -> None:
         self.name = pattern
-        self.matched = 0
-        self.found_length = 0
-        self._pattern = _compiled(pattern)
+        self.num_open = 0
+        self.match_length = 0
+        self._budget = budget
+        self._pattern = _compile(pattern)
         self._window = ""
-        self._budget = FIRST_BUDGET
 
     def feed(self, piece: str) -> int | None:
-        """The number of characters of `piece` up to the end of the first match, or None. Raises
-        TookTooLong."""
+        """Return the number of characters of `piece` up to the end of the first match, or None."""
         window = self._window
         for position, character in enumerate(piece, start=1):
             window = window[1 - MAX_MATCH :] + character
-            begin, is_whole = self._search(window)
-            if is_whole:
-                self.found_length = len(window) - begin
+            match = self._budget.search(self._pattern, window)
+            if match is None or match.end() == match.start():
+                self.num_open = 0
+                continue
+            if not match.partial:
+                self.match_length = len(window) - match.start()
                 return position
-            self.matched = len(window) - begin
+            self.num_open = len(window) - match.start()
         self._window = window
         return None
 
-    def _search(self, window: str) -> tuple[int, bool]:
-        """Where a match begins, and whether it is a whole one."""
-        self._budget += BUDGET_PER_CHARACTER
-        began = time.thread_time()
-        try:
-            match = self._pattern.search(window, partial=True, timeout=self._budget)
-        except (TimeoutError, MemoryError):  # of memory: where the expression calls itself
-            match, self._budget = None, 0.0
-        self._budget -= time.thread_time() - began
-        if self._budget <= 0:
-            raise TookTooLong(
-                f"stop_regex is {self.name!r}: looking for it takes too long; simplify it, above"
-                " all repeats within repeats"
-            )
-        if match is None or match.end() == match.start():
-            return len(window), False
-        return match.start(), not match.partial
-
 
 @lru_cache(maxsize=256)
-def _compiled(pattern: str) -> "regex.Pattern[str]":
+def _compile(pattern: str) -> "regex.Pattern[str]":
     return compile_stop_regex(pattern)

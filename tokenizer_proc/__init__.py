@@ -1,1 +1,1 @@
-"""Encodes text, checks requests, owns the public socket."""
+"""The tokenizer process: public socket, checks, chat template, encoding, delivery to clients."""

@@ -1,3 +1,5 @@
+"""Entry point of `python -m tokenizer_proc`."""
+
 from tokenizer_proc.main import main
 
 main()

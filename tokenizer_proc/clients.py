@@ -1,7 +1,8 @@
-"""Who is connected to the public socket: messages go out to them, and it is noticed who is gone."""
+"""The clients of the public socket: messages to them, and the loss of those that leave or stall."""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -9,22 +10,66 @@ import msgspec
 from quadriga.errors import QuadrigaError, SlowReader
 from quadriga.wire.messages.public import ErrorInfo, Probe, Refused, ServerGone
 from quadriga.wire.sockets import AsyncPort, Unreachable, encode
-from tokenizer_proc.backlog import Backlog
 
-PROBE_DELAYS = (0.05, 0.5)
-"""Seconds after a lost connection at which the clients are probed: the first is nearly always
-enough, the second covers a connection that libzmq had not yet taken down."""
+# The bounds of one client, beside the few messages that its socket takes. A single message may be
+# larger.
+MAX_UNREAD_MESSAGES = 4096
+MAX_UNREAD_BYTES = 64 * 1024 * 1024
+MIN_RETRY_S, MAX_RETRY_S = 0.001, 1.0
+# After a lost connection all clients are probed: the first probe is nearly always enough, the
+# second covers a connection that libzmq had not yet taken down.
+PROBE_DELAYS_S = (0.05, 0.5)
 CUT_OFF_RETRY_S = 1.0
-"""Between attempts to tell a client that it was cut off."""
 
 _PROBE = encode(Probe())
 
 
-class Clients:
-    """The clients that have sent something.
+class Backlog:
+    """Messages, in order, for a client whose socket takes no more at the moment.
 
-    on_lost: called with one that is gone or is cut off: nothing that it asked for is wanted any
-    more. num_refused: messages that were answered by an error.
+    Attributes:
+        retry_s: seconds until the next attempt; it doubles while the client reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self._num_bytes = 0
+        self.retry_s = MIN_RETRY_S
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def add(self, message: bytes) -> bool:
+        """Append a message. Return False, and leave it out, where too much is unread."""
+        num_bytes = self._num_bytes + len(message)
+        if len(self._messages) >= MAX_UNREAD_MESSAGES or (
+            self._messages and num_bytes > MAX_UNREAD_BYTES
+        ):
+            return False
+        self._messages.append(message)
+        self._num_bytes = num_bytes
+        return True
+
+    def send(self, send: Callable[[bytes], bool]) -> None:
+        """Send messages until `send` returns False. Exceptions of `send` pass through."""
+        num_before = len(self._messages)
+        while self._messages and send(self._messages[0]):
+            self._num_bytes -= len(self._messages.popleft())
+        has_progress = len(self._messages) < num_before
+        self.retry_s = MIN_RETRY_S if has_progress else min(2 * self.retry_s, MAX_RETRY_S)
+
+
+class Clients:
+    """Deliver messages to the clients that have sent something, and notice which are lost.
+
+    A client is lost when it disconnects, does not read, or has its key revoked.
+
+    Args:
+        on_lost: called with the address of a lost client, whose requests must be aborted. It is a
+            callback because most losses are noticed by a timer.
+
+    Attributes:
+        num_refused: messages that were answered by an error.
     """
 
     def __init__(self, on_lost: Callable[[bytes], None]) -> None:
@@ -33,29 +78,31 @@ class Clients:
         self._present: set[bytes] = set()
         self._backlogs: dict[bytes, Backlog] = {}
         self._cut_off: set[bytes] = set()
-        self._barred: set[bytes] = set()
+        self._blocked: set[bytes] = set()
         self._probes: dict[float, asyncio.TimerHandle] = {}
         self.num_refused = 0
 
     def open(self, port: AsyncPort) -> None:
+        """Send through this port from now on."""
         self._port = port
 
-    def saw(self, client: bytes) -> None:
+    def mark_seen(self, client: bytes) -> None:
         """Remember a client that has sent something."""
         self._present.add(client)
 
     def deliver(self, client: bytes, payload: bytes) -> None:
-        """Send a message, now or when the client's socket takes it, if the client is there.
+        """Send an encoded message, now or when the client's socket takes it.
 
-        One that was never here belongs to a front door before this one. It may still come back, and
-        then asks for all that it missed: until then its requests go on.
+        A message to an unreachable client is dropped. If the client has sent something here, it is
+        lost. If not, it belongs to a frontend that died: it may still come back, and then asks for
+        everything that it missed, so its requests go on.
         """
-        if client in self._cut_off or client in self._barred:
+        if client in self._cut_off or client in self._blocked:
             return
         backlog = self._backlogs.get(client)
         if backlog is not None:
             if not backlog.add(payload):
-                self._cut_slow_reader_off(client)
+                self._cut_off_slow_reader(client)
         elif not self._try_to_send(client, payload):
             self._backlogs[client] = backlog = Backlog()
             backlog.add(payload)
@@ -66,19 +113,23 @@ class Clients:
         self.deliver(client, encode(message))
 
     def refuse(self, client: bytes, request_id: str, error: QuadrigaError) -> None:
-        """Answer a message, or a request, by an error."""
+        """Answer a message or a request with an error."""
         self.num_refused += 1
         self.answer(client, Refused(request_id, ErrorInfo.of(error)))
 
+    def broadcast(self, error: QuadrigaError) -> None:
+        """End the open requests of every client with an error, because the server ends."""
+        for client in list(self._present):
+            self.deliver(client, _server_gone(error))
+
     def _try_to_send(self, client: bytes, payload: bytes) -> bool:
-        """Return False where the client's socket takes nothing now. One that is gone is lost, and
-        needs no message."""
+        """Return False if the client's socket takes nothing now; True if no retry is needed."""
         assert self._port is not None
         try:
             return self._port.send(client, payload)
         except Unreachable:
             if client in self._present:
-                self._lose(client)
+                self._drop(client)
             return True
 
     def _retry_later(self, client: bytes, backlog: Backlog) -> None:
@@ -93,56 +144,54 @@ class Clients:
         else:
             self._backlogs.pop(client, None)
 
-    def bar(self, client: bytes) -> None:
-        """Send no more to a client whose key was revoked. It cannot connect again."""
-        if client not in self._barred:
-            self._barred.add(client)
-            self._lose(client)
+    # --- clients that are gone --------------------------------------------------------------------
 
-    def tell_all(self, error: QuadrigaError) -> None:
-        """End each client's open requests with an error: the server ends."""
-        for client in list(self._present):
-            self.deliver(client, _server_gone(error))
-
-    # --- who is gone ------------------------------------------------------------------------------
+    def block(self, client: bytes) -> None:
+        """Drop a client whose key was revoked; it cannot connect again."""
+        if client not in self._blocked:
+            self._blocked.add(client)
+            self._drop(client)
 
     def on_disconnect(self) -> None:
-        """Find out whose connection was lost."""
+        """Probe all clients soon, to find out which of them lost its connection."""
         loop = asyncio.get_running_loop()
-        for delay in PROBE_DELAYS:
-            if (pending := self._probes.get(delay)) is not None:
+        for delay_s in PROBE_DELAYS_S:
+            if (pending := self._probes.get(delay_s)) is not None:
                 pending.cancel()
-            self._probes[delay] = loop.call_later(delay, self._probe)
+            self._probes[delay_s] = loop.call_later(delay_s, self._probe)
 
     def _probe(self) -> None:
         for client in list(self._present - self._cut_off):
             if client not in self._backlogs:
                 self.deliver(client, _PROBE)
 
-    def _lose(self, client: bytes) -> None:
+    def _drop(self, client: bytes) -> None:
         self._present.discard(client)
         self._cut_off.discard(client)
         self._backlogs.pop(client, None)
         self._on_lost(client)
 
-    # --- who does not read ------------------------------------------------------------------------
+    # --- clients that do not read -----------------------------------------------------------------
 
-    def _cut_slow_reader_off(self, client: bytes) -> None:
-        logging.warning("a client does not read its results: cut off")
+    def _cut_off_slow_reader(self, client: bytes) -> None:
+        logging.warning("cut off a client that does not read its results")
         self._cut_off.add(client)
         self._backlogs.pop(client, None)
         self._on_lost(client)
-        self._tell_cut_off(client)
+        self._announce_cut_off(client)
 
-    def _tell_cut_off(self, client: bytes) -> None:
-        """Try until the client reads again: what was lost must not look like silence."""
+    def _announce_cut_off(self, client: bytes) -> None:
+        """Send the reason, again and again until it is taken: the loss must not look like silence.
+
+        The client may send new requests afterwards.
+        """
         if client not in self._cut_off:
             return
         error = SlowReader("results were not read fast enough; all open requests were aborted")
         if self._try_to_send(client, _server_gone(error)):
             self._cut_off.discard(client)
         else:
-            asyncio.get_running_loop().call_later(CUT_OFF_RETRY_S, self._tell_cut_off, client)
+            asyncio.get_running_loop().call_later(CUT_OFF_RETRY_S, self._announce_cut_off, client)
 
 
 def _server_gone(error: QuadrigaError) -> bytes:

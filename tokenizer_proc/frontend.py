@@ -1,7 +1,9 @@
-"""The public socket: takes requests in and hands results out.
+"""The frontend: dispatches the messages of the public socket and delivers results to clients.
 
-Requests go through intake.py. Whatever takes time that grows with a message is done elsewhere: by
-the workers of pool.py and grammars.py.
+Nothing here takes time that grows with a message: long messages are prepared by processes
+(`preparation/pool.py`), grammars are checked by others (`grammars/validator.py`). What this process
+knows of a request has one owner at a time: IncomingRequest in `intake.py` until it is submitted,
+then OpenRequests in `open_requests.py` until its last end. All else is the scheduler's.
 """
 
 import asyncio
@@ -10,7 +12,6 @@ from functools import partial
 
 import msgspec
 
-from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
@@ -26,87 +27,70 @@ from quadriga.wire.messages.public import (
     Tokenize,
 )
 from quadriga.wire.messages.to_detok import Delivered
-from quadriga.wire.messages.to_scheduler import (
-    EndsDelivered,
-    FrontendRestarted,
-    InfoRequest,
-    Shutdown,
-)
+from quadriga.wire.messages.to_scheduler import EndsDelivered, InfoRequest, Shutdown
 from quadriga.wire.sockets import AsyncPort, Outbox
 from tokenizer_proc.clients import Clients
-from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.info_requests import InfoRequests
-from tokenizer_proc.intake import RequestIntake
+from tokenizer_proc.info import InfoRequests
+from tokenizer_proc.intake import RequestIntake, RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
-from tokenizer_proc.preparation import validation as requests
-from tokenizer_proc.preparation.pool import PreparePool
-from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
+from tokenizer_proc.preparation import validation
+from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
 
-RETURN_SECONDS = 2.0
-"""In which clients of a front door that died ask the next one for what they have open. They try to
-connect many times a second."""
-PREPARED_TAGS = ("generate", "tokenize", "detokenize")
-"""Messages that may be long."""
+TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 
 
 class Frontend:
-    """Requests in, results out. `ended` is set when the last result has been handed over.
+    """Take requests in and hand results out.
 
     Args:
-        facts: of the server's start, for Info.
-        replaces: a front door before this one has died, and its clients come back.
+        static_info: values of Info that do not change.
+        replaces: a frontend before this one has died, and its clients come back.
+
+    Attributes:
+        ended: set when the last result has been handed over.
     """
 
     def __init__(
         self,
-        args: FrontDoorArgs,
-        load: OverloadGuard,
-        preparer: Preparer,
-        pool: PreparePool,
-        grammars: GrammarValidator,
+        preparation: RequestPreparation,
+        guard: OverloadGuard,
         scheduler: Outbox,
-        facts: InfoValues,
+        static_info: InfoValues,
         replaces: bool = False,
     ) -> None:
-        self._load = load
-        self._preparer = preparer
-        self._pool = pool
+        self._preparation = preparation
+        self._guard = guard
         self._scheduler = scheduler
-        self._facts = facts
-        self._replaces = replaces
+        self._static_info = static_info
         self._instance = uuid.uuid4().hex
-        self._inspections = InfoRequests()
-        self.clients = Clients(self._client_is_lost)
-        self.intake = RequestIntake(
-            args, load, preparer, pool, grammars, scheduler, self.clients, replaces
-        )
+        self._info_requests = InfoRequests()
+        self.clients = Clients(self._on_client_lost)
+        self.intake = RequestIntake(preparation, guard, scheduler, self.clients, replaces)
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
+        """Send through this port from now on."""
         self.clients.open(port)
-        if self._replaces:
-            self._scheduler.send(FrontendRestarted())
-            loop = asyncio.get_running_loop()
-            loop.call_later(RETURN_SECONDS, self.intake.clients_are_back)
+        self.intake.start()
 
-    # --- in ---------------------------------------------------------------------------------------
+    # --- messages of clients ----------------------------------------------------------------------
 
     def on_public(self, frames: list[bytes]) -> None:
         """Take a client's message: [address, message]."""
         client, payload = frames[0], frames[1:]
-        self.clients.saw(client)
+        self.clients.mark_seen(client)
         try:
-            frame = requests.only_frame(payload)
+            frame = validation.only_frame(payload)
             if len(frame) > MAX_INLINE_BYTES:
                 self._take_long_message(client, frame)
             else:
                 self._take_message(client, frame)
         except QuadrigaError as error:
-            request_id = requests.peek(payload[0]).request_id if payload else ""
+            request_id = validation.peek(payload[0]).request_id if payload else ""
             self.clients.refuse(client, request_id, error)
 
     def _take_message(self, client: bytes, frame: bytes) -> None:
-        message = requests.parse([frame])
+        message = validation.parse([frame])
         match message:
             case Generate():
                 self.intake.generate(client, frame, message)
@@ -115,15 +99,15 @@ class Frontend:
             case Ping():
                 self.clients.answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
             case GetInfo() | FlushCache():
-                self._inspect(client, message.request_id, isinstance(message, FlushCache))
+                self._send_info_request(client, message)
             case Tokenize() | Detokenize():
-                self.clients.answer(client, self._preparer.convert(message))
+                self.clients.answer(client, self._preparation.preparer.convert(message))
 
     def _take_long_message(self, client: bytes, frame: bytes) -> None:
-        tag, _ = requests.peek(frame)
+        tag, _ = validation.peek(frame)
         if not tag:
             raise InvalidRequest("unreadable message: it has no tag; see docs/protocol.md")
-        if tag not in PREPARED_TAGS:
+        if tag not in TAGS_OF_LONG_MESSAGES:
             raise InvalidRequest(
                 f"the message is {len(frame)} bytes: one of this kind has at most"
                 f" {MAX_INLINE_BYTES}; see docs/protocol.md"
@@ -131,44 +115,51 @@ class Frontend:
         if tag == "generate":
             self.intake.generate(client, frame, None)
         else:
-            self._pool.submit(client, frame, partial(self.clients.deliver, client))
+            outcome = self._preparation.pool.submit(client, frame)
+            outcome.add_done_callback(partial(self._deliver_outcome, client))
 
-    def _inspect(self, client: bytes, request_id: str, flush_cache: bool) -> None:
-        requests.check_request_id(request_id)
-        self._inspections.begin(client)
-        now = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
-        facts: InfoValues = {**self._facts, **now}
-        self._scheduler.send(InfoRequest(client, request_id, facts, flush_cache))
+    def _deliver_outcome(self, client: bytes, outcome: "asyncio.Future[bytes]") -> None:
+        if not outcome.cancelled():
+            self.clients.deliver(client, outcome.result())
 
-    def _client_is_lost(self, client: bytes) -> None:
-        self._inspections.forget(client)
-        self.intake.lose(client)
+    def _send_info_request(self, client: bytes, message: GetInfo | FlushCache) -> None:
+        validation.check_request_id(message.request_id)
+        self._info_requests.begin(client)
+        current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
+        info: InfoValues = {**self._static_info, **current}
+        flush_cache = isinstance(message, FlushCache)
+        self._scheduler.send(InfoRequest(client, message.request_id, info, flush_cache))
 
-    # --- out --------------------------------------------------------------------------------------
+    def _on_client_lost(self, client: bytes) -> None:
+        self._info_requests.forget(client)
+        self.intake.lose_client(client)
+
+    # --- results ----------------------------------------------------------------------------------
 
     def on_delivery(self, frames: list[bytes]) -> None:
-        """Take a result from the detokenizer: [address, message, Delivered]; all empty: all is
-        told."""
-        client, payload, told = frames
+        """Take [address, message, Delivered] from the detokenizer; all are empty for Drained."""
+        client, payload, delivered_frame = frames
         if not client:
-            self._all_is_told()
+            self._end_if_drained()
             return
-        delivered = _decode_delivered(told)
+        delivered = _decode_delivered(delivered_frame)
         if delivered.waiting is not None:
-            self._load.report(delivered.waiting)
+            self._guard.update_queue_length(delivered.waiting)
         if delivered.ended:
-            self.intake.ended(client, delivered.ended)
+            self.intake.count_ends(client, delivered.ended)
         if delivered.settled:
             self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:
-            self._inspections.end(client)
+            self._info_requests.end(client)
         self.clients.deliver(client, payload)
 
-    def _all_is_told(self) -> None:
-        """As the answer to a Drain; one that a front door before had asked for says nothing of the
-        clients that are still to come back."""
+    def _end_if_drained(self) -> None:
+        """Handle Drained, unless it answers the Drain of a predecessor.
+
+        That one says nothing about clients that have not come back yet.
+        """
         if self.intake.has_drained:
-            self.clients.tell_all(ServerStopping("the server has stopped"))
+            self.clients.broadcast(ServerStopping("the server has stopped"))
             self._scheduler.send(Shutdown())
             self.ended.set()
 

@@ -1,225 +1,280 @@
-"""A request's way from its arrival to the scheduler: checked, prepared, submitted."""
+"""A request's way from its arrival to the scheduler: admit, prepare, submit.
+
+A short request takes it at once. Only what has to wait for another process goes the slow way: a
+long message, an expression that is slow to compile, a grammar that was not checked lately.
+"""
 
 import asyncio
-from functools import partial
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from quadriga import clock
-from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.validation import MAX_CHOICES
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import Generate, Refused
-from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, Drain, Submit
+from quadriga.wire.messages.to_scheduler import (
+    CLIENT,
+    Drain,
+    FrontendRestarted,
+    Submit,
+)
 from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.incoming import IncomingRequest, IncomingRequests
-from tokenizer_proc.open_requests import OpenRequests
+from tokenizer_proc.open_requests import ClientRequests, OpenRequests
 from tokenizer_proc.overload import OverloadGuard
-from tokenizer_proc.preparation import validation as requests
+from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
 
+# The clients of a frontend that died try to connect many times a second; after this time the ones
+# that still have open requests have asked the next frontend for them.
+RETURN_TIMEOUT_S = 2.0
 
-class RequestIntake:
-    """Take requests in and submit them. The same request is taken in once, however often it comes.
 
-    Args:
-        preparer: for short messages.
-        pool: for long ones.
-        replaces: a front door before this one has died, and its clients come back.
+class RequestPreparation(NamedTuple):
+    """The means to prepare requests: at once, in the pool's processes, and for grammars."""
+
+    preparer: Preparer
+    pool: PreparePool
+    grammars: GrammarValidator
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()
+        self.grammars.close()
+
+
+@dataclass(slots=True, eq=False)
+class IncomingRequest:
+    """A request that was admitted and is not submitted yet.
 
     Attributes:
-        has_drained: the scheduler knows that nothing new will come.
+        received_at: Unix time in seconds.
+        num_choices: 1 until the message has been read.
+        resent: its client has sent it before, and needs all that was generated once more.
+        aborted_by: as in AbortRequest; "" if the request was not aborted.
+        task: prepares the request, if that has to wait.
+    """
+
+    client: bytes
+    request_id: str
+    received_at: float
+    num_choices: int
+    resent: bool
+    aborted_by: str = ""
+    task: "asyncio.Task[None] | None" = None
+
+
+class RequestIntake:
+    """Admit requests, have them prepared, and submit them to the scheduler.
+
+    Args:
+        replaces: a frontend before this one has died, and its clients come back.
+
+    Attributes:
+        has_drained: the scheduler knows that no further request will come.
     """
 
     def __init__(
         self,
-        args: FrontDoorArgs,
-        load: OverloadGuard,
-        preparer: Preparer,
-        pool: PreparePool,
-        grammars: GrammarValidator,
+        preparation: RequestPreparation,
+        guard: OverloadGuard,
         scheduler: Outbox,
         clients: Clients,
         replaces: bool,
     ) -> None:
-        self._args = args
-        self._load = load
-        self._preparer = preparer
-        self._pool = pool
-        self._grammars = grammars
+        self._preparation = preparation
+        self._guard = guard
         self._scheduler = scheduler
         self._clients = clients
         self._replaces = replaces
-        self._incoming = IncomingRequests()
-        self._outstanding = OpenRequests(scheduler)
-        self._draining = False
+        self._incoming = ClientRequests[IncomingRequest]()
+        self._open = OpenRequests(scheduler)
+        self._is_draining = False
         self._awaits_clients = replaces
         self.has_drained = False
 
+    def start(self) -> None:
+        """Announce a frontend that replaces another one, and await the clients of that one."""
+        if self._replaces:
+            self._scheduler.send(FrontendRestarted())
+            asyncio.get_running_loop().call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
+
     @property
     def num_open(self) -> int:
-        """Requests that were let in and have not ended."""
-        return len(self._incoming) + len(self._outstanding)
+        """Number of requests that were admitted and have not ended."""
+        return len(self._incoming) + len(self._open)
+
+    # --- admit, prepare, submit -------------------------------------------------------------------
 
     def generate(self, client: bytes, frame: bytes, message: Generate | None) -> None:
-        """Take a request in, unless it is incoming already.
+        """Take a request in, unless the same one is being prepared.
 
-        Args:
-            message: the frame's message; None for a long one, which a worker reads.
-
-        Raises:
-            QuadrigaError: the request is refused.
+        `message` is decoded from the frame; None for a long one, which the pool decodes. Raise
+        QuadrigaError where the request is refused.
         """
-        request_id = requests.peek(frame).request_id if message is None else message.request_id
-        requests.check_request_id(request_id)
-        is_resent = message is None or message.resent
-        num_choices = 1 if message is None else min(max(message.params.n, 1), MAX_CHOICES)
-        incoming = self._incoming.find(client, request_id)
-        if incoming is not None:
-            incoming.resent |= is_resent
+        request = self._admit(client, frame, message)
+        if request is None:
             return
-        if self._is_new(client, request_id, is_resent):
-            self._check_welcome(client, num_choices)
-        incoming = IncomingRequest(
-            client, request_id, clock.now(), num_choices, message is not None and message.resent
-        )
-        if message is None or message.params.stop_regexes:  # which take long to compile
-            self._pool.submit(client, frame, partial(self._take_outcome, incoming))
-            self._let_in(incoming)
+        if message is None or message.params.stop_regexes:
+            self._start(request, self._preparation.pool.submit(client, frame))
+            return
+        prepared = self._preparation.preparer.prepare(message)
+        grammar = prepared.grammar
+        form = None if grammar is None else self._preparation.grammars.known_form(grammar)
+        if grammar is None or form is not None:
+            self._submit(request, prepared, form)
         else:
-            prepared = self._preparer.prepare(message)
-            self._let_in(incoming)
-            self._take_prepared(incoming, prepared)
+            self._start(request, prepared)
+
+    def _admit(
+        self, client: bytes, frame: bytes, message: Generate | None
+    ) -> IncomingRequest | None:
+        """Return a new request, or None for one that is being prepared. Raise QuadrigaError."""
+        request_id = validation.peek(frame).request_id if message is None else message.request_id
+        validation.check_request_id(request_id)
+        may_be_resent = message is None or message.resent
+        if (request := self._incoming.find(client, request_id)) is not None:
+            request.resent |= may_be_resent
+            return None
+        num_choices = 1 if message is None else min(max(message.params.n, 1), MAX_CHOICES)
+        if self._is_new(client, request_id, may_be_resent):
+            if self._is_draining:
+                raise ServerStopping("the server is stopping and takes no new requests")
+            num_open = len(self._incoming.of_client(client)) + self._open.num_of_client(client)
+            self._guard.check(num_choices, num_open)
+        resent = message is not None and message.resent
+        return IncomingRequest(client, request_id, clock.now(), num_choices, resent)
 
     def _is_new(self, client: bytes, request_id: str, is_resent: bool) -> bool:
-        """Return whether a request may be refused because there is too much to do.
+        """Return whether the limits for new requests apply to a request.
 
-        A front door that replaces another one does not know what that one had let in: of what is
-        sent again the scheduler knows it, and refuses what is new and too much.
+        A frontend that replaces another does not know what that one had admitted. It leaves resent
+        requests to the scheduler, which knows the admitted ones and applies the limits to others.
         """
         if self._replaces and is_resent:
             return False
-        return not self._outstanding.was_accepted(client, request_id)
+        return not self._open.was_accepted(client, request_id)
 
-    def _check_welcome(self, client: bytes, num_choices: int) -> None:
-        """Raise where a new request may not come in now."""
-        if self._draining:
-            raise ServerStopping("the server is stopping and takes no new requests")
-        num_open = self._incoming.num_of(client) + self._outstanding.num_of(client)
-        self._load.check(num_open, num_choices)
+    def _start(self, request: IncomingRequest, work: "asyncio.Future[bytes] | Prepared") -> None:
+        self._incoming.put(request.client, request.request_id, request)
+        slow_way = self._prepare_and_submit(request, work)
+        request.task = asyncio.get_running_loop().create_task(slow_way)
 
-    def _let_in(self, incoming: IncomingRequest) -> None:
-        self._incoming.add(incoming)
-        self._load.let_in(incoming.num_choices)
+    async def _prepare_and_submit(
+        self, request: IncomingRequest, work: "asyncio.Future[bytes] | Prepared"
+    ) -> None:
+        """Submit a request when the pool's `work` is done and its grammar is checked, or refuse it.
+
+        The task is cancelled where the request has been removed.
+        """
+        try:
+            with self._guard.preparing(request.num_choices):
+                prepared = work if isinstance(work, Prepared) else _read_outcome(await work)
+                request.resent |= prepared.request.resent
+                form = None
+                if prepared.grammar is not None:
+                    is_new = self._is_new(request.client, request.request_id, request.resent)
+                    form = await self._preparation.grammars.check(prepared.grammar, is_new)
+            self._submit(request, prepared, form)
+        except QuadrigaError as error:
+            self._clients.refuse(request.client, request.request_id, error)
+        finally:
+            if self._incoming.find(request.client, request.request_id) is request:
+                self._incoming.remove(request.client, request.request_id)
+                self._drain_if_idle()
+
+    def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
+        message, received_at = prepared.request, request.received_at
+        self._guard.count_submitted(message.params.n)
+        submit = Submit(
+            client=request.client,
+            request_id=request.request_id,
+            prompt_ids=message.prompt_token_ids or b"",
+            params=message.params,
+            stream=message.stream,
+            received_at=received_at,
+            tokenized_at=clock.now(),
+            priority=message.priority,
+            queue_deadline=_deadline(received_at, message.queue_timeout),
+            deadline=_deadline(received_at, message.timeout),
+            bad_words=prepared.bad_words,
+            grammar=None if form is None else GrammarForm.of(form),
+            client_retry=request.resent,
+        )
+        self._open.submit(submit, request.aborted_by)
+
+    # --- aborts and ends --------------------------------------------------------------------------
 
     def abort(self, client: bytes, request_id: str) -> None:
         """Abort one request of a client, or with an empty id all of them."""
-        self._incoming.abort(client, request_id, CLIENT)
-        self._outstanding.abort(client, request_id, CLIENT)
+        for name, request in self._incoming.of_client(client).items():
+            if request_id in ("", name):
+                request.aborted_by = CLIENT
+        self._open.abort(client, request_id, CLIENT)
 
-    def ended(self, client: bytes, request_ids: list[str]) -> None:
-        """Count a choice of each of these requests as ended."""
-        self._load.ended(len(request_ids))
-        self._outstanding.ended(client, request_ids)
+    def count_ends(self, client: bytes, request_ids: list[str]) -> None:
+        """Count one choice of each of these requests as ended."""
+        self._guard.count_ended(len(request_ids))
+        self._open.count_ends(client, request_ids)
 
-    def lose(self, client: bytes) -> None:
-        """End everything of a client that is gone."""
-        self._pool.drop(client)
-        self._incoming.abort(client, "", CLIENT_LOST)
-        self._outstanding.lose(client)
-        self._pass_drain_on()
+    def lose_client(self, client: bytes) -> None:
+        """Forget the incoming requests of a client that is gone, and abort its open ones."""
+        self._preparation.pool.drop(client)
+        for request in self._incoming.remove_client(client).values():
+            _cancel(request)
+        self._open.lose_client(client)
+        self._drain_if_idle()
 
-    # --- from its arrival to the scheduler --------------------------------------------------------
+    # --- a new scheduler, and the end -------------------------------------------------------------
 
-    def _take_outcome(self, incoming: IncomingRequest, data: bytes) -> None:
-        """Take what a worker has made of a request's message."""
-        if incoming not in self._incoming:
-            return
-        outcome = decode_outcome(data)
-        if isinstance(outcome, Prepared):
-            self._load.let_in(outcome.request.params.n - incoming.num_choices)
-            incoming.resent |= outcome.request.resent
-            self._take_prepared(incoming, outcome)
-        else:
-            assert isinstance(outcome, Refused)
-            self._leave(incoming, outcome.error.exception())
-
-    def _take_prepared(self, incoming: IncomingRequest, prepared: Prepared) -> None:
-        incoming.prepared = prepared
-        if prepared.grammar is None:
-            self._submit(incoming, None)
-        else:
-            is_new = self._is_new(incoming.client, incoming.request_id, incoming.resent)
-            then = partial(self._take_grammar, incoming)
-            self._grammars.check(prepared.grammar, then, is_new)
-
-    def _take_grammar(self, incoming: IncomingRequest, form: "asyncio.Future[str]") -> None:
-        if incoming not in self._incoming:
-            return
-        try:
-            grammar = GrammarForm.of(form.result())
-        except QuadrigaError as error:
-            self._leave(incoming, error)
-        else:
-            self._submit(incoming, grammar)
-
-    def _submit(self, incoming: IncomingRequest, grammar: GrammarForm | None) -> None:
-        prepared, args, received = incoming.prepared, self._args, incoming.received_at
-        assert prepared is not None
-        request = prepared.request
-        message = Submit(
-            client=incoming.client,
-            request_id=incoming.request_id,
-            prompt_ids=request.prompt_token_ids or b"",
-            params=request.params,
-            stream=request.stream,
-            received_at=received,
-            tokenized_at=clock.now(),
-            priority=request.priority,
-            queue_deadline=requests.deadline(received, request.queue_timeout, args.queue_timeout),
-            deadline=requests.deadline(received, request.timeout, args.request_timeout),
-            bad_words=prepared.bad_words,
-            grammar=grammar,
-            client_retry=incoming.resent,
-        )
-        self._outstanding.submit(message, incoming.aborted_by)
-        self._leave(incoming)
-
-    def _leave(self, incoming: IncomingRequest, error: QuadrigaError | None = None) -> None:
-        """A request went on to the scheduler, or is refused."""
-        self._incoming.remove(incoming)
-        if error is not None:
-            self._clients.refuse(incoming.client, incoming.request_id, error)
-        self._pass_drain_on()
-
-    # --- another scheduler, and the end -----------------------------------------------------------
-
-    def scheduler_was_replaced(self) -> None:
-        """Send what is open to another scheduler, which may not know of everything that the one
-        before was sent."""
+    def on_scheduler_restarted(self) -> None:
+        """Send what is open to a new scheduler, which may not know all of it."""
         self._scheduler.renew()
-        self._outstanding.send_again()
-        self._pass_drain_on()
-
-    def clients_are_back(self) -> None:
-        """The clients of the front door before this one have had their time to come back."""
-        self._awaits_clients = False
-        self._pass_drain_on()
+        self._open.resend_all()
+        self._drain_if_idle()
 
     def drain(self) -> None:
-        """Take no new requests; what was accepted goes on, and its clients may come back for it."""
-        self._draining = True
-        self._pass_drain_on()
+        """Take no new requests. Accepted ones go on, and may be resent by their clients."""
+        self._is_draining = True
+        self._drain_if_idle()
 
     def abort_incoming(self, reason: str) -> None:
-        """Refuse the requests that the scheduler was not sent yet."""
-        for incoming in self._incoming:
-            self._pool.drop(incoming.client)
-            self._leave(incoming, ServerStopping(reason))
+        """Refuse the requests that were not submitted yet."""
+        for request in list(self._incoming):
+            self._incoming.remove(request.client, request.request_id)
+            _cancel(request)
+            self._preparation.pool.drop(request.client)
+            self._clients.refuse(request.client, request.request_id, ServerStopping(reason))
+        self._drain_if_idle()
 
-    def _pass_drain_on(self) -> None:
-        if self._draining and not self._incoming and not self._awaits_clients:
+    def _stop_awaiting_clients(self) -> None:
+        self._awaits_clients = False
+        self._drain_if_idle()
+
+    def _drain_if_idle(self) -> None:
+        """Send Drain once no request can come any more: none is incoming or about to be resent."""
+        if self._is_draining and not self._incoming and not self._awaits_clients:
             self.has_drained = True
             self._scheduler.send(Drain())
+
+
+def _read_outcome(data: bytes) -> Prepared:
+    """Return what the pool made of a Generate. Raise its QuadrigaError where that was refused."""
+    outcome = decode_outcome(data)
+    if isinstance(outcome, Refused):
+        raise outcome.error.exception()
+    assert isinstance(outcome, Prepared)
+    return outcome
+
+
+def _cancel(request: IncomingRequest) -> None:
+    if request.task is not None:
+        request.task.cancel()
+
+
+def _deadline(received_at: float, timeout_s: float | None) -> float | None:
+    """Return the Unix time at which a timeout is over."""
+    return None if timeout_s is None else received_at + timeout_s

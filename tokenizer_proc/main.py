@@ -1,4 +1,4 @@
-"""The process around the front door: uvloop, sockets, the launcher's orders."""
+"""The tokenizer process: loads the tokenizer, opens the sockets, and runs the frontend."""
 
 import asyncio
 import gc
@@ -22,28 +22,30 @@ from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
+from tokenizer_proc.info import static_server_info
+from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
-from tokenizer_proc.server_info import static_server_info
 
+# The last messages to the clients may take this long when the server ends.
 FLUSH_TIMEOUT_S = 1.0
-"""Seconds that the last messages to clients may take when the server ends."""
 
 
 class Loaded(NamedTuple):
-    """What is there before the process has threads or sockets, so that it can fork."""
+    """What is loaded before the process has threads or sockets, so that it can fork."""
 
     model: ModelFiles
     preparer: Preparer
     fork_server: ForkServer
-    facts: InfoValues
+    static_info: InfoValues
 
 
 def main() -> None:
+    """Run `python -m tokenizer_proc`, at a lower priority than the worker."""
     run_child("tokenizer_proc", _run, low_priority=True)
 
 
@@ -54,7 +56,7 @@ def _run(child: Child) -> None:
 
 
 def _load(child: Child) -> Loaded:
-    began = time.monotonic()
+    began_at = time.monotonic()
     config = child.config
     model = resolve_model(config.model)
     chat = ChatTemplate(model.tokenizer_dir)
@@ -62,46 +64,35 @@ def _load(child: Child) -> Loaded:
     preparer = Preparer(config.front_door, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
-    child.phase("load tokenizer", time.monotonic() - began)
+    child.phase("load tokenizer", time.monotonic() - began_at)
     return Loaded(model, preparer, fork_server, static_server_info(config, model, chat, pids))
 
 
 async def serve(child: Child, loaded: Loaded) -> None:
-    config = child.config
-    endpoint, curve_dir = config.front_door.endpoint, config.front_door.curve_dir
-    guard = Guard(Path(curve_dir)) if curve_dir else None
-    public = bind_front_door(endpoint, guard.prepare) if guard else bind_front_door(endpoint)
+    """Serve until everything is delivered after a stop, or the clients know of a failure."""
+    args = child.config.front_door
+    guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
+    if guard:
+        public = bind_front_door(args.endpoint, guard.prepare)
+    else:
+        public = bind_front_door(args.endpoint)
     deliveries = bind_frames(child.endpoints.delivery)
-    pool = PreparePool(loaded.fork_server, config.front_door.tokenize_workers)
-    pool.open()
-    grammars = GrammarValidator(loaded.model)
-    scheduler = config.scheduler
-    door = Frontend(
-        config.front_door,
-        OverloadGuard(scheduler.max_queued_requests, scheduler.max_requests_per_client),
-        loaded.preparer,
-        pool,
-        grammars,
-        Outbox(child.endpoints.scheduler),
-        loaded.facts,
-        replaces=child.again,
-    )
-    port = (
-        guard.port(public, door.on_public, door.clients.bar)
-        if guard
-        else AsyncPort(public, door.on_public)
-    )
-    door.open(port)
-    on_delivery = faulty_callback(door.on_delivery, "tokenizer", config.launch.fault)
+    preparation = _start_preparation(child, loaded)
+    frontend = _make_frontend(child, loaded, preparation)
+    if guard:
+        port = guard.port(public, frontend.on_public, frontend.clients.block)
+    else:
+        port = AsyncPort(public, frontend.on_public)
+    frontend.open(port)
+    on_delivery = faulty_callback(frontend.on_delivery, "tokenizer", child.config.launch.fault)
     delivery_port = AsyncPort(deliveries, on_delivery)
-    watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().accepted)
+    watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().accepted)
     child.ready()
     gc.freeze()
     child.control.attend()
-    asyncio.get_running_loop().add_reader(child.control.fileno(), lambda: _take_orders(child, door))
-    await door.ended.wait()
-    pool.close()
-    grammars.close()
+    asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
+    await frontend.ended.wait()
+    preparation.close()
     watch.close()
     delivery_port.close()
     port.close(FLUSH_TIMEOUT_S)
@@ -109,14 +100,27 @@ async def serve(child: Child, loaded: Loaded) -> None:
         guard.close()
 
 
-def _take_orders(child: Child, door: Frontend) -> None:
-    for order, argument in child.control.read_commands():
-        if order == DRAIN:
-            door.intake.drain()
-        elif order == ABORT:
-            door.intake.abort_incoming(argument)
-        elif order == REPLACED and argument == "scheduler_proc":
-            door.intake.scheduler_was_replaced()
-        elif order == FAIL:
-            door.clients.tell_all(ServerFailed(argument))
-            door.ended.set()
+def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
+    pool = PreparePool(loaded.fork_server, child.config.front_door.tokenize_workers)
+    pool.open()
+    return RequestPreparation(loaded.preparer, pool, GrammarValidator(loaded.model))
+
+
+def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation) -> Frontend:
+    limits = child.config.scheduler
+    guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
+    scheduler = Outbox(child.endpoints.scheduler)
+    return Frontend(preparation, guard, scheduler, loaded.static_info, replaces=child.again)
+
+
+def _run_commands(child: Child, frontend: Frontend) -> None:
+    for command, argument in child.control.read_commands():
+        if command == DRAIN:
+            frontend.intake.drain()
+        elif command == ABORT:
+            frontend.intake.abort_incoming(argument)
+        elif command == REPLACED and argument == "scheduler_proc":
+            frontend.intake.on_scheduler_restarted()
+        elif command == FAIL:
+            frontend.clients.broadcast(ServerFailed(argument))
+            frontend.ended.set()

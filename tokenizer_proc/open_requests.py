@@ -1,111 +1,151 @@
-"""The requests that are open: from when the scheduler is sent them until their last choice ends.
+"""The requests that the scheduler has: OpenRequests owns each Submit from sending to its last end.
 
-They are kept as they were sent, to be sent again to another scheduler: one that dies takes along
-what it had received and not yet written down, which is what is on its way to it and what waits in
-its socket. It may be all that came while it stood still.
+They are kept as they were sent, because a scheduler that dies loses what it had received and not
+yet journaled: whatever was on its way, and whatever waited in its socket, which may be everything
+that came while it stood still. The next scheduler is sent all of them again.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Generic, TypeVar
 
 import msgspec
 
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 from quadriga.wire.sockets import Outbox
 
+# Lost clients and their requests are remembered up to these bounds, so that the next scheduler ends
+# what it has of them, and so that a request among them may come back past the limits for new ones.
 MAX_LOST_CLIENTS = 1024
 MAX_LOST_REQUESTS = 65536
-"""Clients whose connection was lost, and their requests, that are remembered: the next scheduler
-ends what it has of them, and a request among them may be sent again past the limits for new ones.
-"""
+
+RequestT = TypeVar("RequestT")
+
+
+class ClientRequests(Generic[RequestT]):
+    """Requests by client and request id."""
+
+    def __init__(self) -> None:
+        self._by_client: dict[bytes, dict[str, RequestT]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_client.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_client)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return chain.from_iterable(requests.values() for requests in self._by_client.values())
+
+    def of_client(self, client: bytes) -> dict[str, RequestT]:
+        """Return the requests of a client by id; only to be read."""
+        return self._by_client.get(client, {})
+
+    def find(self, client: bytes, request_id: str) -> RequestT | None:
+        """Return a request, or None."""
+        return self.of_client(client).get(request_id)
+
+    def put(self, client: bytes, request_id: str, request: RequestT) -> None:
+        """Add a request, in place of the one of the same id if there is one."""
+        self._by_client.setdefault(client, {})[request_id] = request
+
+    def remove(self, client: bytes, request_id: str) -> None:
+        """Remove a request, which must be present."""
+        requests = self._by_client[client]
+        del requests[request_id]
+        if not requests:
+            del self._by_client[client]
+
+    def remove_client(self, client: bytes) -> dict[str, RequestT]:
+        """Remove and return all requests of a client, by id."""
+        return self._by_client.pop(client, {})
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """An open request.
-
-    Attributes:
-        num_choices: choices that have not ended.
-        aborted_by: as in AbortRequest, "" if it was not.
-    """
+    """A request that was submitted. `aborted_by` is as in AbortRequest, or "" without an abort."""
 
     submit: Submit
-    num_choices: int
+    num_open_choices: int
     aborted_by: str = ""
 
 
 class OpenRequests:
-    """Count what is open, send it and its aborts to the scheduler, and keep it."""
+    """Send requests and aborts to the scheduler, and keep each request until its last end."""
 
     def __init__(self, scheduler: Outbox) -> None:
         self._scheduler = scheduler
-        self._open: dict[bytes, dict[str, OpenRequest]] = {}
+        self._open = ClientRequests[OpenRequest]()
         self._lost: OrderedDict[bytes, set[str]] = OrderedDict()
         self._num_lost = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._open.values()))
+        return len(self._open)
 
-    def num_of(self, client: bytes) -> int:
-        """Return how many open requests a client has."""
-        return len(self._open.get(client, ()))
+    def num_of_client(self, client: bytes) -> int:
+        """Return the number of open requests of a client."""
+        return len(self._open.of_client(client))
 
     def was_accepted(self, client: bytes, request_id: str) -> bool:
         """Return whether a request is open, or was when its client's connection was lost."""
-        return request_id in self._open.get(client, ()) or request_id in self._lost.get(client, ())
+        is_lost = request_id in self._lost.get(client, ())
+        return is_lost or self._open.find(client, request_id) is not None
 
     def submit(self, message: Submit, aborted_by: str) -> None:
-        """Send a request to the scheduler. One that is open is sent again only where the client
-        has done so (`message.client_retry`), and then all of its choices are to end once more."""
-        requests = self._open.setdefault(message.client, {})
-        if message.request_id in requests and not message.client_retry:
+        """Send a request to the scheduler, followed by its abort where `aborted_by` is not empty.
+
+        An open request is sent once more only if its client has resent it
+        (`message.client_retry`); all of its choices will then end once more.
+        """
+        client, request_id = message.client, message.request_id
+        if not message.client_retry and self._open.find(client, request_id) is not None:
             return
-        requests[message.request_id] = OpenRequest(message, message.params.n, aborted_by)
+        self._open.put(client, request_id, OpenRequest(message, message.params.n, aborted_by))
         self._scheduler.send(message)
         if aborted_by:
-            self._scheduler.send(AbortRequest(message.client, message.request_id, aborted_by))
+            self._scheduler.send(AbortRequest(client, request_id, aborted_by))
 
     def abort(self, client: bytes, request_id: str, by: str) -> None:
         """Abort one request of a client, or with an empty id all of them."""
-        for name, request in self._open.get(client, {}).items():
+        for name, request in self._open.of_client(client).items():
             if request_id in ("", name):
                 request.aborted_by = by
         self._scheduler.send(AbortRequest(client, request_id, by))
 
-    def ended(self, client: bytes, request_ids: list[str]) -> None:
-        """Count a choice of each of these requests as ended."""
-        requests = self._open.get(client, {})
+    def count_ends(self, client: bytes, request_ids: list[str]) -> None:
+        """Count one choice of each of these requests as ended."""
         for request_id in request_ids:
-            request = requests.get(request_id)
+            request = self._open.find(client, request_id)
             if request is not None:
-                request.num_choices -= 1
-                if request.num_choices <= 0:
-                    del requests[request_id]
-        if not requests:
-            self._open.pop(client, None)
+                request.num_open_choices -= 1
+                if request.num_open_choices <= 0:
+                    self._open.remove(client, request_id)
 
-    def lose(self, client: bytes) -> None:
-        """Abort all requests of a client whose connection is lost, and remember their names."""
+    def lose_client(self, client: bytes) -> None:
+        """Abort all requests of a client whose connection is lost, and remember their ids."""
         self.abort(client, "", CLIENT_LOST)
-        names = set(self._open.pop(client, ()))
-        if not names:
+        request_ids = set(self._open.remove_client(client))
+        if not request_ids:
             return
         self._forget_lost(client)
-        self._lost[client] = names
-        self._num_lost += len(names)
+        self._lost[client] = request_ids
+        self._num_lost += len(request_ids)
         while len(self._lost) > MAX_LOST_CLIENTS or self._num_lost > MAX_LOST_REQUESTS:
             self._forget_lost(next(iter(self._lost)))
 
     def _forget_lost(self, client: bytes) -> None:
         self._num_lost -= len(self._lost.pop(client, ()))
 
-    def send_again(self) -> None:
-        """Send everything to another scheduler, which ignores what its journal knows."""
+    def resend_all(self) -> None:
+        """Send everything to a new scheduler, which ignores what its journal holds already."""
         for client in self._lost:
-            if client not in self._open:
+            if not self._open.of_client(client):
                 self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
-        for client, requests in self._open.items():
-            for request_id, request in requests.items():
-                self._scheduler.send(msgspec.structs.replace(request.submit, frontend_retry=True))
-                if request.aborted_by:
-                    self._scheduler.send(AbortRequest(client, request_id, request.aborted_by))
+        for request in self._open:
+            submit = request.submit
+            self._scheduler.send(msgspec.structs.replace(submit, frontend_retry=True))
+            if request.aborted_by:
+                abort = AbortRequest(submit.client, submit.request_id, request.aborted_by)
+                self._scheduler.send(abort)

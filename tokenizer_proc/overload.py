@@ -1,25 +1,24 @@
-"""How much the server has to do: whoever comes when that is too much is refused at once, before
-anything is done for him."""
+"""Refuse requests while too many are waiting, before any work is spent on them."""
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from quadriga.errors import QueueFull
 
-ENDINGS_SEEN = 64
-"""So many endings tell how fast requests end."""
-MIN_RETRY_S, MAX_RETRY_S = 1, 60
-"""Seconds."""
+NUM_RECENT_ENDS = 64
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
 
 
 class OverloadGuard:
-    """Says whether another request may come in.
+    """Enforce --max-queued-requests and --max-requests-per-client on new requests.
 
-    max_queued: requests that may wait in the scheduler, choices counted; it knows the number
-    exactly, here it is known as of the last message that came from there. max_per_client: open
-    requests of one client; None: any number.
+    Only the scheduler knows how many choices wait. Here their number is the one that it reported
+    last, plus the choices that were submitted since then, plus those of requests in preparation.
+
+    The hint when to try again follows from the rate at which requests end.
     """
 
     def __init__(
@@ -31,44 +30,54 @@ class OverloadGuard:
         self._max_queued = max_queued
         self._max_per_client = max_per_client
         self._clock = clock
-        self._waiting = 0
-        self._let_in_since = 0
-        self._endings: deque[float] = deque(maxlen=ENDINGS_SEEN)
+        self._num_reported = 0
+        self._num_submitted = 0
+        self._num_preparing = 0
+        self._ended_at: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
 
-    def check(self, open_requests: int, choices: int) -> None:
-        """Raise QueueFull where a request may not come in now, from a client that has so many open
-        ones."""
-        waiting = self._waiting + self._let_in_since
-        if waiting + choices > self._max_queued:
-            after = self._retry_after(self._max_queued / 4)
+    def check(self, num_choices: int, num_open: int) -> None:
+        """Raise QueueFull for a request that is too much, from a client with `num_open` others."""
+        num_waiting = self._num_reported + self._num_submitted + self._num_preparing
+        if num_waiting + num_choices > self._max_queued:
+            retry_after = self._retry_after_s(num_ends=self._max_queued / 4)
             raise QueueFull(
-                f"{waiting} requests are waiting and --max-queued-requests is {self._max_queued};"
-                f" try again in {after} s",
-                after,
+                f"{num_waiting} requests are waiting and --max-queued-requests is"
+                f" {self._max_queued}; try again in {retry_after} s",
+                retry_after,
             )
-        if self._max_per_client is not None and open_requests >= self._max_per_client:
-            after = self._retry_after(1)
+        if self._max_per_client is not None and num_open >= self._max_per_client:
+            retry_after = self._retry_after_s(num_ends=1)
             raise QueueFull(
-                f"this client has {open_requests} open requests and --max-requests-per-client is"
-                f" {self._max_per_client}; wait until one has ended, or try again in {after} s",
-                after,
+                f"this client has {num_open} open requests and --max-requests-per-client is"
+                f" {self._max_per_client}; wait until one has ended, or try again in"
+                f" {retry_after} s",
+                retry_after,
             )
 
-    def _retry_after(self, endings: float) -> int:
-        """Seconds until so many requests have probably ended."""
-        if len(self._endings) < 2:
-            return MIN_RETRY_S
-        seconds = (self._clock() - self._endings[0]) / len(self._endings) * endings
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(seconds)))
+    @contextmanager
+    def preparing(self, num_choices: int) -> Iterator[None]:
+        """Count choices as waiting while their request is prepared."""
+        self._num_preparing += num_choices
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_choices
 
-    def let_in(self, choices: int) -> None:
-        """So many are on their way to the scheduler."""
-        self._let_in_since += choices
+    def count_submitted(self, num_choices: int) -> None:
+        """Count choices as waiting until the scheduler reports the next length of its queue."""
+        self._num_submitted += num_choices
 
-    def ended(self, choices: int) -> None:
-        """So many have ended."""
-        self._endings.extend([self._clock()] * choices)
+    def count_ended(self, num_choices: int) -> None:
+        """Note that choices ended now."""
+        self._ended_at.extend([self._clock()] * num_choices)
 
-    def report(self, waiting: int) -> None:
-        """So many requests wait in the scheduler."""
-        self._waiting, self._let_in_since = waiting, 0
+    def update_queue_length(self, num_waiting: int) -> None:
+        """Take in the length of the scheduler's waiting queue."""
+        self._num_reported, self._num_submitted = num_waiting, 0
+
+    def _retry_after_s(self, num_ends: float) -> int:
+        """Return the seconds in which this many choices probably end."""
+        if len(self._ended_at) < 2:
+            return MIN_RETRY_AFTER_S
+        seconds = (self._clock() - self._ended_at[0]) / len(self._ended_at) * num_ends
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(seconds)))

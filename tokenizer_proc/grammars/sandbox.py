@@ -1,9 +1,9 @@
-"""Compiles grammars where it can be stopped: `python -m tokenizer_proc.grammars.sandbox`.
+"""Compile grammars under limits of time and memory: `python -m tokenizer_proc.grammars.sandbox`.
 
-A line of JSON on stdin, [kind, text], is answered by one on stdout, [form, error]: the grammar in
-the library's form, or what is wrong with it. Each is compiled by a fork of its own, which ends with
-its time: no limit that the library takes bounds the time of every grammar. A grammar that has
-passed is compiled again by the worker, in a thread, in as much time.
+Each line of JSON on stdin, [kind, text], is answered by one on stdout, [form, error]: the grammar
+in the library's form, or why it is refused. No limit that the library takes bounds the time of
+every grammar, so that each one is compiled in a fork, which can be killed. The worker compiles a
+grammar that has passed once more, in a thread, in as much time.
 """
 
 import json
@@ -26,18 +26,17 @@ from quadriga.sampling.grammar import (
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-CPU_SECONDS = 0.5
-MEMORY_BYTES = 2 << 30
-"""Of address space, of which the library and the vocabulary take less than half."""
+MAX_CPU_S = 0.5
+# This is address space; the library and the vocabulary take less than half of it.
+MAX_MEMORY_BYTES = 2 << 30
 MAX_ERROR_CHARS = 500
-"""Characters."""
 
 
 def main() -> None:
-    """argv: tokenizer.json, the model's vocab_size, its end-of-text ids with commas between."""
+    """Serve stdin. argv: path of tokenizer.json, vocab_size, comma-separated end-of-text ids."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the end of stdin says when to leave
-    signal_at_parents_death(signal.SIGKILL)  # and this, if it is stopped or waits for a fork
+        signal.signal(number, signal.SIG_IGN)  # the process ends with stdin
+    signal_at_parents_death(signal.SIGKILL)  # also while it waits for a fork
     path, vocab_size, eos = sys.argv[1:]
     eos_ids = frozenset(int(part) for part in eos.split(",") if part)
     vocabulary = load_vocabulary(Path(path).read_text(encoding="utf-8"), int(vocab_size), eos_ids)
@@ -47,30 +46,30 @@ def main() -> None:
 
 
 def _check_in_fork(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _limit()
-        with os.fdopen(writing, "w") as answer:
-            answer.write(_check(vocabulary, grammar))
+        _limit_resources()
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write(_check_grammar(vocabulary, grammar))
         os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        answer_line = pipe.read()
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        answer = pipe.read()
     os.waitpid(pid, 0)
-    too_slow = f"it takes more than {CPU_SECONDS} s or too much memory to compile; simplify it"
-    return answer_line or json.dumps(["", too_slow])
+    too_slow = f"it takes more than {MAX_CPU_S} s or too much memory to compile; simplify it"
+    return answer or json.dumps(["", too_slow])
 
 
-def _limit() -> None:
+def _limit_resources() -> None:
     signal_at_parents_death(signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
 
-def _check(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
+def _check_grammar(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
     try:
         form = to_library_form(grammar, vocabulary)
         check_begins(compile_grammar(vocabulary, form))

@@ -1,4 +1,4 @@
-"""Chats become prompts by the model's own template, rendered in Jinja's sandbox."""
+"""Render chats to prompts with the model's own template, in Jinja's sandbox."""
 
 import json
 from datetime import datetime
@@ -14,18 +14,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
 
+# The format in which a model writes tool calls is the first whose marker is in its template.
 TOOL_FORMATS = (
     ("mistral", "[TOOL_CALLS]"),
     ("hermes", "<tool_call>"),
     ("llama3", '"parameters"'),
 )
-"""How a model writes a tool call, and what betrays it in its template; the first that is found."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
     """The chat template of a tokenizer directory (tokenizer_config.json, chat_template.jinja).
-    Raises ConfigError for one that is no Jinja template."""
+
+    Attributes:
+        tool_format: a name of TOOL_FORMATS; "" if the template takes no tools.
+
+    Raises:
+        ConfigError: it is no Jinja template.
+    """
 
     def __init__(self, tokenizer_dir: Path) -> None:
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
@@ -38,10 +44,11 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
+        """Whether the model has a chat template."""
         return self._template is not None
 
     def render(self, messages: list[ChatMessage], options: ChatOptions) -> str:
-        """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
+        """Return the prompt that asks for the assistant's next turn. Raise InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
                 "prompt is a chat, but this model has no chat template; send a plain string",
@@ -57,32 +64,34 @@ class ChatTemplate:
             "documents": None,
             **self._tokens,
             **options.template_args,
-            "messages": [_turn(message) for message in messages],
+            "messages": [_as_template_value(message) for message in messages],
             "tools": options.tools or None,
         }
         try:
             return self._template.render(variables)
         except Exception as error:  # a template is a program: it may fail in any way
-            why = str(error) or type(error).__name__
-            raise InvalidRequest(f"the model's chat template refused: {why}", "prompt") from None
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refused: {reason}", "prompt") from None
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
-    """As templates know a turn: role and content always, the rest where it says something."""
-    turn = {"role": message.role, "content": message.content}
-    return turn | {k: v for k, v in msgspec.structs.asdict(message).items() if v}
+def _as_template_value(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates know it: role, content, and other fields that are not empty."""
+    value = {"role": message.role, "content": message.content}
+    return value | {k: v for k, v in msgspec.structs.asdict(message).items() if v}
 
 
 def _tool_format(source: str) -> str:
-    """How the model writes tool calls; "" where its template takes no tools. A template that
-    shows no format that we know is taken for the commonest."""
+    """Return the format of tool calls; a template without a known marker has the most common."""
     if "tools" not in source:
         return ""
-    return next((name for name, sign in TOOL_FORMATS if sign in source), "hermes")
+    return next((name for name, marker in TOOL_FORMATS if marker in source), "hermes")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 def _content(token: "str | dict[str, Any]") -> str:
@@ -104,29 +113,31 @@ def _compile(source: str, tokenizer_dir: Path) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"the model's chat template cannot be read: {why}; correct it in {tokenizer_dir}, or"
+            f"the model's chat template cannot be read: {reason}; correct it in {tokenizer_dir}, or"
             " remove it to serve plain prompts only"
         ) from None
 
 
 def _environment() -> jinja2.Environment:
-    """Make the environment that Hugging Face chat templates are written for, as
-    transformers.utils.chat_template_utils has it."""
+    """Return the environment that Hugging Face chat templates are written for.
+
+    Source: transformers.utils.chat_template_utils.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["dict"] = _Dictionaries()
+    environment.globals["dict"] = _DictFunctions()
     environment.globals["namespace"] = _Namespace
     return environment
 
 
-class _Dictionaries:
-    """What a template may do with `dict`, without the type and its attributes."""
+class _DictFunctions:
+    """Python's `dict` for templates, without the attributes of the type."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -136,14 +147,14 @@ class _Dictionaries:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, without the attributes that lead to Python's own."""
+    """Jinja's namespace, without the attributes that lead to Python's own."""
 
     def __init__(*args: Any, **fields: Any) -> None:
         self, *others = args  # so that a template may call an attribute "self"
-        given = dict(*others, **fields)
-        for name in given:
+        attributes = dict(*others, **fields)
+        for name in attributes:
             _check_attribute(name)
-        jinja2.utils.Namespace.__init__(self, given)
+        jinja2.utils.Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_attribute(name)
@@ -158,13 +169,15 @@ def _check_attribute(name: object) -> None:
 
 
 class GenerationBlock(Extension):
-    """{% generation %}...{% endgeneration %}, which marks for training what the assistant wrote:
-    the text inside is rendered as if the tags were not there."""
+    """{% generation %}...{% endgeneration %}, which marks the assistant's text for training.
+
+    The text inside is rendered as if the tags were not there.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Return the statements inside. They are a scope of their own, as in transformers."""
+        """Return the statements inside, which are a scope of their own, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [jinja2.nodes.Scope(body, lineno=line)]
@@ -177,7 +190,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without HTML's escapes, in place of Jinja's own filter."""
+    """Return JSON without HTML escapes, in place of Jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

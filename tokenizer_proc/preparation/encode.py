@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Encode text to token ids, and decode them."""
 
 from array import array
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ from tokenizer_proc.preparation.chat import ChatTemplate
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# The tokenizers library takes about 200 bytes of memory for a byte of text (150 to 195 with
+# byte-level BPE), so that the longest text takes 1.6 GiB.
 MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""The tokenizers library takes about 200 bytes of memory for a byte of text (measured with
-byte-level BPE: 150 to 195), so that the longest text takes 1.6 GiB."""
 MAX_BAD_WORD_TOKENS = 32
 
 
 class Encoder:
-    """Encode plain text and chats, neither with added special tokens, and decode token ids."""
+    """Encode text and chats without adding special tokens, and decode token ids."""
 
     def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -31,11 +31,11 @@ class Encoder:
             InvalidRequest: the template refuses the chat, or the text is over MAX_TEXT_BYTES.
         """
         text = prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
-        size = len(text.encode())
-        if size > MAX_TEXT_BYTES:
+        num_bytes = len(text.encode())
+        if num_bytes > MAX_TEXT_BYTES:
             raise InvalidRequest(
-                f"the prompt's text is {size} bytes: at most {MAX_TEXT_BYTES} are encoded; shorten"
-                " it, or send token ids",
+                f"the prompt's text is {num_bytes} bytes: at most {MAX_TEXT_BYTES} are encoded;"
+                " shorten it, or send token ids",
                 "prompt",
             )
         return array(
@@ -47,20 +47,21 @@ class Encoder:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens))
 
     def bad_words(self, words: list[str]) -> list[bytes]:
-        """Return the token ids (int32 bytes) that each word may be generated as: at the beginning
-        of a text or within a word, and behind a space.
+        """Return the token ids (int32 bytes) of each spelling of each word.
+
+        A word is spelled with a space before it, and without one, as within another word.
 
         Raises:
             InvalidRequest: a word has more than MAX_BAD_WORD_TOKENS tokens.
         """
         spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
         encodings = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
-        ids_of_all = {tuple(encoding.ids): None for encoding in encodings if encoding.ids}
-        longest = max(map(len, ids_of_all), default=0)
-        if longest > MAX_BAD_WORD_TOKENS:
+        distinct_ids = {tuple(encoding.ids): None for encoding in encodings if encoding.ids}
+        max_length = max(map(len, distinct_ids), default=0)
+        if max_length > MAX_BAD_WORD_TOKENS:
             raise InvalidRequest(
-                f"bad_words has a word of {longest} tokens: at most {MAX_BAD_WORD_TOKENS} are"
+                f"bad_words has a word of {max_length} tokens: at most {MAX_BAD_WORD_TOKENS} are"
                 " allowed; shorten it",
                 "bad_words",
             )
-        return [pack_ids(ids) for ids in ids_of_all]
+        return [pack_ids(ids) for ids in distinct_ids]

@@ -1,10 +1,10 @@
-"""The messages that wait for a worker process, and those that are being prepared."""
+"""The queue of long messages, and the processes of `pool_worker.py` that prepare them."""
 
 import asyncio
 import logging
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.errors import QueueFull, RequestFailed
@@ -13,36 +13,33 @@ from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES, MAX_CPU_S, ForkServer
 from tokenizer_proc.preparation.validation import peek
 
-MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Of all messages that wait or are being prepared."""
-MAX_CLIENT_BYTES = MAX_WAITING_BYTES // 2
-"""Of those of one client, so that no client keeps the others out."""
+# Messages that wait or are being prepared count here. One client takes at most half of the bytes,
+# so that none keeps the others out.
+MAX_PENDING_BYTES = 256 * 1024 * 1024
+MAX_PENDING_BYTES_OF_CLIENT = MAX_PENDING_BYTES // 2
+# Messages that are prepared at the same time, unless there is only one: their texts take 200 times
+# as much memory in the workers.
 MAX_RUNNING_BYTES = 8 * 1024 * 1024
-"""Of the messages that are being prepared at the same time, unless there is only one: their texts
-take 200 times as much memory in the workers."""
+# A worker may die of something else than the message that it prepares.
 MAX_ATTEMPTS = 2
-"""A worker may die of something else than the message that it prepares."""
 RETRY_AFTER_S = 1.0
 EXIT_NO_FORK_SERVER = 1
-
-Then = Callable[[bytes], None]
-"""Takes an encoded Outcome (`prepare.py`)."""
 
 
 @dataclass(slots=True, eq=False)
 class PrepareJob:
-    """A message on its way through the pool."""
+    """A message on its way through the pool, and the future of its encoded Outcome."""
 
     client: bytes
     frame: bytes
-    then: Then
+    outcome: "asyncio.Future[bytes]"
 
 
 class PreparePool:
     """Prepare messages in up to `num_workers` processes; clients take turns, one message each.
 
-    Memory is bounded here by MAX_WAITING_BYTES, and in the workers by MAX_RUNNING_BYTES and
-    `prepare_worker.MAX_WORKER_BYTES`.
+    Memory is bounded here by MAX_PENDING_BYTES, and in the workers by MAX_RUNNING_BYTES and
+    `pool_worker.MAX_WORKER_BYTES`.
     """
 
     def __init__(self, fork_server: ForkServer, num_workers: int) -> None:
@@ -58,25 +55,30 @@ class PreparePool:
         """Watch the fork server: without it this process cannot serve and has to be replaced."""
         asyncio.get_running_loop().add_reader(self._fork_server.socket, _exit)
 
-    def submit(self, client: bytes, frame: bytes, then: Then) -> None:
-        """Prepare a message and call `then` with its outcome, later and once.
+    def submit(self, client: bytes, frame: bytes) -> "asyncio.Future[bytes]":
+        """Queue a message and return the future of its encoded Outcome (`prepare.py`).
+
+        The future is cancelled if the message is dropped.
 
         Raises:
             QueueFull: the messages of all clients, or of this one, take as much memory as they may.
         """
-        self._check(client, len(frame))
+        self._check_memory(client, len(frame))
         self._num_bytes += len(frame)
         self._bytes_of_client[client] = self._bytes_of_client.get(client, 0) + len(frame)
-        self._waiting.setdefault(client, deque()).append(PrepareJob(client, frame, then))
+        job = PrepareJob(client, frame, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(client, deque()).append(job)
         self._start_jobs()
+        return job.outcome
 
     def drop(self, client: bytes) -> None:
-        """Forget the messages of a client that wait; their `then` is not called."""
+        """Drop the waiting messages of a client. The ones in a worker are finished."""
         for job in self._waiting.pop(client, ()):
+            job.outcome.cancel()
             self._forget(job)
 
     def close(self) -> None:
-        """Forget all messages and end the workers, whatever they are at."""
+        """Drop all messages and end the workers, even in the middle of a message."""
         asyncio.get_running_loop().remove_reader(self._fork_server.socket)
         self._waiting.clear()
         for task in self._running.values():
@@ -85,23 +87,22 @@ class PreparePool:
             worker.close()
         self._fork_server.close()
 
-    def _check(self, client: bytes, size: int) -> None:
-        of_client = self._bytes_of_client.get(client, 0)
+    def _check_memory(self, client: bytes, num_bytes: int) -> None:
+        num_bytes_of_client = self._bytes_of_client.get(client, 0)
         for taken, limit, whose in (
-            (self._num_bytes, MAX_WAITING_BYTES, ""),
-            (of_client, MAX_CLIENT_BYTES, " of this client"),
+            (self._num_bytes, MAX_PENDING_BYTES, ""),
+            (num_bytes_of_client, MAX_PENDING_BYTES_OF_CLIENT, " of this client"),
         ):
-            if taken + size > limit:
+            if taken + num_bytes > limit:
                 raise QueueFull(
                     f"messages{whose} of {taken} bytes are being encoded, and at most {limit} may"
-                    f" be: {size} more do not fit; try again in {RETRY_AFTER_S:g} s",
+                    f" be: {num_bytes} more do not fit; try again in {RETRY_AFTER_S:g} s",
                     RETRY_AFTER_S,
                 )
 
     def _forget(self, job: PrepareJob) -> None:
-        size = len(job.frame)
-        self._num_bytes -= size
-        self._bytes_of_client[job.client] -= size
+        self._num_bytes -= len(job.frame)
+        self._bytes_of_client[job.client] -= len(job.frame)
         if not self._bytes_of_client[job.client]:
             del self._bytes_of_client[job.client]
 
@@ -112,7 +113,7 @@ class PreparePool:
             self._running[job] = asyncio.get_running_loop().create_task(self._run(job))
 
     def _startable_jobs(self) -> Iterator[PrepareJob]:
-        """Yield jobs, and take them off the queue, as long as workers and memory allow."""
+        """Take jobs off the queue and yield them, as long as workers and memory allow."""
         while self._waiting and len(self._running) < self._num_workers:
             client, jobs = next(iter(self._waiting.items()))
             running_bytes = sum(len(job.frame) for job in self._running)
@@ -125,13 +126,14 @@ class PreparePool:
             yield job
 
     async def _run(self, job: PrepareJob) -> None:
-        outcome = await self._outcome(job)
+        outcome = await self._prepare(job)
         del self._running[job]
         self._forget(job)
         self._start_jobs()
-        job.then(outcome)
+        if not job.outcome.done():
+            job.outcome.set_result(outcome)
 
-    async def _outcome(self, job: PrepareJob) -> bytes:
+    async def _prepare(self, job: PrepareJob) -> bytes:
         for _ in range(MAX_ATTEMPTS):
             worker = self._idle.pop() if self._idle else await _connect(self._fork_server)
             try:
@@ -157,13 +159,13 @@ class PreparePool:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The streams to and from a worker process."""
+    """A worker process, at the other end of a pair of streams."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def prepare(self, frame: bytes) -> bytes:
-        """Return the outcome of a frame. Raises OSError or EOFError where the process has died."""
+        """Return the outcome of a frame. Raise OSError or EOFError if the process died."""
         self.writer.write(LENGTH.pack(len(frame)))
         self.writer.write(frame)
         await self.writer.drain()
@@ -171,7 +173,7 @@ class _Worker:
         return await self.reader.readexactly(length)
 
     def close(self) -> None:
-        """End the process, at the latest when it has prepared what it is at."""
+        """End the process, at the latest after the message that it is preparing."""
         self.writer.transport.abort()
 
 

@@ -1,9 +1,9 @@
-"""Processes that prepare long messages, so that no message holds up the event loop.
+"""The processes that prepare long messages, so that no message holds up the event loop.
 
-The tokenizer process forks a fork server once, before it has threads or sockets and after the
-tokenizer is loaded; the fork server forks a worker on demand, in a few milliseconds and with the
-tokenizer's pages shared. A worker answers each frame by its outcome: 4 bytes of length (big endian)
-before each. It ends when its socket ends, and after a long frame, which gives the memory back.
+The tokenizer process forks a fork server once, after the tokenizer is loaded and before it has
+threads or sockets. The fork server forks a worker on demand, in a few milliseconds, sharing the
+tokenizer's pages. A worker answers each frame with its outcome; before both go 4 bytes of length
+(big endian). It ends with its socket, and after a long frame, which returns the memory.
 """
 
 import gc
@@ -20,44 +20,44 @@ from functools import partial
 from quadriga.runtime.parent_death import signal_at_parents_death
 
 LENGTH = struct.Struct(">I")
+# This is address space; the longest text (`encode.MAX_TEXT_BYTES`) takes half of it.
 MAX_WORKER_BYTES = 4 << 30
-"""Address space of a worker: the longest text (`encode.MAX_TEXT_BYTES`) takes half of it."""
+# This holds for one frame; the longest text takes 4 s.
 MAX_CPU_S = 60.0
-"""CPU time of one frame; the longest text takes 4 s."""
+# A worker that has prepared a frame of this size is replaced.
 LONG_FRAME_BYTES = 256 * 1024
-"""A worker that has prepared a frame of this size is replaced."""
 
 PrepareFrame = Callable[[bytes], bytes]
 
 
 class ForkServer:
-    """The tokenizer process's end of its fork server. Make it before the first thread or socket."""
+    """The tokenizer process's end of its fork server; made before the first thread or socket."""
 
     def __init__(self, prepare_frame: PrepareFrame) -> None:
-        self.socket, theirs = socket.socketpair()
+        self.socket, child_end = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _run_forked(theirs, partial(_serve_forks, theirs, prepare_frame))
-        theirs.close()
+            _run_forked(child_end, partial(_serve_forks, child_end, prepare_frame))
+        child_end.close()
 
     def fork_worker(self) -> socket.socket:
-        """Return the socket of a new worker. Raises OSError where the fork server is gone."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self.socket, [b"w"], [theirs.fileno()])
-        return ours
+        """Return the socket to a new worker. Raise OSError if the fork server is gone."""
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
+            socket.send_fds(self.socket, [b"w"], [worker_end.fileno()])
+        return own_end
 
     def close(self) -> None:
-        """End the fork server and its workers, whatever they are at."""
+        """End the fork server."""
         self.socket.close()
 
 
 def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
-    """Run `main` as all that a forked process does, with no file but `keep` and the standard ones.
+    """Run `main` and end the process. All files but `keep` and the standard ones are closed.
 
-    A copy of another socket would hide from the process at its other end that its peer has died.
+    A process at the other end of an inherited socket would not notice that its peer has died.
     """
     try:
         signal_at_parents_death(signal.SIGKILL)
@@ -72,8 +72,7 @@ def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
 
 def _serve_forks(connection: socket.socket, prepare_frame: PrepareFrame) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads cost memory, and a text needs one
-
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads cost memory, and one text needs none
     gc.freeze()
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)

@@ -1,18 +1,20 @@
 """Turn a client's message into what the scheduler, or the client itself, is sent.
 
-Everything here costs time and memory in proportion to the message. Short messages are prepared on
-the event loop; all others by the processes of `pool.py`.
+All of it costs time and memory in proportion to the message. Short messages are prepared on the
+event loop, long ones by the processes of `pool.py`.
 """
 
 import logging
 from array import array
+from typing import Any, TypeVar
 
 import msgspec
 
 from quadriga.config.server_config import FrontDoorArgs
-from quadriga.errors import InvalidRequest, QuadrigaError
+from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.grammar import Grammar, grammar_of, without_grammar
+from quadriga.sampling.params import NEUTRAL, SamplingDefaults, SamplingParams
 from quadriga.sampling.stop_regex import compile_stop_regex
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
@@ -28,12 +30,13 @@ from quadriga.wire.messages.public import (
     Tokens,
 )
 from quadriga.wire.sockets import encode
-from tokenizer_proc.preparation import validation as requests
+from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.sampling_defaults import sampling_defaults
 
+# A message of this size is parsed, rendered and encoded in 1 to 2 ms.
 MAX_INLINE_BYTES = 4096
-"""A message of so many bytes is parsed, rendered and encoded in 1 to 2 ms."""
+
+ValueT = TypeVar("ValueT")
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
@@ -41,7 +44,7 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
 
     Attributes:
         request: the message with its prompt as `prompt_token_ids`, cut to the context where the
-            client allows that, and with parameters in which nothing is left open.
+            client allows that, and with complete parameters and timeouts.
         bad_words: token ids (int32 bytes) of each spelling of each of them.
         grammar: taken out of the parameters; not checked yet.
     """
@@ -52,8 +55,8 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
 
 
 Answer = Tokens | Text
+# All but Prepared are public messages, which the client is sent as they stand.
 Outcome = Prepared | Tokens | Text | Refused
-"""What becomes of a frame. All but Prepared are public messages, for the client as they stand."""
 
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
@@ -65,18 +68,18 @@ def decode_outcome(data: bytes) -> Outcome:
 
 
 class Preparer:
-    """Check, render, encode and fit what clients send. Without state: forks may share it."""
+    """Check, render, encode and fit messages. It has no state, so that forks may share it."""
 
     def __init__(self, args: FrontDoorArgs, model: ModelFiles, encoder: Encoder) -> None:
+        self._args = args
         self._model = model
         self._encoder = encoder
-        self._truncate = args.allow_auto_truncate
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
 
     def prepare_frame(self, frame: bytes) -> bytes:
-        """Return the encoded Outcome of a Generate, Tokenize or Detokenize. Never raises."""
+        """Return the encoded Outcome of a Generate, Tokenize or Detokenize. Never raise."""
         try:
-            message = requests.parse([frame])
+            message = validation.parse([frame])
             if isinstance(message, Generate):
                 return encode(self.prepare(message))
             if isinstance(message, Tokenize | Detokenize):
@@ -85,50 +88,55 @@ class Preparer:
                 f"the message is {len(frame)} bytes: one of its kind has at most {MAX_INLINE_BYTES}"
             )
         except QuadrigaError as error:
-            return encode(Refused(requests.peek(frame).request_id, ErrorInfo.of(error)))
+            return encode(Refused(validation.peek(frame).request_id, ErrorInfo.of(error)))
 
     def prepare(self, message: Generate) -> Prepared:
-        """Return a request with its prompt's token ids and complete parameters.
+        """Return a request with its prompt's token ids, complete parameters and timeouts.
 
         Raises:
             InvalidRequest: a value is out of its range, or the prompt cannot be encoded.
             PromptTooLong: prompt and max_new_tokens do not fit the context and may not be cut.
         """
-        model, params = self._model, message.params
-        requests.check_urgency(message)
+        model, params, args = self._model, message.params, self._args
+        validation.check_urgency(message)
         params.validate(model.vocab_size)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
         grammar = grammar_of(params)
         if grammar is not None:
-            requests.check_can_end(params, model)
+            validation.check_can_end(params, model)
             params = without_grammar(params)
-        truncate = self._truncate if message.truncate_prompt is None else message.truncate_prompt
-        ids, params = requests.fit(
-            self._ids(message),
+        ids, params = validation.fit(
+            self._prompt_ids(message),
             params.filled(self._defaults),
             model,
-            truncate,
+            _or_default(message.truncate_prompt, args.allow_auto_truncate),
             message.clamp_max_new_tokens,
         )
         bad_words = self._encoder.bad_words(params.bad_words) if params.bad_words else []
         request = msgspec.structs.replace(
-            message, prompt="", prompt_token_ids=pack_ids(ids), params=params, chat=ChatOptions()
+            message,
+            prompt="",
+            prompt_token_ids=pack_ids(ids),
+            params=params,
+            chat=ChatOptions(),
+            queue_timeout=_or_default(message.queue_timeout, args.queue_timeout),
+            timeout=_or_default(message.timeout, args.request_timeout),
         )
         return Prepared(request, bad_words, grammar)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
-        """Return the ids of a text, or the text of ids. Raises InvalidRequest."""
-        name = message.request_id
-        requests.check_request_id(name)
+        """Return the ids of a text, or the text of ids. Raise InvalidRequest."""
+        request_id = message.request_id
+        validation.check_request_id(request_id)
         if isinstance(message, Tokenize):
-            return Tokens(name, pack_ids(self._encode(message.prompt, message.chat)))
-        ids = requests.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
-        return Text(name, self._encoder.decode(ids, message.skip_special_tokens))
+            return Tokens(request_id, pack_ids(self._encode(message.prompt, message.chat)))
+        ids = validation.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
+        return Text(request_id, self._encoder.decode(ids, message.skip_special_tokens))
 
-    def _ids(self, message: Generate) -> "array[int]":
+    def _prompt_ids(self, message: Generate) -> "array[int]":
         if message.prompt_token_ids is not None:
-            return requests.check_prompt_ids(message, self._model.vocab_size)
+            return validation.check_prompt_ids(message, self._model.vocab_size)
         return self._encode(message.prompt, message.chat)
 
     def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "array[int]":
@@ -139,6 +147,33 @@ class Preparer:
             return self._encoder.encode(prompt, chat)
         except QuadrigaError:
             raise
-        except Exception as error:  # whatever the model's template or the tokenizer may raise
+        except Exception as error:  # a template or a tokenizer may raise anything
             logging.exception("a prompt cannot be encoded")
             raise InvalidRequest(f"prompt cannot be encoded: {error}", "prompt") from None
+
+
+def sampling_defaults(source: str, generation_config: dict[str, Any]) -> SamplingDefaults:
+    """Return the sampling parameters of requests that leave them open.
+
+    `source` is --sampling-defaults. Raise ConfigError for a generation_config that cannot be used.
+    """
+    if source == "openai":
+        return NEUTRAL
+    fields = {
+        name: generation_config[name]
+        for name in SamplingDefaults.__struct_fields__
+        if generation_config.get(name) is not None
+    }
+    try:
+        defaults = msgspec.convert(fields, SamplingDefaults)
+        SamplingParams().filled(defaults).validate(vocab_size=1)
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ConfigError(
+            f"the model's generation_config.json cannot be used: {error};"
+            " start with --sampling-defaults openai"
+        ) from None
+    return defaults
+
+
+def _or_default(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value

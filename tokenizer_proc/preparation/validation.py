@@ -1,4 +1,4 @@
-"""A client's bytes to a checked request: each rule names the field, the value and the limit."""
+"""Parse and check the messages of clients; each error names the field, the value and the limit."""
 
 import secrets
 from array import array
@@ -14,20 +14,18 @@ from quadriga.sampling.validation import MAX_SEED
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 
-MAX_REQUEST_ID = 128
+MAX_REQUEST_ID_CHARS = 128
+# The smallest priority is -MAX_PRIORITY.
 MAX_PRIORITY = 1000
-"""-MAX_PRIORITY is the smallest."""
-MAX_TIMEOUT = 7 * 24 * 3600
-"""Seconds."""
-
-PEEKED_BYTES = 1024
-"""Hold the first fields of every message whose request_id is not too long."""
+MAX_TIMEOUT_S = 7 * 24 * 3600
+# So many bytes hold the first fields of every message whose request_id is not too long.
+NUM_PEEKED_BYTES = 1024
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 class FrameHeader(NamedTuple):
-    """The first fields of a message, "" where they are missing or of another type."""
+    """The first fields of a message; "" for a field that is missing or of another type."""
 
     tag: str
     request_id: str
@@ -36,7 +34,7 @@ class FrameHeader(NamedTuple):
 def peek(frame: bytes) -> FrameHeader:
     """Return the header of a message, in time that does not grow with the message."""
     unpacker = msgpack.Unpacker()
-    unpacker.feed(frame[:PEEKED_BYTES])
+    unpacker.feed(frame[:NUM_PEEKED_BYTES])
     try:
         num_fields = unpacker.read_array_header()
         tag, _, request_id = [unpacker.unpack() if i < num_fields else "" for i in range(3)]
@@ -44,12 +42,12 @@ def peek(frame: bytes) -> FrameHeader:
         return FrameHeader("", "")
     return FrameHeader(
         tag if isinstance(tag, str) else "",
-        request_id[:MAX_REQUEST_ID] if isinstance(request_id, str) else "",
+        request_id[:MAX_REQUEST_ID_CHARS] if isinstance(request_id, str) else "",
     )
 
 
 def only_frame(frames: list[bytes]) -> bytes:
-    """Return the one frame of a message. Raises InvalidRequest for several, or one too long."""
+    """Return the only frame of a message. Raise InvalidRequest for several, or one too long."""
     if len(frames) != 1:
         raise InvalidRequest(f"a message is 1 frame, this one has {len(frames)}")
     if len(frames[0]) > MAX_FRAME_BYTES:
@@ -62,7 +60,7 @@ def only_frame(frames: list[bytes]) -> bytes:
 
 
 def parse(frames: list[bytes]) -> ClientMessage:
-    """One message from its frames. Raises InvalidRequest for whatever is not one."""
+    """Return the message in these frames. Raise InvalidRequest if they do not hold one."""
     frame = only_frame(frames)
     try:
         message: ClientMessage = _decode(frame)
@@ -78,15 +76,16 @@ def parse(frames: list[bytes]) -> ClientMessage:
 
 
 def check_request_id(request_id: str) -> None:
-    if not 1 <= len(request_id) <= MAX_REQUEST_ID:
+    """Raise InvalidRequest for an id that is empty or too long."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(
-            f"request_id has {len(request_id)} characters: 1 to {MAX_REQUEST_ID} are allowed",
+            f"request_id has {len(request_id)} characters: 1 to {MAX_REQUEST_ID_CHARS} are allowed",
             "request_id",
         )
 
 
 def check_urgency(message: Generate) -> None:
-    """How soon a request wants to be served. Raises InvalidRequest for a value out of range."""
+    """Raise InvalidRequest for a priority or a timeout out of range."""
     if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise InvalidRequest(
             f"priority is {message.priority}: it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}",
@@ -97,22 +96,16 @@ def check_urgency(message: Generate) -> None:
 
 
 def _check_timeout(field: str, seconds: float | None) -> None:
-    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT:
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
         raise InvalidRequest(
-            f"{field} is {seconds}: it must be more than 0 and at most {MAX_TIMEOUT} seconds"
+            f"{field} is {seconds}: it must be more than 0 and at most {MAX_TIMEOUT_S} seconds"
             " (one week); leave it out for the server's own",
             field,
         )
 
 
-def deadline(received: float, asked: float | None, default: float | None) -> float | None:
-    """The Unix time at which a timeout is over: the request's own, else the server's, if any."""
-    seconds = default if asked is None else asked
-    return None if seconds is None else received + seconds
-
-
 def check_can_end(params: SamplingParams, model: ModelFiles) -> None:
-    """Raises InvalidRequest where nothing could say that a text with a grammar is whole."""
+    """Raise InvalidRequest if no token could end a text with a grammar."""
     if not model.eos_token_ids and not params.stop_token_ids:
         raise InvalidRequest(
             "stop_token_ids is empty, and the model names no token that ends a text: a grammar"
@@ -122,7 +115,7 @@ def check_can_end(params: SamplingParams, model: ModelFiles) -> None:
 
 
 def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
-    """The token ids that a request carries in place of a text. Raises InvalidRequest."""
+    """Return the token ids that a request has in place of a text. Raise InvalidRequest."""
     if message.prompt:
         raise InvalidRequest(
             "prompt and prompt_token_ids are both given: leave one of them empty", "prompt"
@@ -131,16 +124,16 @@ def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
 
 
 def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
-    """The token ids in a field's int32 bytes. Raises InvalidRequest."""
+    """Return the token ids in a field's int32 bytes. Raise InvalidRequest."""
     if len(packed) % 4:
         raise InvalidRequest(
             f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
         )
     ids = unpack_ids(packed)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        invalid_id = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(
-            f"{field} holds {wrong}: ids of this model are 0 to {vocab_size - 1}", field
+            f"{field} holds {invalid_id}: ids of this model are 0 to {vocab_size - 1}", field
         )
     return ids
 
@@ -152,11 +145,14 @@ def fit(
     truncate: bool,
     clamp_max_new_tokens: bool = False,
 ) -> "tuple[array[int], SamplingParams]":
-    """Prompt and params as they will run: never empty, within the context, nothing left open.
+    """Return prompt and params as they will run: not empty, complete, and within the context.
 
-    With `truncate` the last context - 1 tokens of a long prompt are kept. With that or
-    clamp_max_new_tokens, no more tokens are generated than the context leaves, if it leaves any.
-    Raises PromptTooLong.
+    With `truncate` the last context_length - 1 tokens of a long prompt are kept. With that or
+    `clamp_max_new_tokens`, no more tokens are generated than the context leaves, if it leaves any.
+
+    Raises:
+        PromptTooLong: prompt and max_new_tokens are more than the context.
+        InvalidRequest: min_new_tokens is above max_new_tokens.
     """
     limit = model.context_length
     if not ids:
@@ -164,21 +160,21 @@ def fit(
     if truncate:
         ids = ids[-(limit - 1) :]
     room = limit - len(ids)
-    wanted = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
+    max_new_tokens = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
     if truncate or clamp_max_new_tokens:
-        wanted = min(wanted, max(room, 1))
-    if wanted > room:
+        max_new_tokens = min(max_new_tokens, max(room, 1))
+    if max_new_tokens > room:
         raise PromptTooLong(
-            f"prompt has {len(ids)} tokens, max_new_tokens is {wanted}, the model's context is"
-            f" {limit}; shorten the prompt, ask for fewer tokens, or start the server with"
+            f"prompt has {len(ids)} tokens, max_new_tokens is {max_new_tokens}, the model's context"
+            f" is {limit}; shorten the prompt, ask for fewer tokens, or start the server with"
             " --allow-auto-truncate",
             "prompt" if len(ids) >= limit else "max_new_tokens",
         )
-    if params.min_new_tokens > wanted:
+    if params.min_new_tokens > max_new_tokens:
         raise InvalidRequest(
             f"min_new_tokens is {params.min_new_tokens}: it must not be above max_new_tokens, which"
-            f" is {wanted} here; ask for a larger max_new_tokens",
+            f" is {max_new_tokens} here; ask for a larger max_new_tokens",
             "min_new_tokens",
         )
     seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-    return ids, msgspec.structs.replace(params, max_new_tokens=wanted, seed=seed)
+    return ids, msgspec.structs.replace(params, max_new_tokens=max_new_tokens, seed=seed)

@@ -7,7 +7,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import NEUTRAL, SamplingDefaults, SamplingParams
-from tokenizer_proc.preparation.sampling_defaults import sampling_defaults
+from tokenizer_proc.preparation.prepare import sampling_defaults
 
 GENERATION_CONFIG = {
     "do_sample": True,

@@ -1,21 +1,24 @@
 """The detokenizer's core: chunks, usage and the one end of every request."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from detok_proc.detokenizer import Detokenizer
+from detok_proc.detokenizer import Deliveries, Detokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.public import ErrorInfo, StageTimes, Usage
+from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0
 
 
-def make_tokenizer():
+def make_tokenizer() -> Tokenizer:
     tokens = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -25,40 +28,64 @@ def make_tokenizer():
 
 
 TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.token_to_id("<eos>")
+EOS: int = TOKENIZER.token_to_id("<eos>")  # type: ignore[assignment]
 
 
-def ids(text):
-    return TOKENIZER.encode(text).ids
+def ids(text: str) -> list[int]:
+    token_ids: list[int] = TOKENIZER.encode(text).ids
+    return token_ids
 
 
-def detokenizer(interval=1):
+def detokenizer(interval: int = 1) -> Detokenizer:
     return Detokenizer(TOKENIZER, interval, clock=lambda: NOW)
 
 
-def opening(seq=1, client=ALICE, stream=True, skip=True, stops=()):
+def opening(
+    seq: int = 1,
+    client: bytes = ALICE,
+    stream: bool = True,
+    skip: bool = True,
+    stops: Sequence[str] = (),
+) -> StreamStart:
     return StreamStart(seq, client, f"r{seq}", stream, skip, list(stops))
 
 
-def closing(seq=1, client=ALICE, reason="length", matched=None, error=None):
+def closing(
+    seq: int = 1,
+    client: bytes = ALICE,
+    reason: str = "length",
+    matched: int | None = None,
+    error: ErrorInfo | None = None,
+) -> StreamEnd:
     return StreamEnd(seq, client, f"r{seq}", reason, matched, error, 7, 3, 1.0, 2.0, 3.0, 4.0)
 
 
-def step(opened=(), tokens=(), closed=(), time=5.0):
-    """tokens: (seq, id) pairs."""
+def step(
+    opened: Sequence[StreamStart] = (),
+    tokens: Sequence[tuple[int, int]] = (),
+    closed: Sequence[StreamEnd] = (),
+    time: float = 5.0,
+) -> StepOutput:
+    """Return a step with (seq, id) pairs as tokens."""
     packed = pack_ids(token_id for _, token_id in tokens)
     return StepOutput(time, list(opened), [seq for seq, _ in tokens], packed, list(closed))
 
 
-def only_chunk(deliveries, client=ALICE):
+def only_chunk(deliveries: Deliveries, client: bytes = ALICE) -> PlainChunk:
     (chunk,) = deliveries.by_client[client]
     assert len(deliveries.by_client) == 1
     return chunk
 
 
-def play(core, steps):
-    """(all chunks, all stops found) of several steps."""
-    chunks, stops = [], []
+def end_of(chunk: PlainChunk) -> End:
+    assert chunk.end is not None
+    return chunk.end
+
+
+def play(core: Detokenizer, steps: Sequence[StepOutput]) -> tuple[list[PlainChunk], list[int]]:
+    """Return (all chunks, all stops found) of several steps."""
+    chunks: list[PlainChunk] = []
+    stops: list[int] = []
     for output in steps:
         deliveries = core.process(output)
         chunks += [chunk for sent in deliveries.by_client.values() for chunk in sent]
@@ -66,26 +93,26 @@ def play(core, steps):
     return chunks, stops
 
 
-def text_run(text, close, **options):
-    """One request whose text comes a token a step, and its close in a step of its own."""
+def text_run(text: str, close: StreamEnd, **options: Any) -> list[StepOutput]:
+    """Return the steps of a request with one token each, and its end in a step of its own."""
     tokens = ids(text)
     steps = [step([opening(**options)], [(1, tokens[0])])]
     steps += [step(tokens=[(1, token_id)]) for token_id in tokens[1:]]
     return [*steps, step(closed=[close])]
 
 
-def test_a_stream_sends_each_token_and_then_its_end():
+def test_a_stream_sends_each_token_and_then_its_end() -> None:
     chunks, _ = play(detokenizer(), text_run("hey", closing()))
     assert [chunk.text for chunk in chunks] == ["h", "e", "y", ""]
     assert [chunk.text_offset for chunk in chunks] == [0, 1, 2, 3]
     assert [chunk.end is None for chunk in chunks] == [True, True, True, False]
-    end = chunks[-1].end
+    end = end_of(chunks[-1])
     assert end.finish_reason == "length"
     assert end.usage == Usage(7, 3, 3)
     assert end.times == StageTimes(1.0, 2.0, 3.0, 4.0, NOW)
 
 
-def test_a_request_without_stream_gets_one_chunk_with_everything():
+def test_a_request_without_stream_gets_one_chunk_with_everything() -> None:
     steps = [
         step([opening(stream=False)], [(1, ids("a")[0])], time=5.0),
         step(tokens=[(1, ids("b")[0])], time=6.0),
@@ -98,27 +125,27 @@ def test_a_request_without_stream_gets_one_chunk_with_everything():
     assert chunk.token_times == [5.0, 6.0]
 
 
-def test_the_interval_holds_back_all_but_the_first_piece():
+def test_the_interval_holds_back_all_but_the_first_piece() -> None:
     chunks, _ = play(detokenizer(interval=3), text_run("abcdefgh", closing()))
     assert [chunk.text for chunk in chunks] == ["a", "bcd", "efg", "h"]
 
 
-def test_a_token_without_text_is_sent_for_its_id_and_time():
+def test_a_token_without_text_is_sent_for_its_id_and_time() -> None:
     half, rest = ids("é")
     chunks, _ = play(detokenizer(), [step([opening()], [(1, half)]), step(tokens=[(1, rest)])])
     assert [(chunk.text, chunk.text_offset) for chunk in chunks] == [("", 0), ("é", 0)]
     assert [list(unpack_ids(chunk.token_ids)) for chunk in chunks] == [[half], [rest]]
 
 
-def test_a_token_and_the_end_in_one_step_are_one_chunk():
+def test_a_token_and_the_end_in_one_step_are_one_chunk() -> None:
     core = detokenizer()
     deliveries = core.process(step([opening()], [(1, ids("x")[0])], [closing()]))
     chunk = only_chunk(deliveries)
-    assert (chunk.text, chunk.end.usage.completion_tokens) == ("x", 1)
-    assert core.open_requests == 0
+    assert (chunk.text, end_of(chunk).usage.completion_tokens) == ("x", 1)
+    assert core.num_open == 0
 
 
-def test_half_a_character_is_flushed_at_the_end():
+def test_half_a_character_is_flushed_at_the_end() -> None:
     chunks, _ = play(
         detokenizer(), [step([opening()], [(1, ids("é")[0])]), step(closed=[closing()])]
     )
@@ -126,16 +153,16 @@ def test_half_a_character_is_flushed_at_the_end():
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_request_that_never_opened_gets_exactly_one_end(reason):
+def test_a_request_that_never_opened_gets_exactly_one_end(reason: str) -> None:
     error = ErrorInfo("failed", "why") if reason == "error" else None
     deliveries = detokenizer().process(step(closed=[closing(9, reason=reason, error=error)]))
     chunk = only_chunk(deliveries)
     assert (chunk.request_id, chunk.text, chunk.token_ids) == ("r9", "", b"")
-    assert (chunk.end.finish_reason, chunk.end.error) == (reason, error)
-    assert chunk.end.usage == Usage(7, 0, 3)
+    assert (end_of(chunk).finish_reason, end_of(chunk).error) == (reason, error)
+    assert end_of(chunk).usage == Usage(7, 0, 3)
 
 
-def test_each_client_gets_its_own_chunks_in_one_list():
+def test_each_client_gets_its_own_chunks_in_one_list() -> None:
     tokens = [(seq, ids("x")[0]) for seq in (1, 2, 3)]
     opened = [opening(1), opening(2, BOB), opening(3)]
     deliveries = detokenizer().process(step(opened, tokens))
@@ -143,7 +170,7 @@ def test_each_client_gets_its_own_chunks_in_one_list():
     assert [c.request_id for c in deliveries.by_client[BOB]] == ["r2"]
 
 
-def test_tokens_after_the_end_are_dropped():
+def test_tokens_after_the_end_are_dropped() -> None:
     core = detokenizer()
     play(core, text_run("a", closing()))
     assert core.process(step(tokens=[(1, ids("b")[0])])).by_client == {}
@@ -154,38 +181,59 @@ def test_tokens_after_the_end_are_dropped():
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reason", ["length", "stop", "abort"])
-def test_a_stop_string_cuts_the_text_and_explains_the_end(stream, reason):
+def test_a_stop_string_cuts_the_text_and_explains_the_end(stream: bool, reason: str) -> None:
     core = detokenizer()
     steps = text_run("one END two", closing(reason=reason), stream=stream, stops=["END"])
     chunks, stops = play(core, steps)
     assert "".join(chunk.text for chunk in chunks) == "one "
     assert stops == [1]
-    end = chunks[-1].end
+    end = end_of(chunks[-1])
     assert (end.finish_reason, end.matched_stop) == ("stop", "END")
     assert end.usage.completion_tokens == len("one END")
     sent = [i for chunk in chunks for i in unpack_ids(chunk.token_ids)]
     assert sent == ids("one END"), "the token that completed the stop string is the last"
-    assert core.open_requests == 0
+    assert core.num_open == 0
 
 
-def test_an_error_wins_over_a_stop_string():
+def test_an_error_wins_over_a_stop_string() -> None:
     error = ErrorInfo("server_failed", "the worker died")
     steps = text_run("a.", closing(reason="error", error=error), stops=["."])
     chunks, _ = play(detokenizer(), steps)
-    end = chunks[-1].end
+    end = end_of(chunks[-1])
     assert (end.finish_reason, end.error, end.matched_stop) == ("error", error, None)
 
 
-def test_a_beginning_of_a_stop_string_is_held_back_and_flushed():
+def test_a_beginning_of_a_stop_string_is_held_back_and_flushed() -> None:
     chunks, stops = play(detokenizer(), text_run("go EN", closing(), stops=["END"]))
     assert [chunk.text for chunk in chunks] == ["g", "o", " ", "", "", "EN"]
     assert stops == []
 
 
+def choice(index: int, regexes: list[str], text: str) -> tuple[StepOutput, StreamReplay]:
+    """Return a choice of request "r" that ends at its length: in one step, and as a replay."""
+    start = StreamStart(index, ALICE, "r", True, True, [], index, regexes)
+    end = StreamEnd(index, ALICE, "r", "length", None, None, 1, 0, 1.0, 2.0, 3.0, 4.0, index)
+    whole = StepOutput(9.0, [start], [index] * len(text), pack_ids(ids(text)), [end])
+    return whole, StreamReplay(start, whole.token_ids, [], end)
+
+
+def test_the_replay_of_a_choice_is_not_charged_with_the_slow_search_of_another_one() -> None:
+    core = detokenizer()
+    slow, ordinary = choice(0, ["(a+)+$b"], "a" * 200), choice(1, ["xy+z"], "a" * 200)
+    core.process(StepOutput(1.0, [ordinary[1].opening], [], b"", []))  # keeps the budget
+    chunk = only_chunk(core.process(slow[0]))
+    error = end_of(chunk).error
+    assert error is not None
+    assert error.field == "stop_regex"
+    deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[ordinary[1]]))
+    (chunk,) = deliveries.replays[ALICE]
+    assert (chunk.text, end_of(chunk).finish_reason) == ("a" * 200, "length")
+
+
 # --- stop tokens ----------------------------------------------------------------------------------
 
 
-def run_to_stop_token(token_id, skip=True):
+def run_to_stop_token(token_id: int, skip: bool = True) -> list[PlainChunk]:
     close = closing(reason="stop", matched=token_id)
     steps = [
         step([opening(skip=skip)], [(1, ids("x")[0])]),
@@ -197,15 +245,15 @@ def run_to_stop_token(token_id, skip=True):
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("token_id", [EOS, ids("x")[0]])
-def test_a_stop_token_counts_and_leaves_no_text(token_id, skip):
+def test_a_stop_token_counts_and_leaves_no_text(token_id: int, skip: bool) -> None:
     chunks = run_to_stop_token(token_id, skip)
     assert "".join(chunk.text for chunk in chunks) == "x"
     assert list(unpack_ids(chunks[-1].token_ids)) == [token_id]
-    assert chunks[-1].end.usage.completion_tokens == 2
-    assert (chunks[-1].end.finish_reason, chunks[-1].end.matched_stop) == ("stop", token_id)
+    assert end_of(chunks[-1]).usage.completion_tokens == 2
+    assert (end_of(chunks[-1]).finish_reason, end_of(chunks[-1]).matched_stop) == ("stop", token_id)
 
 
-def test_special_tokens_leave_text_only_if_asked():
+def test_special_tokens_leave_text_only_if_asked() -> None:
     for skip, expected in ((True, "ab"), (False, "a<eos>b")):
         chunks, _ = play(detokenizer(), text_run("a<eos>b", closing(), skip=skip))
         assert "".join(chunk.text for chunk in chunks) == expected
@@ -221,7 +269,9 @@ def test_special_tokens_leave_text_only_if_asked():
     interval=st.integers(1, 5),
     stream=st.booleans(),
 )
-def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(tokens, stops, interval, stream):
+def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(
+    tokens: list[int], stops: list[str], interval: int, stream: bool
+) -> None:
     steps = [step([opening(stream=stream, stops=stops)], [(1, tokens[0])])]
     steps += [step(tokens=[(1, token_id)]) for token_id in tokens[1:]]
     chunks, found = play(detokenizer(interval), [*steps, step(closed=[closing()])])
@@ -236,23 +286,23 @@ def test_the_chunks_joined_are_the_whole_text_up_to_its_stop(tokens, stops, inte
         offset += len(chunk.text)
     sent = [i for chunk in chunks for i in unpack_ids(chunk.token_ids)]
     assert sent == tokens[: len(sent)]
-    assert len(sent) == chunks[-1].end.usage.completion_tokens
+    assert len(sent) == end_of(chunks[-1]).usage.completion_tokens
     assert [chunk.end is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert len(found) <= 1 and (stream or len(chunks) == 1)
 
 
-def replay(text, close=None, **options):
+def replay(text: str, close: StreamEnd | None = None, **options: Any) -> StreamReplay:
     return StreamReplay(opening(**options), pack_ids(ids(text)), [], close)
 
 
-def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
+def test_a_detokenizer_that_replays_a_text_goes_on_as_the_one_before_it() -> None:
     for cut in range(1, 6):
         steps = text_run("häßlich", closing(), stops=["ich"])
         tokens = [output.token_ids for output in steps[:cut]]
         whole = StreamReplay(opening(stops=["ich"]), b"".join(tokens), [], None)
         core = detokenizer()
         first = core.process(StepOutput(9.0, [], [], b"", [], replayed=[whole]))
-        (again,) = first.again[ALICE]
+        (again,) = first.replays[ALICE]
         assert again.text_offset == 0
         assert again.token_times == [9.0] * cut
         chunks, stops = play(core, steps[cut:])
@@ -260,26 +310,30 @@ def test_a_detokenizer_that_is_told_a_text_anew_goes_on_as_the_one_before_it():
         assert "".join(texts) == "häßl"
         assert first.stop_found + stops == [1]
         assert chunks[0].text_offset == len(again.text)
-        assert chunks[-1].end.matched_stop == "ich"
+        assert end_of(chunks[-1]).matched_stop == "ich"
 
 
-def test_a_text_that_has_ended_is_told_again_with_its_end():
+def test_a_text_that_has_ended_is_replayed_with_its_end() -> None:
     core = detokenizer()
     tokens = pack_ids([*ids("hey"), EOS])
     close = closing(reason="stop", matched=EOS)
     again = StreamReplay(opening(skip=False), tokens, [], close)
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[again]))
-    (chunk,) = deliveries.again[ALICE]
-    assert (chunk.text, chunk.end.finish_reason, chunk.end.matched_stop) == ("hey", "stop", EOS)
+    (chunk,) = deliveries.replays[ALICE]
+    assert (chunk.text, end_of(chunk).finish_reason, end_of(chunk).matched_stop) == (
+        "hey",
+        "stop",
+        EOS,
+    )
     assert deliveries.ended == [1]
-    assert core.open_requests == 0
+    assert core.num_open == 0
 
 
-def test_who_waits_for_the_whole_is_told_of_a_part_only_that_it_is_known():
+def test_a_replay_of_a_part_only_confirms_a_request_without_stream() -> None:
     core = detokenizer()
     deliveries = core.process(
         StepOutput(9.0, [], [], b"", [], replayed=[replay("he", stream=False)])
     )
-    assert [(c.text, c.token_ids) for c in deliveries.again[ALICE]] == [("", b"")]
+    assert [(c.text, c.token_ids) for c in deliveries.replays[ALICE]] == [("", b"")]
     chunks, _ = play(core, [step(tokens=[(1, ids("y")[0])]), step(closed=[closing()])])
     assert [chunk.text for chunk in chunks] == ["hey"]

@@ -1,6 +1,7 @@
 """Incremental decoding: the pieces joined are tokenizer.decode's text, for any ids."""
 
 import time
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -8,12 +9,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from detok_proc.incremental import WINDOW_TOKENS, DecoderFactory, WindowedDecoder
+from detok_proc.incremental import (
+    WINDOW_TOKENS,
+    DecoderFactory,
+    WindowedDecoder,
+    _byte_alphabet,
+)
 
 SPACE = "\u2581"
 
 
-def byte_level_tokenizer():
+def byte_level_tokenizer() -> Tokenizer:
     """Single bytes, a few longer tokens, and added tokens inside and outside the alphabet."""
     tokens = [*sorted(ByteLevel.alphabet()), "Ġa", "ĠĠ", "ðŁ", "ðŁİ", "ab"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -30,13 +36,13 @@ def byte_level_tokenizer():
     return tokenizer
 
 
-def sentencepiece_decoder(*last):
+def sentencepiece_decoder(*last: decoders.Decoder) -> decoders.Decoder:
     return decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )
 
 
-def sentencepiece_tokenizer(decoder):
+def sentencepiece_tokenizer(decoder: decoders.Decoder) -> Tokenizer:
     """Llama 2's kind: a token for each byte, a mark for the space."""
     words = [SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", "é", "日", "\ufffd", "x\ufffd", " ", "."]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -49,7 +55,7 @@ def sentencepiece_tokenizer(decoder):
     return tokenizer
 
 
-def word_tokenizer(decoder):
+def word_tokenizer(decoder: decoders.Decoder | None) -> Tokenizer:
     tokens = ["[UNK]", "[CLS]", "un", "##do", "##ne", ".", "don", "'", "t", "do</w>", "a</w>"]
     tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}))
     tokenizer.decoder = decoder
@@ -72,17 +78,23 @@ WINDOWED["byte level in a sequence"].decoder = decoders.Sequence(
 )
 
 
-def pieces(tokenizer, ids, skip=True):
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
     decoder = DecoderFactory(tokenizer).make(skip)
     return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
 
 
-def ids_of(tokenizer, max_size):
-    """Also ids beyond the vocabulary, as a padded model can sample them."""
+def ids_of(tokenizer: Tokenizer, max_size: int) -> st.SearchStrategy[list[int]]:
+    """Draw also ids beyond the vocabulary, as a padded model can sample them."""
     return st.lists(st.integers(0, tokenizer.get_vocab_size() + 4), max_size=max_size)
 
 
-def test_byte_level_decoders_are_recognised():
+def test_byte_level_decoders_are_recognised() -> None:
     assert not isinstance(DecoderFactory(BYTE_LEVEL).make(True), WindowedDecoder)
     for tokenizer in WINDOWED.values():
         assert isinstance(DecoderFactory(tokenizer).make(True), WindowedDecoder)
@@ -90,7 +102,7 @@ def test_byte_level_decoders_are_recognised():
 
 @settings(max_examples=1000, deadline=None)
 @given(ids=ids_of(BYTE_LEVEL, 60), skip=st.booleans())
-def test_byte_level_pieces_joined_are_the_whole_decoded(ids, skip):
+def test_byte_level_pieces_joined_are_the_whole_decoded(ids: list[int], skip: bool) -> None:
     expected = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces(BYTE_LEVEL, ids, skip)) == expected
 
@@ -101,37 +113,37 @@ def test_byte_level_pieces_joined_are_the_whole_decoded(ids, skip):
 @example([0xF0, 0x9F])
 @example([0xED, 0xA0, 0x80])
 @example([0xF4, 0x90, 0x80, 0x80])
-def test_broken_utf8_is_replaced_as_the_tokenizer_does(values):
+def test_broken_utf8_is_replaced_as_the_tokenizer_does(values: list[int]) -> None:
     characters = {value: piece for piece, value in byte_characters().items()}
-    ids = [BYTE_LEVEL.token_to_id(characters[value]) for value in values]
+    ids = [id_of(BYTE_LEVEL, characters[value]) for value in values]
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-def byte_characters():
-    from detok_proc.incremental import _byte_alphabet
-
+def byte_characters() -> dict[str, int]:
     return _byte_alphabet()
 
 
-def test_the_byte_alphabet_is_the_tokenizers_own():
+def test_the_byte_alphabet_is_the_tokenizers_own() -> None:
     assert set(byte_characters()) == set(ByteLevel.alphabet())
     assert sorted(byte_characters().values()) == list(range(256))
 
 
-def test_no_piece_ends_within_a_character():
-    ids = [BYTE_LEVEL.token_to_id(token) for token in ["ðŁ", "İ", "ī", "ab"]]
+def test_no_piece_ends_within_a_character() -> None:
+    ids = [id_of(BYTE_LEVEL, token) for token in ["ðŁ", "İ", "ī", "ab"]]
     assert pieces(BYTE_LEVEL, ids) == ["", "", "🎉", "ab", ""]
 
 
-def test_half_a_character_at_the_end_is_flushed():
-    ids = [BYTE_LEVEL.token_to_id("ðŁ")]
+def test_half_a_character_at_the_end_is_flushed() -> None:
+    ids = [id_of(BYTE_LEVEL, "ðŁ")]
     assert pieces(BYTE_LEVEL, ids) == ["", "\ufffd"]
 
 
 @pytest.mark.parametrize("name", WINDOWED)
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_windowed_pieces_joined_are_the_whole_decoded(name, data, skip):
+def test_windowed_pieces_joined_are_the_whole_decoded(
+    name: str, data: st.DataObject, skip: bool
+) -> None:
     tokenizer = WINDOWED[name]
     ids = data.draw(ids_of(tokenizer, WINDOW_TOKENS - 1))
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -141,17 +153,17 @@ def test_windowed_pieces_joined_are_the_whole_decoded(name, data, skip):
 @pytest.mark.parametrize("name", ["llama 2", "no strip"])
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=150), st.integers(0, 3))
-def test_windowed_text_of_any_length_comes_whole(name, text, words):
+def test_windowed_text_of_any_length_comes_whole(name: str, text: str, words: int) -> None:
     tokenizer = WINDOWED[name]
-    ids = [tokenizer.token_to_id(f"{SPACE}a")] * words + [
-        tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode("utf-8")
+    ids = [id_of(tokenizer, f"{SPACE}a")] * words + [
+        id_of(tokenizer, f"<0x{byte:02X}>") for byte in text.encode("utf-8")
     ]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_long_run_of_bytes_is_not_held_back_for_ever():
+def test_a_long_run_of_bytes_is_not_held_back_for_ever() -> None:
     tokenizer = WINDOWED["llama 2"]
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in ("日" * 100).encode()]
+    ids = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in ("日" * 100).encode()]
     seen, lag = "", 0
     decoder = DecoderFactory(tokenizer).make(True)
     for count, token_id in enumerate(ids, 1):
@@ -163,40 +175,41 @@ def test_a_long_run_of_bytes_is_not_held_back_for_ever():
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, *WINDOWED.values()])
-def test_special_tokens_and_unknown_ids_between_words_leave_no_trace(tokenizer):
+def test_special_tokens_and_unknown_ids_between_words_leave_no_trace(tokenizer: Tokenizer) -> None:
     ids = [4, 5, 1, tokenizer.get_vocab_size() + 100, 4, 1, 1, 5]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["llama 2", "byte level in a sequence"])
-def test_broken_bytes_without_end_cost_the_same_for_each_token(name):
+def test_broken_bytes_without_end_cost_the_same_for_each_token(name: str) -> None:
     tokenizer = WINDOWED[name]
     token = "<0xFF>" if name == "llama 2" else "ÿ"
     counted = Counting(tokenizer)
-    decoder = DecoderFactory(counted).make(True)
+    decoder = DecoderFactory(cast(Tokenizer, counted)).make(True)
     for _ in range(5000):
-        decoder.push(counted.token_to_id(token))
+        decoder.push(id_of(tokenizer, token))
     assert counted.decoded <= 5000 * (WINDOW_TOKENS + 8)
 
 
 class Counting:
     """A tokenizer that counts the ids it is asked to decode."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.decoded = 0
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def decode(self, ids, **options):
+    def decode(self, ids: list[int], **options: Any) -> str:
         self.decoded += len(ids)
-        return self._tokenizer.decode(ids, **options)
+        text: str = self._tokenizer.decode(ids, **options)
+        return text
 
 
-def test_a_byte_level_token_costs_microseconds():
+def test_a_byte_level_token_costs_microseconds() -> None:
     decoder = DecoderFactory(BYTE_LEVEL).make(True)
-    ids = [BYTE_LEVEL.token_to_id(token) for token in ["ðŁ", "Ġa", "ab", "ÿ"]] * 5000
+    ids = [id_of(BYTE_LEVEL, token) for token in ["ðŁ", "Ġa", "ab", "ÿ"]] * 5000
     began = time.perf_counter()
     for token_id in ids:
         decoder.push(token_id)

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +27,14 @@ from quadriga.wire.messages.to_scheduler import DetokReady, SchedulerMessage, St
 from quadriga.wire.sockets import encode
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
+
+Ring = tuple[dict[str, "zmq.Socket[bytes]"], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def ring(tmp_path):
-    """Sockets in the place of the detokenizer's neighbours, and the process itself."""
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    """Yield sockets in the place of the detokenizer's neighbours, and the process itself."""
     with tempfile.TemporaryDirectory(prefix="q-") as run_dir, zmq.Context() as context:
         endpoints = Endpoints(Path(run_dir))
         neighbours = {
@@ -42,7 +46,7 @@ def ring(tmp_path):
         neighbours["scheduler"].bind(endpoints.scheduler)
         neighbours["detok"].connect(endpoints.detok)
         for socket in neighbours.values():
-            socket.linger, socket.rcvtimeo = 0, PATIENCE_MS
+            socket.linger, socket.rcvtimeo = 0, TIMEOUT_MS
         model = write_tiny_gguf(tmp_path / "tiny.gguf")
         command = [sys.executable, "-m", "detok_proc", "--run-dir", run_dir, "--model", str(model)]
         environment = {"PATH": "/usr/bin:/bin", "QUADRIGA_CACHE": str(tmp_path / "cache")}
@@ -54,23 +58,23 @@ def ring(tmp_path):
             socket.close()
 
 
-def receive(socket):
-    """(the client's address, the public message)."""
+def receive(socket: "zmq.Socket[bytes]") -> tuple[bytes, Any]:
+    """Return (the client's address, the public message)."""
     return receive_with_ends(socket)[:2]
 
 
-def receive_with_ends(socket):
-    """The same, and the numbers of those whose ends have come by now."""
-    client, frame, told = socket.recv_multipart()
+def receive_with_ends(socket: "zmq.Socket[bytes]") -> tuple[bytes, Any, list[int]]:
+    """Return the same, and the numbers of the requests whose ends have come by now."""
+    client, frame, delivered = socket.recv_multipart()
     message = msgspec.msgpack.decode(frame, type=ServerMessage)
-    return client, message, msgspec.msgpack.decode(told, type=Delivered).settled
+    return client, message, msgspec.msgpack.decode(delivered, type=Delivered).settled
 
 
-def ids(*tokens):
+def ids(*tokens: str) -> bytes:
     return pack_ids(TOKENS.index(token) for token in tokens)
 
 
-def test_a_request_a_stop_string_an_info_and_the_end(ring):
+def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     neighbours, process = ring
     hello = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
     assert isinstance(hello, DetokReady)

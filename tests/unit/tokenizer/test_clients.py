@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.wire.messages.public import ServerGone
 from quadriga.wire.sockets import Unreachable
-from tokenizer_proc import backlog
+from tokenizer_proc import clients as module
 from tokenizer_proc.clients import Clients
 
 TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ def make(room: int) -> tuple[Clients, SlowPort, list[bytes]]:
     lost: list[bytes] = []
     clients, port = Clients(lost.append), SlowPort(room)
     clients.open(port)  # type: ignore[arg-type]
-    clients.saw(b"c")
+    clients.mark_seen(b"c")
     return clients, port, lost
 
 
@@ -75,8 +75,8 @@ def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
 def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_it_reads(
     bound: str, value: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, bound, value)
-    monkeypatch.setattr("tokenizer_proc.clients.CUT_OFF_RETRY_S", 0.01)
+    monkeypatch.setattr(module, bound, value)
+    monkeypatch.setattr(module, "CUT_OFF_RETRY_S", 0.01)
 
     async def run() -> None:
         clients, port, lost = make(room=0)
@@ -88,15 +88,15 @@ def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_
         clients.deliver(b"c", b"is dropped")
         port.room = 1
         await until(lambda: bool(port.sent))
-        (told,) = port.sent
-        gone = msgspec.msgpack.decode(told, type=ServerGone)
+        (payload,) = port.sent
+        gone = msgspec.msgpack.decode(payload, type=ServerGone)
         assert gone.error.code == "slow_reader"
 
     asyncio.run(run())
 
 
 def test_a_message_over_the_bound_may_wait_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "MAX_UNREAD_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_UNREAD_BYTES", 1000)
 
     async def run() -> None:
         clients, port, lost = make(room=0)
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
         port.is_gone = True
         await until(lambda: lost == [b"c"])
         port.is_gone, port.room = False, 10
-        clients.saw(b"c")
+        clients.mark_seen(b"c")
         clients.deliver(b"c", b"2")
         assert port.sent == [b"2"]
 

@@ -1,9 +1,8 @@
-"""Grammars before they are let in: who waits for the check, and who is refused."""
+"""The check of grammars: requests that share one, requests that are refused, processes that die."""
 
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import pytest
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.grammar import Grammar
-from tokenizer_proc.grammars.validator import MAX_WAITING, TRIES, GrammarValidator
-
-Answers = list[str]
-
+from tokenizer_proc.grammars.validator import MAX_ATTEMPTS, MAX_PENDING, GrammarValidator
 
 MODEL = ModelFiles("m", "m", {"vocab_size": 8, "eos_token_id": 0}, {}, Path(), None)
+# Dies at its first request, as often as its second argument says.
 CHECKER = """
 import os, pathlib, sys
 sys.stdin.readline()
@@ -28,52 +25,50 @@ if so_far < int(sys.argv[2]):
 print('["the form", ""]', flush=True)
 sys.stdin.read()
 """
-"""Dies at its first request, so many times."""
 
 
-class SlowDoor(GrammarValidator):
-    """Answers when it is told to, and keeps what it was asked."""
+class SlowValidator(GrammarValidator):
+    """Finishes its checks when `go` is set, and keeps the grammars that it was given."""
 
     def __init__(self) -> None:
         super().__init__(MODEL)
         self.go = threading.Event()
         self.checked: list[Grammar] = []
 
-    def _ask(self, grammar: Grammar) -> str:
+    def _check_in_thread(self, grammar: Grammar) -> str:
         self.checked.append(grammar)
         assert self.go.wait(10)
         return f"form of {grammar.text}"
 
 
-def into(answers: Answers) -> Callable[["asyncio.Future[str]"], None]:
-    def take(form: "asyncio.Future[str]") -> None:
-        error = form.exception()
-        answers.append(type(error).__name__ if error else form.result())
-
-    return take
-
-
-async def until(done: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if done():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("nothing came")
+def check(validator: GrammarValidator, text: str, is_new: bool = True) -> "asyncio.Task[str]":
+    return asyncio.create_task(validator.check(Grammar("regex", text), is_new))
 
 
 def test_requests_that_want_the_same_grammar_wait_together_however_many() -> None:
     async def run() -> None:
-        door, answers = SlowDoor(), Answers()
-        count = 3 * MAX_WAITING
-        for _ in range(count):
-            door.check(Grammar("regex", "a+"), into(answers), is_new=True)
-        assert answers == []
-        door.go.set()
-        await until(lambda: len(answers) == count)
-        assert set(answers) == {"form of a+"}
-        assert len(door.checked) == 1
-        door.check(Grammar("regex", "a+"), into(answers), is_new=True)
-        assert len(answers) == count + 1
+        validator = SlowValidator()
+        checks = [check(validator, "a+") for _ in range(3 * MAX_PENDING)]
+        await asyncio.sleep(0)
+        assert validator.known_form(Grammar("regex", "a+")) is None
+        validator.go.set()
+        assert set(await asyncio.gather(*checks)) == {"form of a+"}
+        assert len(validator.checked) == 1
+        assert validator.known_form(Grammar("regex", "a+")) == "form of a+"
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_cancelled_leaves_the_check_to_others() -> None:
+    async def run() -> None:
+        validator = SlowValidator()
+        checks = [check(validator, "a+") for _ in range(2)]
+        await asyncio.sleep(0)
+        checks[0].cancel()
+        await asyncio.sleep(0)
+        validator.go.set()
+        assert await checks[1] == "form of a+"
+        assert checks[0].cancelled()
 
     asyncio.run(run())
 
@@ -83,31 +78,36 @@ def test_of_too_many_different_ones_the_last_is_refused_unless_it_was_let_in_bef
     is_new: bool,
 ) -> None:
     async def run() -> None:
-        door, answers, last = SlowDoor(), Answers(), Answers()
-        for number in range(MAX_WAITING):
-            door.check(Grammar("regex", str(number)), into(answers), is_new=True)
-        door.check(Grammar("regex", "one more"), into(last), is_new=is_new)
-        assert last == ([QueueFull.__name__] if is_new else [])
-        door.go.set()
-        await until(lambda: len(answers) == MAX_WAITING and len(last) == 1)
-        assert last == ([QueueFull.__name__] if is_new else ["form of one more"])
+        validator = SlowValidator()
+        checks = [check(validator, str(number)) for number in range(MAX_PENDING)]
+        last = check(validator, "one more", is_new)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert last.done() == is_new
+        validator.go.set()
+        await asyncio.gather(*checks)
+        if is_new:
+            with pytest.raises(QueueFull, match=f"{MAX_PENDING} grammars wait"):
+                await last
+        else:
+            assert await last == "form of one more"
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("deaths", "answer"), [(1, "the form"), (TRIES, RequestFailed.__name__)])
-def test_a_check_whose_process_dies_is_tried_again(
-    deaths: int, answer: str, tmp_path: Path
-) -> None:
-    counted = tmp_path / "deaths"
-    counted.touch()
+@pytest.mark.parametrize("num_deaths", [1, MAX_ATTEMPTS])
+def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Path) -> None:
+    deaths = tmp_path / "deaths"
+    deaths.touch()
 
     async def run() -> None:
-        door, answers = GrammarValidator(MODEL), Answers()
-        door._command = [sys.executable, "-c", CHECKER, str(counted), str(deaths)]
-        for _ in range(2):
-            door.check(Grammar("regex", "a+"), into(answers), is_new=True)
-        await until(lambda: len(answers) == 2)
-        assert answers == [answer] * 2
+        validator = GrammarValidator(MODEL)
+        validator._command = [sys.executable, "-c", CHECKER, str(deaths), str(num_deaths)]
+        checks = [check(validator, "a+") for _ in range(2)]
+        results = await asyncio.gather(*checks, return_exceptions=True)
+        if num_deaths < MAX_ATTEMPTS:
+            assert results == ["the form"] * 2
+        else:
+            assert [type(result) for result in results] == [RequestFailed] * 2
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Long messages: which are prepared next, what is refused, and what happens when a worker dies."""
+"""The pool for long messages: their order, its bounds, and the death of a worker."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ import pytest
 from quadriga.errors import QueueFull
 from quadriga.wire.messages.public import Refused, Tokenize
 from quadriga.wire.sockets import encode
-from tokenizer_proc.preparation import pool as prepare_pool
+from tokenizer_proc.preparation import pool as module
 from tokenizer_proc.preparation.pool import MAX_ATTEMPTS, PreparePool
 from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES
 
@@ -19,25 +19,25 @@ TIMEOUT_S = 10.0
 
 
 class ScriptedWorkers:
-    """A fork server whose workers are the test: `took` has the frames that they were sent."""
+    """A fork server whose workers are the test: `received` has the frames that they were sent."""
 
     def __init__(self) -> None:
         self.socket, self._end = socket.socketpair()
         self._sockets: list[socket.socket] = []
-        self.took: asyncio.Queue[tuple[bytes, asyncio.StreamWriter]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[bytes, asyncio.StreamWriter]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     def fork_worker(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        self._tasks.append(asyncio.get_running_loop().create_task(self._serve(theirs)))
-        return ours
+        pool_end, worker_end = socket.socketpair()
+        self._tasks.append(asyncio.get_running_loop().create_task(self._serve(worker_end)))
+        return pool_end
 
     async def _serve(self, end: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=end)
         try:
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self.took.put_nowait((await reader.readexactly(length), writer))
+                self.received.put_nowait((await reader.readexactly(length), writer))
         except (EOFError, OSError):
             writer.close()
 
@@ -46,7 +46,7 @@ class ScriptedWorkers:
         return len(self._tasks)
 
     async def next_frame(self) -> tuple[bytes, asyncio.StreamWriter]:
-        return await asyncio.wait_for(self.took.get(), TIMEOUT_S)
+        return await asyncio.wait_for(self.received.get(), TIMEOUT_S)
 
     async def answer_next(self) -> bytes:
         """Answer the next frame by itself, and return it."""
@@ -81,6 +81,12 @@ def play(test: Play, num_workers: int = 1) -> None:
     asyncio.run(run())
 
 
+def submit(pool: PreparePool, client: bytes, frame: bytes, outcomes: list[bytes]) -> None:
+    """Submit a message; its outcome is appended to `outcomes`, in the order of completion."""
+    outcome = pool.submit(client, frame)
+    outcome.add_done_callback(lambda future: outcomes.append(future.result()))
+
+
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0)
@@ -90,7 +96,7 @@ def test_clients_take_turns_and_a_worker_prepares_one_message_after_the_other() 
     async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
         outcomes: list[bytes] = []
         for client, frame in ((b"a", b"a1"), (b"a", b"a2"), (b"a", b"a3"), (b"b", b"b1")):
-            pool.submit(client, frame, outcomes.append)
+            submit(pool, client, frame, outcomes)
         order = [await workers.answer_next() for _ in range(4)]
         await until(lambda: len(outcomes) == 4)
         assert order == outcomes == [b"a1", b"a2", b"b1", b"a3"]
@@ -103,7 +109,7 @@ def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
     async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
         outcomes: list[bytes] = []
         for frame in (bytes(LONG_FRAME_BYTES), b"short"):
-            pool.submit(b"a", frame, outcomes.append)
+            submit(pool, b"a", frame, outcomes)
             await workers.answer_next()
         await until(lambda: len(outcomes) == 2)
         assert workers.num_forked == 2
@@ -112,15 +118,15 @@ def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
 
 
 def test_long_messages_are_not_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_pool, "MAX_RUNNING_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_RUNNING_BYTES", 100)
 
     async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
         outcomes: list[bytes] = []
         for client, size in ((b"a", 1000), (b"b", 60), (b"c", 40)):
-            pool.submit(client, bytes(size), outcomes.append)
+            submit(pool, client, bytes(size), outcomes)
         _, writer = await workers.next_frame()
         await asyncio.sleep(0.05)
-        assert workers.took.empty(), "beside a message over the bound there is none"
+        assert workers.received.empty(), "beside a message over the bound there is none"
         writer.write(LENGTH.pack(0))
         assert sorted([len(await workers.answer_next()) for _ in range(2)]) == [40, 60]
         await until(lambda: len(outcomes) == 3)
@@ -131,24 +137,27 @@ def test_long_messages_are_not_prepared_at_the_same_time(monkeypatch: pytest.Mon
 def test_messages_that_wait_are_bounded_in_bytes_for_all_and_for_each_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepare_pool, "MAX_WAITING_BYTES", 100)
-    monkeypatch.setattr(prepare_pool, "MAX_CLIENT_BYTES", 60)
+    monkeypatch.setattr(module, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_PENDING_BYTES_OF_CLIENT", 60)
 
     async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
         outcomes: list[bytes] = []
-        pool.submit(b"a", bytes(60), outcomes.append)
-        with pytest.raises(QueueFull, match="of this client of 60 bytes are being encoded") as one:
-            pool.submit(b"a", bytes(1), outcomes.append)
-        assert one.value.retry_after == 1
-        pool.submit(b"b", bytes(40), outcomes.append)
+        submit(pool, b"a", bytes(60), outcomes)
+        with pytest.raises(
+            QueueFull, match="of this client of 60 bytes are being encoded"
+        ) as caught:
+            submit(pool, b"a", bytes(1), outcomes)
+        assert caught.value.retry_after == 1
+        dropped = pool.submit(b"b", bytes(40))
         with pytest.raises(QueueFull, match="messages of 100 bytes are being encoded"):
-            pool.submit(b"c", bytes(1), outcomes.append)
+            submit(pool, b"c", bytes(1), outcomes)
         pool.drop(b"b")
-        pool.submit(b"c", bytes(40), outcomes.append)
+        assert dropped.cancelled()
+        submit(pool, b"c", bytes(40), outcomes)
         await workers.answer_next()
         await workers.answer_next()
         await until(lambda: len(outcomes) == 2)
-        pool.submit(b"a", bytes(60), outcomes.append)
+        submit(pool, b"a", bytes(60), outcomes)
 
     play(test)
 
@@ -157,18 +166,18 @@ def test_a_message_whose_worker_dies_is_prepared_once_more_and_then_refused_by_n
     async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
         outcomes: list[bytes] = []
         frame = encode(Tokenize(1, "name", "text"))
-        pool.submit(b"a", frame, outcomes.append)
+        submit(pool, b"a", frame, outcomes)
         await workers.kill_next()
         assert await workers.answer_next() == frame
         await until(lambda: outcomes == [frame])
-        pool.submit(b"a", frame, outcomes.append)
+        submit(pool, b"a", frame, outcomes)
         for _ in range(MAX_ATTEMPTS):
             await workers.kill_next()
         await until(lambda: len(outcomes) == 2)
         refused = msgspec.msgpack.decode(outcomes[1], type=Refused)
         assert (refused.request_id, refused.error.code) == ("name", "failed")
         assert f"message of {len(frame)} bytes" in refused.error.message
-        pool.submit(b"a", b"next", outcomes.append)
+        submit(pool, b"a", b"next", outcomes)
         assert await workers.answer_next() == b"next"
         await until(lambda: len(outcomes) == 3)
 

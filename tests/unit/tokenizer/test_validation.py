@@ -1,11 +1,11 @@
-"""What the front door lets in, and what it says of the rest."""
+"""The checks of messages: what is accepted, and the errors for everything else."""
 
 import asyncio
 import math
 import os
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,11 +20,12 @@ from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.sockets import encode
+from quadriga.wire.sockets import AsyncPort, Outbox, encode
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
+from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
-from tokenizer_proc.preparation import validation as requests
+from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
 
 VOCAB = 100
@@ -87,21 +88,21 @@ def test_default_parameters_are_valid() -> None:
 def test_a_wrong_message_is_refused_by_the_name_of_what_is_wrong(wrong: Any, named: str) -> None:
     frames = [msgspec.msgpack.encode(wrong)]
     with pytest.raises(InvalidRequest) as caught:
-        requests.parse(frames)
+        validation.parse(frames)
     assert named in str(caught.value)
 
 
 def test_the_sender_of_a_wrong_message_hears_of_it_under_its_own_id() -> None:
     frame = msgspec.msgpack.encode(["generate", 1, "my-id", "x", {"temperature": "hot"}])
-    assert requests.peek(frame) == ("generate", "my-id")
+    assert validation.peek(frame) == ("generate", "my-id")
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_invalid_request(data: bytes) -> None:
     try:
-        requests.parse([data])
+        validation.parse([data])
     except InvalidRequest:
-        requests.peek(data)
+        validation.peek(data)
 
 
 @pytest.mark.parametrize(
@@ -110,74 +111,76 @@ def test_no_bytes_raise_anything_but_invalid_request(data: bytes) -> None:
 )
 def test_hostile_lengths_and_depths_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        requests.parse([data])
+        validation.parse([data])
 
 
 def test_a_frame_over_the_limit_is_refused_with_size_and_limit() -> None:
     with pytest.raises(InvalidRequest, match=f"{MAX_FRAME_BYTES + 1} bytes: at most"):
-        requests.parse([b"x" * (MAX_FRAME_BYTES + 1)])
+        validation.parse([b"x" * (MAX_FRAME_BYTES + 1)])
 
 
 def test_a_message_of_several_frames_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="this one has 2"):
-        requests.parse([encode(Ping(1)), b""])
+        validation.parse([encode(Ping(1)), b""])
 
 
 @pytest.mark.parametrize("wrong", [VOCAB, -1, 2**31 - 1])
 def test_an_id_outside_the_vocabulary_is_named(wrong: int) -> None:
     message = Generate(1, "id", "", prompt_token_ids=pack_ids([1, wrong]))
     with pytest.raises(InvalidRequest, match=f"holds {wrong}: ids of this model are 0 to 99"):
-        requests.check_prompt_ids(message, VOCAB)
+        validation.check_prompt_ids(message, VOCAB)
 
 
 def test_ids_of_a_broken_length_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="5 bytes"):
-        requests.check_prompt_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), VOCAB)
+        validation.check_prompt_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), VOCAB)
 
 
 def test_a_prompt_beside_token_ids_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="both given"):
-        requests.check_prompt_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), VOCAB)
+        validation.check_prompt_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), VOCAB)
 
 
 def test_an_empty_prompt_becomes_the_end_of_text_token() -> None:
-    ids, _ = requests.fit(array("i"), SamplingParams(), model(), truncate=False)
+    ids, _ = validation.fit(array("i"), SamplingParams(), model(), truncate=False)
     assert ids.tolist() == [7]
 
 
 def test_a_request_that_just_fits_the_context_is_taken_and_one_token_more_is_not() -> None:
     params = SamplingParams(max_new_tokens=6)
-    ids, fitted = requests.fit(array("i", range(10)), params, model(16), truncate=False)
+    ids, fitted = validation.fit(array("i", range(10)), params, model(16), truncate=False)
     assert (len(ids), fitted.max_new_tokens) == (10, 6)
     with pytest.raises(PromptTooLong) as caught:
-        requests.fit(array("i", range(11)), params, model(16), truncate=False)
+        validation.fit(array("i", range(11)), params, model(16), truncate=False)
     for part in ("11 tokens", "max_new_tokens is 6", "context is 16", "--allow-auto-truncate"):
         assert part in str(caught.value)
 
 
 def test_a_huge_max_new_tokens_is_refused_with_the_limit() -> None:
     with pytest.raises(PromptTooLong, match="max_new_tokens is 1000000000"):
-        requests.fit(array("i", [1]), SamplingParams(max_new_tokens=10**9), model(), truncate=False)
+        validation.fit(
+            array("i", [1]), SamplingParams(max_new_tokens=10**9), model(), truncate=False
+        )
 
 
 def test_truncation_keeps_the_last_tokens_and_leaves_room_for_one() -> None:
     params = SamplingParams(max_new_tokens=6)
-    ids, fitted = requests.fit(array("i", range(40)), params, model(16), truncate=True)
+    ids, fitted = validation.fit(array("i", range(40)), params, model(16), truncate=True)
     assert ids.tolist() == list(range(25, 40))
     assert fitted.max_new_tokens == 1
 
 
 def test_an_unset_max_new_tokens_is_the_default_or_what_the_context_leaves() -> None:
-    _, fitted = requests.fit(array("i", range(10)), SamplingParams(), model(16), truncate=False)
+    _, fitted = validation.fit(array("i", range(10)), SamplingParams(), model(16), truncate=False)
     assert fitted.max_new_tokens == 6
-    _, fitted = requests.fit(array("i", range(10)), SamplingParams(), model(4096), truncate=False)
+    _, fitted = validation.fit(array("i", range(10)), SamplingParams(), model(4096), truncate=False)
     assert fitted.max_new_tokens == DEFAULT_MAX_NEW_TOKENS
 
 
 def test_a_request_without_a_seed_gets_one_and_a_given_seed_stays() -> None:
-    _, fitted = requests.fit(array("i", [1]), SamplingParams(), model(), truncate=False)
+    _, fitted = validation.fit(array("i", [1]), SamplingParams(), model(), truncate=False)
     assert fitted.seed is not None
-    _, fitted = requests.fit(array("i", [1]), SamplingParams(seed=5), model(), truncate=False)
+    _, fitted = validation.fit(array("i", [1]), SamplingParams(seed=5), model(), truncate=False)
     assert fitted.seed == 5
 
 
@@ -191,7 +194,7 @@ def generate(**fields: Any) -> Generate:
 
 
 class Recorder:
-    """Scheduler, socket or connection of a test: keeps what is sent to it."""
+    """A scheduler, socket or connection that keeps what is sent to it."""
 
     is_open = True
 
@@ -212,25 +215,15 @@ class Recorder:
         pass
 
 
-def make_front_door(
-    scheduler: Any,
-    args: FrontDoorArgs,
-    load: OverloadGuard | None = None,
-    pool: Any = None,
-    replaces: bool = False,
-) -> Frontend:
-    """Return a front door without sockets, which encodes nothing but token ids."""
-    preparer, grammars = Preparer(args, model(), None), GrammarValidator(model())  # type: ignore[arg-type]
-    load = load or OverloadGuard(4096, None)
-    return Frontend(args, load, preparer, pool, grammars, scheduler, {}, replaces)
-
-
-def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
-    """What becomes of a client's message."""
-    scheduler, port = Recorder(), Recorder()
-    door = make_front_door(scheduler, args)
-    door.open(port)  # type: ignore[arg-type]
-    door.on_public([b"client", message])
+def pass_through_frontend(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
+    """Return what a client's message becomes in a frontend without sockets and encoder."""
+    scheduler, port, missing = Recorder(), Recorder(), cast(Any, None)
+    preparation = RequestPreparation(
+        Preparer(args, model(), missing), missing, GrammarValidator(model())
+    )
+    frontend = Frontend(preparation, OverloadGuard(4096, None), cast(Outbox, scheduler), {})
+    frontend.open(cast(AsyncPort, port))
+    frontend.on_public([b"client", message])
     (answer,) = scheduler.sent + [msgspec.msgpack.decode(sent, type=Refused) for sent in port.sent]
     assert isinstance(answer, Submit | Refused)
     return answer
@@ -252,7 +245,7 @@ def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refu
 def test_a_priority_or_timeout_out_of_range_is_named_with_its_limits(
     field: str, value: float
 ) -> None:
-    refused = through_the_front_door(encode(generate(**{field: value})), FrontDoorArgs())
+    refused = pass_through_frontend(encode(generate(**{field: value})), FrontDoorArgs())
     assert isinstance(refused, Refused)
     assert (refused.error.code, refused.error.field) == ("invalid_request", field)
     assert refused.error.message.startswith(f"{field} is {value}: it must be")
@@ -264,12 +257,12 @@ def test_a_priority_or_timeout_out_of_range_is_named_with_its_limits(
 def test_priority_and_timeouts_within_their_range_are_taken(
     priority: int, seconds: float | None
 ) -> None:
-    requests.check_urgency(generate(priority=priority, queue_timeout=seconds, timeout=seconds))
+    validation.check_urgency(generate(priority=priority, queue_timeout=seconds, timeout=seconds))
 
 
 def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
     message = encode(generate(priority=7, queue_timeout=2.5, timeout=40))
-    submit = through_the_front_door(message, FrontDoorArgs())
+    submit = pass_through_frontend(message, FrontDoorArgs())
     assert isinstance(submit, Submit)
     assert submit.priority == 7
     assert submit.queue_deadline == submit.received_at + 2.5
@@ -278,7 +271,7 @@ def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
 
 def test_a_request_without_timeouts_has_the_servers() -> None:
     args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
-    submit = through_the_front_door(encode(generate()), args)
+    submit = pass_through_frontend(encode(generate()), args)
     assert isinstance(submit, Submit)
     assert submit.queue_deadline == submit.received_at + 3
     assert submit.deadline == submit.received_at + 60
@@ -286,14 +279,14 @@ def test_a_request_without_timeouts_has_the_servers() -> None:
 
 def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> None:
     args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
-    submit = through_the_front_door(encode(generate(queue_timeout=9, timeout=5)), args)
+    submit = pass_through_frontend(encode(generate(queue_timeout=9, timeout=5)), args)
     assert isinstance(submit, Submit)
     assert submit.queue_deadline == submit.received_at + 9
     assert submit.deadline == submit.received_at + 5
 
 
 def test_a_server_without_timeouts_sets_no_deadline() -> None:
-    submit = through_the_front_door(encode(generate()), FrontDoorArgs())
+    submit = pass_through_frontend(encode(generate()), FrontDoorArgs())
     assert isinstance(submit, Submit)
     assert (submit.queue_deadline, submit.deadline, submit.priority) == (None, None, 0)
 
@@ -302,7 +295,7 @@ def test_a_server_without_timeouts_sets_no_deadline() -> None:
 
 
 def sent_by_the_client(**options: Any) -> list[Generate]:
-    """The messages of submit, stream and generate with the same options."""
+    """Return the messages of submit, stream and generate with the same options."""
     connection = Recorder()
 
     async def talk() -> None:
@@ -326,7 +319,7 @@ def test_the_clients_options_travel_with_the_request() -> None:
     for message in messages:
         assert (message.priority, message.queue_timeout, message.timeout) == (-3, 1.5, 20)
         assert message.truncate_prompt is True
-        submit = through_the_front_door(encode(message), FrontDoorArgs())
+        submit = pass_through_frontend(encode(message), FrontDoorArgs())
         assert isinstance(submit, Submit)
         assert submit.deadline == submit.received_at + 20
 

@@ -1,0 +1,81 @@
+"""The frontend's part of Info, and a bound on the questions that travel round the ring."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import QueueFull
+from quadriga.model_files.resolve import ModelFiles
+from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from tokenizer_proc.preparation.chat import ChatTemplate
+
+MAX_PENDING_OF_CLIENT = 32
+MAX_PENDING = 256
+# A question that is older was lost with a process that died.
+EXPIRY_S = 10.0
+RETRY_AFTER_S = 1.0
+
+
+def static_server_info(
+    config: ServerConfig, model: ModelFiles, chat: ChatTemplate, pids: dict[str, int]
+) -> InfoValues:
+    """Return the values that do not change while the server runs; docs/protocol.md lists them."""
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "model": config.model.shown_name,
+        "context_length": model.context_length,
+        "vocab_size": model.vocab_size,
+        "max_frame_bytes": MAX_FRAME_BYTES,
+        "max_batch_size": config.scheduler.max_batch_size,
+        "prefill_max_batch_size": config.scheduler.prefill_width,
+        "max_running_requests": config.scheduler.max_running_requests,
+        "max_queued_requests": config.scheduler.max_queued_requests,
+        "chat": chat.exists,
+        "tool_format": chat.tool_format,
+        "tokenize_workers": config.front_door.tokenize_workers,
+        "stream_interval": config.detok.stream_interval,
+        "pids": dict(pids),
+    }
+
+
+class InfoRequests:
+    """Count the unanswered GetInfo and FlushCache messages: each costs every process some work."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sent_at: dict[bytes, deque[float]] = {}
+
+    def begin(self, client: bytes) -> None:
+        """Count a question. Raise QueueFull where the client, or all together, have too many."""
+        self._expire(client)
+        num_of_client = len(self._sent_at.get(client, ()))
+        num_of_all = sum(map(len, self._sent_at.values()))
+        for count, limit, whose in (
+            (num_of_client, MAX_PENDING_OF_CLIENT, " of this client"),
+            (num_of_all, MAX_PENDING, ""),
+        ):
+            if count >= limit:
+                raise QueueFull(
+                    f"{count} questions{whose} are not answered yet, and at most {limit} may be;"
+                    f" wait for the answers, or try again in {RETRY_AFTER_S:g} s",
+                    RETRY_AFTER_S,
+                )
+        self._sent_at.setdefault(client, deque()).append(self._clock())
+
+    def end(self, client: bytes) -> None:
+        """Take back the oldest question of a client, which is answered."""
+        sent_at = self._sent_at.get(client)
+        if sent_at:
+            sent_at.popleft()
+            if not sent_at:
+                del self._sent_at[client]
+
+    def forget(self, client: bytes) -> None:
+        """Take back all questions of a client that is gone."""
+        self._sent_at.pop(client, None)
+
+    def _expire(self, client: bytes) -> None:
+        expired_at = self._clock() - EXPIRY_S
+        while (sent_at := self._sent_at.get(client)) and sent_at[0] <= expired_at:
+            self.end(client)
