@@ -1,4 +1,4 @@
-"""Run the worker process."""
+"""Starts the worker: `python -m worker_proc`."""
 
 from worker_proc.main import main
 

@@ -26,7 +26,7 @@ from quadriga.wire.sockets import Inbox, Outbox
 from worker_proc.distributed.tp_leader import TPLeader
 from worker_proc.result_sender import AsyncResultSender, ResultSender, SyncResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
-from worker_proc.system.prefault import prefault_meanwhile
+from worker_proc.system.prefault import memory_meanwhile
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -127,7 +127,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     """
     clock = _PhaseClock(child)
     files = resolve_model(child.config.model)
-    with prefault_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
+    with memory_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
         from worker_proc.loading.sharding import TPRank
         from worker_proc.runner import make_runner
         from worker_proc.startup.prefill_tuning import tune_prefill_size

@@ -1,1 +1,1 @@
-"""The model in C++, for CPUs: a list of operations that is run as a whole at every step."""
+"""Run the model on a CPU: C++ kernels that execute it as a list of operations in every step."""

@@ -74,12 +74,9 @@ def _library(log: Callable[[str], None]) -> Path:
 def _compile(command: list[str], folder: str) -> list[str]:
     """Compile all sources in parallel and return their object files."""
     objects = {str(source): f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+    commands = [[*command, *OPENMP, "-c", "-o", o, source] for source, o in objects.items()]
     with ThreadPoolExecutor() as threads:
-        list(
-            threads.map(
-                _run, ([*command, *OPENMP, "-c", *("-o", o), s] for s, o in objects.items())
-            )
-        )
+        list(threads.map(_run, commands))  # raises the first error
     return list(objects.values())
 
 

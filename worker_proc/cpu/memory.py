@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus, keep_to
-from worker_proc.system.prefault import LARGE_PAGE_BYTES, map_large_pages
+from worker_proc.system.large_pages import LARGE_PAGE, in_large_pages
 
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 26
@@ -47,7 +47,7 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def _map(length: int) -> NDArray[np.uint8]:
-    return np.frombuffer(map_large_pages(length), dtype=np.uint8)
+    return np.frombuffer(in_large_pages(length), dtype=np.uint8)
 
 
 class KVPools:
@@ -84,8 +84,8 @@ class KVPools:
 
     def _prefault(self, cpus: Cpus) -> None:
         keep_to(cpus)
-        ahead = PREFAULT_AHEAD_BYTES // len(self.layers) // LARGE_PAGE_BYTES
-        ahead = max(ahead, 1) * LARGE_PAGE_BYTES
+        ahead = PREFAULT_AHEAD_BYTES // len(self.layers) // LARGE_PAGE
+        ahead = max(ahead, 1) * LARGE_PAGE
         done = 0
         while done < self._layer_bytes:
             self._grown.wait()
@@ -94,11 +94,11 @@ class KVPools:
             while done < target:
                 if not all(_populate(layer, done) for layer in self.layers):
                     return
-                done += LARGE_PAGE_BYTES
+                done += LARGE_PAGE
 
 
 def _populate(layer: Tensor, offset: int) -> bool:
     """Allocate the large page at `offset`. Return whether the system supports that."""
     address = ctypes.c_void_p(layer.data_ptr() + offset)
-    size = ctypes.c_size_t(min(LARGE_PAGE_BYTES, layer.numel() - offset))
+    size = ctypes.c_size_t(min(LARGE_PAGE, layer.numel() - offset))
     return bool(ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE) == 0)

@@ -1,1 +1,1 @@
-"""Tensor parallel ranks: the process group, the leader and the followers."""
+"""Run a model in several processes by tensor parallelism."""

@@ -28,10 +28,11 @@ def main() -> None:
     rank, store = int(sys.argv[1]), Path(sys.argv[2])
     del sys.argv[1:3]
     threading.Thread(target=_exit_with_rank_0, daemon=True).start()
-    run_child(f"worker_proc rank {rank}", lambda child: _run(child, rank, store))
+    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, store))
 
 
-def _run(child: Child, rank: int, store: Path) -> None:
+def body(child: Child, rank: int, store: Path) -> None:
+    """Load this rank's part of the model, then handle what rank 0 relays."""
     inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
     from torch import inference_mode
 
@@ -51,7 +52,7 @@ def _run(child: Child, rank: int, store: Path) -> None:
                 case StepPlan():
                     runner.launch(message)
                 case CompileGrammar():
-                    grammars.compile_now(message.grammar)
+                    grammars.compile_here(message.grammar)
                 case ForgetGrammar():
                     grammars.forget(message.key)
                 case ResetWorker():

@@ -1,1 +1,1 @@
-"""Read checkpoints and shard weights over tensor parallel ranks."""
+"""Read checkpoints into models, and split weights over tensor parallel ranks."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from worker_proc.models.base import Model
@@ -56,7 +57,7 @@ class WeightSharder:
         size = tensor.shape[dim]
         if size % (fused * self._rank.count):
             return tensor  # its shape is not the model's: the caller's check reports that
-        parts = tensor.unflatten(dim, (fused, self._rank.count, -1))
+        parts = torch.unflatten(tensor, dim, (fused, self._rank.count, -1))
         return parts.select(dim + 1, self._rank.rank).flatten(dim, dim + 1)
 
 

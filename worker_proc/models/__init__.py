@@ -1,1 +1,1 @@
-"""Model architectures, one readable file each."""
+"""Model architectures, one file each, and the operations that they are written in."""

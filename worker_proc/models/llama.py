@@ -232,7 +232,7 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
     if kind == "default":
         return frequencies
     if kind == "linear":
-        return frequencies / setting(rope, "factor")
+        return frequencies / float(setting(rope, "factor"))
     if kind == "llama3":
         return _llama3(frequencies, rope)
     raise ModelError(
@@ -242,8 +242,10 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, interpolate between them."""
-    factor, context = setting(rope, "factor"), setting(rope, "original_max_position_embeddings")
-    low, high = setting(rope, "low_freq_factor"), setting(rope, "high_freq_factor")
+    factor = float(setting(rope, "factor"))
+    context = int(setting(rope, "original_max_position_embeddings"))
+    low = float(setting(rope, "low_freq_factor"))
+    high = float(setting(rope, "high_freq_factor"))
     turns = context * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)

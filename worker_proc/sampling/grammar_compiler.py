@@ -38,7 +38,7 @@ class GrammarCompiler:
         """Compile a grammar in the thread, which then sends GrammarReady."""
         self._thread.submit(self._compile, grammar, session)
 
-    def compile_now(self, grammar: GrammarForm) -> None:
+    def compile_here(self, grammar: GrammarForm) -> None:
         """Compile a grammar in the calling thread, without a message."""
         self._try_to_compile(grammar)
 

@@ -19,14 +19,14 @@ from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, RMSNorm, 
 from worker_proc.models.llama import inverse_frequencies
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-WITHIN = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
+TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
 """Of the norm: sums are added in another order, and bfloat16 keeps 8 bits."""
 SLOTS, CONTEXT = 5, 128
 
 
 def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     difference = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-9)
-    return bool(difference <= WITHIN[dtype])
+    return bool(difference <= TOLERANCE[dtype])
 
 
 def draw(*size: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> Tensor:
@@ -102,7 +102,7 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", MIXED, ids=str)
 def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
     case: Case, dtype: torch.dtype
@@ -114,7 +114,7 @@ def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", DECODE, ids=str)
 def test_decode_rows_attend_alike_however_their_keys_are_split(
     case: Case, dtype: torch.dtype, splits: int
@@ -141,7 +141,7 @@ def test_a_query_attends_alike_whatever_chunk_it_comes_in() -> None:
         assert chunk.equal(out[begin:end])
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("rotated", "normed"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (6, 2, 16), (3, 1, 64)])
 def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
@@ -175,7 +175,7 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     assert close(pool, expected_pool, dtype)
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("adding", [True, False])
 def test_the_residual_is_added_to_and_normalised(
@@ -199,7 +199,7 @@ def test_the_residual_is_added_to_and_normalised(
     assert close(normed, reference, dtype)
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_activations(dtype: torch.dtype) -> None:
     x = 3 * draw(5, 300, dtype=dtype)
     gate, up = x.float().chunk(2, -1)
@@ -207,7 +207,7 @@ def test_activations(dtype: torch.dtype) -> None:
     assert close(gelu_(x.clone()), F.gelu(x.float(), approximate="tanh"), dtype)
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("with_positions", [True, False])
 def test_embedding_looks_up_what_is_known_of_a_slot(
     with_positions: bool, dtype: torch.dtype
@@ -232,7 +232,7 @@ def test_what_was_chosen_is_noted_behind_its_position() -> None:
     assert (known[2, 2], known[0, 7]) == (7, 9)
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_product_by_itself_has_the_rows_that_it_has_among_others(dtype: torch.dtype) -> None:
     x, weight, bias = draw(37, 90, dtype=dtype), draw(70, 90, dtype=dtype), draw(70, dtype=dtype)
     product = multiply(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Memory that a thread touches while other work is done."""
+"""Memory that a thread takes while something else is done."""
 
 import subprocess
 import sys
@@ -9,21 +9,21 @@ import pytest
 
 from quadriga.config.server_config import ModelArgs
 from quadriga.model_files.resolve import resolve_model
-from worker_proc.system import prefault
-from worker_proc.system.prefault import prefault_meanwhile
+from worker_proc.system import prefault as memory
+from worker_proc.system.prefault import memory_meanwhile
 
 # In a process of its own: in this one other tests' memory comes and goes.
 WATCHED = """
 import ctypes, sys, time
 import psutil
-from worker_proc.system.prefault import prefault_meanwhile
+from worker_proc.system.prefault import memory_meanwhile
 
 PR_SET_THP_DISABLE, SIZE = 41, 64 << 20
 if sys.argv[1] == "small":
     assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 resident = lambda: psutil.Process().memory_info().rss
 before, deadline = resident(), time.monotonic() + 20
-with prefault_meanwhile(SIZE):
+with memory_meanwhile(SIZE):
     while resident() < before + SIZE * 0.9:
         assert time.monotonic() < deadline, resident() - before
         time.sleep(0.001)
@@ -39,15 +39,15 @@ def test_memory_is_taken_while_the_body_runs_and_given_back_after_it(pages: str)
 
 @pytest.mark.parametrize("size", [1 << 33, 1 << 60])
 def test_the_body_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(prefault, "MAX_PREFAULT_BYTES", size)
-    with prefault_meanwhile(size):
+    monkeypatch.setattr(memory, "MAX_MEANWHILE", size)
+    with memory_meanwhile(size):
         pass
-    assert "prefault" not in {thread.name for thread in threading.enumerate()}
+    assert "memory" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_nothing_is_taken_where_nothing_is_needed() -> None:
-    with prefault_meanwhile(0):
-        assert "prefault" not in {thread.name for thread in threading.enumerate()}
+    with memory_meanwhile(0):
+        assert "memory" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_the_weights_need_is_the_size_of_their_files(llama_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiling the kernels: once, for the CPU that is named, and a clear word where it cannot be."""
+"""The kernels are compiled once, for the requested CPU, and errors name their cause."""
 
 import logging
 import os
@@ -12,8 +12,8 @@ from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from tests.tiny_models import tiny_llama
 from tests.unit.worker.test_cpu_kernels import (
-    QUANTISED_WITHIN,
-    WITHIN,
+    QUANTISED_TOLERANCE,
+    TOLERANCE,
     Compared,
     drive,
     load,
@@ -24,7 +24,7 @@ from tests.unit.worker.test_cpu_kernels import (
 from worker_proc.cpu import build
 from worker_proc.cpu import engine as kernels_engine
 from worker_proc.cpu.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
-from worker_proc.cpu.program import ComputeType, fastest_numbers
+from worker_proc.cpu.program import ComputeType, fastest_compute_type
 from worker_proc.engine_factory import make_engine
 from worker_proc.torch_engine import TorchEngine
 
@@ -77,32 +77,32 @@ def test_a_cache_that_takes_nothing_is_named_with_the_remedy(
 def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    """Of 256 bits, and of 128."""
+    """The levels have vectors of 256 and of 128 bits."""
     monkeypatch.setenv(ARCH_VARIABLE, level)
     directory = tiny_llama(tmp_path / "model")
-    for dtype, within in WITHIN.items():
+    for dtype, within in TOLERANCE.items():
         engine = Compared(native(directory, dtype, 16), reference(directory, dtype, 16), within)
         drive(engine, dtype, 16, seed=3)
         for bits in (8, 4):
             theirs = reference(directory, dtype, 16)
             round_weights(theirs, bits)
             ours = native(directory, dtype, 16, bits=bits, int8=True)
-            drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=3)
+            drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=3)
 
 
 @pytest.mark.parametrize("numbers", [ComputeType.BFLOAT16, ComputeType.BFLOAT16_PAIRS])
 def test_bfloat16_is_multiplied_either_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: ComputeType
 ) -> None:
-    """Which one a server takes depends on the CPU."""
+    """Check both compute types, of which a server uses the faster one."""
     if numbers is ComputeType.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
-        assert fastest_numbers(load_kernels(print), torch.bfloat16) is ComputeType.BFLOAT16
+        assert fastest_compute_type(load_kernels(print), torch.bfloat16) is ComputeType.BFLOAT16
         pytest.skip("this CPU has no instruction for pairs of bfloat16")
-    monkeypatch.setattr(kernels_engine, "fastest_numbers", lambda *_: numbers)
+    monkeypatch.setattr(kernels_engine, "fastest_compute_type", lambda *_: numbers)
     directory, dtype = tiny_llama(tmp_path), torch.bfloat16
     for int8, page_size in ((False, 16), (True, 16), (False, 8)):
         ours = native(directory, dtype, page_size, int8=int8)
-        within = QUANTISED_WITHIN if int8 else WITHIN[dtype]
+        within = QUANTISED_TOLERANCE if int8 else TOLERANCE[dtype]
         drive(
             Compared(ours, reference(directory, dtype, page_size), within), dtype, page_size, seed=4
         )

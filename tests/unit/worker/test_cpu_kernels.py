@@ -1,6 +1,7 @@
-"""The native kernels against plain torch: the same numbers, over random models, pages and rows."""
+"""The CPU kernels compute the same as plain torch, for random models, pages and rows."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,13 @@ from worker_proc.torch_engine import TorchEngine
 CPU = torch.device("cpu")
 CONTEXT = 128
 NUM_SLOTS = 24
-WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Of the norm. float32 differs in the order of additions, bfloat16 rounds between layers."""
-QUANTISED_WITHIN = 7e-2
-"""Inputs are rounded to 8 bits too."""
+# Fractions of the norm. float32 differs in the order of additions, bfloat16 rounds between layers.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+QUANTISED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
 
 
 class Compared(Engine):
-    """Computes everything twice, and fails where the two differ."""
+    """Computes everything twice and fails if the results differ."""
 
     def __init__(self, native: Engine, reference: Engine, within: float) -> None:
         self.name = "compared"
@@ -58,7 +58,7 @@ class Compared(Engine):
         return self.logits(hidden).argmax(-1)
 
     def forward_sampled(self, inputs: StepInputs) -> Tensor:
-        """The rows that sample, and then all of them."""
+        """Compare the sampled rows with those of a full forward pass."""
         sampled = self.native.forward_sampled(inputs).clone()
         expected = inputs.of_samples(self.forward(inputs))
         if len(sampled):
@@ -66,7 +66,7 @@ class Compared(Engine):
         return sampled
 
     def forward_argmax(self, inputs: StepInputs) -> Tensor:
-        """In one go, and again in two."""
+        """Compare the argmax of a single run with that of separate runs."""
         argmax = self.native.forward_argmax(inputs)
         expected = super().forward_argmax(inputs)
         assert argmax.tolist() == expected.tolist()
@@ -95,7 +95,7 @@ def native(
 
 @torch.inference_mode()
 def reference(directory: Path, dtype: torch.dtype, page_size: int) -> TorchEngine:
-    """In float32, with weights rounded to dtype."""
+    """Return plain torch in float32, with weights rounded to dtype."""
     model = load(directory, dtype).float()
     pages = NUM_SLOTS * CONTEXT // page_size
     attention = TorchAttention(model.attention_shape, pages, page_size, torch.float32, CPU)
@@ -103,7 +103,7 @@ def reference(directory: Path, dtype: torch.dtype, page_size: int) -> TorchEngin
 
 
 def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list[list[int]]:
-    """Random prompts in random chunks beside decoding rows. Returns what was generated."""
+    """Run random prompts in random chunks beside decoding rows. Return the generated tokens."""
     pages = NUM_SLOTS * CONTEXT // page_size
     table = SlotTable(NUM_SLOTS, CONTEXT, pages, page_size, CPU)
     driver = Driver(Runner(engine, table, dtype), seed)
@@ -114,7 +114,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
     return [request.output for request in requests]
 
 
-MODELS = {
+MODELS: dict[str, Callable[[Path], Path]] = {
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
@@ -143,23 +143,23 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return MODELS[request.param](tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (4, 2), (16, 3), (32, 4)])
 def test_every_step_has_the_numbers_of_plain_torch(
     directory: Path, dtype: torch.dtype, page_size: int, seed: int
 ) -> None:
     ours, theirs = native(directory, dtype, page_size), reference(directory, dtype, page_size)
-    for round in range(3):
-        drive(Compared(ours, theirs, WITHIN[dtype]), dtype, page_size, 10 * seed + round)
+    for repetition in range(3):
+        drive(Compared(ours, theirs, TOLERANCE[dtype]), dtype, page_size, 10 * seed + repetition)
 
 
 @pytest.mark.usefixtures("every_cpu")
 def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) -> None:
-    """With 8 threads a single row's context is cut into several parts."""
+    """With 8 threads, the context of a single row is split into several parts."""
     ours = native(directory, torch.float32, 16, threads=8)
     theirs = reference(directory, torch.float32, 16)
     table = SlotTable(1, CONTEXT, CONTEXT // 16, 16, CPU)
-    engine = Compared(ours, theirs, WITHIN[torch.float32])
+    engine = Compared(ours, theirs, TOLERANCE[torch.float32])
     driver = Driver(Runner(engine, table, torch.float32))
     request = driver.add(prompts_of([100])[0])
     driver.generate([request], 20)
@@ -230,11 +230,11 @@ def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "said"),
+    ("heads", "head_dim", "message"),
     [(192, 4, "192 query heads for each key head.* at most 128"), (2, 258, "heads of 258.* 256")],
 )
 def test_heads_that_the_kernels_have_no_room_for_are_refused(
-    tmp_path: Path, heads: int, head_dim: int, said: str
+    tmp_path: Path, heads: int, head_dim: int, message: str
 ) -> None:
     directory = tiny_llama(
         tmp_path,
@@ -243,12 +243,12 @@ def test_heads_that_the_kernels_have_no_room_for_are_refused(
         num_key_value_heads=1,
         head_dim=head_dim,
     )
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         native(directory, torch.float32, 16)
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
     directory: Path, dtype: torch.dtype, page_size: int
 ) -> None:
@@ -258,19 +258,19 @@ def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_quantised_models_compute_nearly_what_their_rounded_weights_say(
     directory: Path, dtype: torch.dtype, bits: int
 ) -> None:
     theirs = reference(directory, dtype, 16)
     round_weights(theirs, bits)
     ours = native(directory, dtype, 16, bits=bits)
-    drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, 16, seed=7)
+    drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
 
 
 @torch.inference_mode()
 def round_weights(engine: TorchEngine, bits: int) -> None:
-    """Replace every matrix of a reference by what the panels of its rounded weights stand for."""
+    """Replace every matrix of a reference by the values of its quantised weights."""
     for name, weight in engine.model.named_parameters():
         if weight.dim() == 2 and "position" not in name:
             weight.data.copy_(rounded(weight.float(), bits))
@@ -306,7 +306,7 @@ FILTERS = [
 def test_the_kernels_draw_the_tokens_that_torch_draws(
     tmp_path: Path, top_k: int, top_p: float, min_p: float, spread: float
 ) -> None:
-    """But for a draw that falls within rounding of the border of two tokens."""
+    """Draws that are within rounding of the border of two tokens can differ."""
     engine, count = native(tiny_llama(tmp_path), torch.float32, 16), 200
     logits = spread * torch.randn(count, 5001, generator=torch.Generator().manual_seed(1))
     temperature = torch.tensor([0.5, 1.0, 1.7, 0.0] * (count // 4))

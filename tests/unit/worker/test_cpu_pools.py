@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from worker_proc.cpu.memory import PREFAULT_AHEAD_BYTES, KVPools
-from worker_proc.system.prefault import LARGE_PAGE_BYTES
+from worker_proc.system.large_pages import LARGE_PAGE
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="asks Linux which memory is resident"
@@ -50,7 +50,7 @@ def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
         wait_until(
             lambda least=least: all(resident_bytes(layer) >= least for layer in pools.layers)
         )  # type: ignore[misc]
-        assert resident_bytes(pools.layers[-1]) < least + 2 * LARGE_PAGE_BYTES
+        assert resident_bytes(pools.layers[-1]) < least + 2 * LARGE_PAGE
     pools.reach(NUM_PAGES)
     wait_until(lambda: all(resident_bytes(layer) >= layer.numel() for layer in pools.layers))
     assert not any(bool(layer.any()) for layer in pools.layers[:2])

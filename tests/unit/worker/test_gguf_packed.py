@@ -1,4 +1,4 @@
-"""--quantization gguf: the numbers of the file, in the panels that the kernels multiply."""
+"""--quantization gguf keeps the file's codes in the panels that the kernels multiply."""
 
 import dataclasses
 import json
@@ -18,7 +18,13 @@ from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
-from tests.unit.worker.test_cpu_kernels import CONTEXT, NUM_SLOTS, QUANTISED_WITHIN, Compared, drive
+from tests.unit.worker.test_cpu_kernels import (
+    CONTEXT,
+    NUM_SLOTS,
+    QUANTISED_TOLERANCE,
+    Compared,
+    drive,
+)
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.quantization import GROUP_SIZE, quantized_as_in_gguf
 from worker_proc.cpu.weights import LANES, to_quantised_panels
@@ -41,20 +47,20 @@ def load(files: ModelFiles, packed: bool, dtype: torch.dtype = torch.float32) ->
 
 
 def packed_rows(values: Tensor, kind: Kind) -> tuple[PackedRows, Tensor]:
-    """As a file has them, and the numbers that they stand for."""
+    """Return rows as a file has them, and their values."""
     data = quantize(values.numpy(), kind)
     return PackedRows(kind.name, torch.from_numpy(data)), torch.from_numpy(dequantize(data, kind))
 
 
 def kept(parts: list[PackedRows]) -> tuple[int, Tensor]:
-    """The bits that the kernels are given, and the numbers [outputs, inputs] in their panels."""
+    """Return the bits of the packed matrix, and the values [outputs, inputs] of its panels."""
     groups = quantized_as_in_gguf(parts)
     outputs, depth = groups.scale.shape
     return groups.bits, values_of(to_quantised_panels(groups), groups.bits, depth)[:outputs]
 
 
 def values_of(panels: Tensor, bits: int, groups: int) -> Tensor:
-    """Panels, read as quantised.h says: [columns, inputs]."""
+    """Read panels as quantised.h defines them: [columns, inputs]."""
     lines = GROUP_SIZE * bits // 32
     numbers, factors = panels.view(torch.uint8).tensor_split([groups * lines * LANES * 4], 1)
     units = numbers.view(-1, groups, lines, LANES, 4)
@@ -84,13 +90,13 @@ def test_a_scale_too_large_for_its_least_value_in_float16_is_kept_in_8_bits() ->
 
 
 def test_fused_parts_of_4_bits_stay_in_4_bits_whichever_they_are() -> None:
-    one, two = (
+    first, second = (
         packed_rows(torch.randn(16, 64), Kind.Q4_0),
         packed_rows(torch.ones(8, 64), Kind.Q4_1),
     )
-    bits, values = kept([one[0], two[0]])
+    bits, values = kept([first[0], second[0]])
     assert bits == 4
-    assert torch.equal(values, torch.cat((one[1], two[1])))
+    assert torch.equal(values, torch.cat((first[1], second[1])))
 
 
 def test_one_part_of_8_bits_makes_a_fused_matrix_one_of_8_bits_and_only_q4_1_is_rounded() -> None:
@@ -105,13 +111,13 @@ def test_one_part_of_8_bits_makes_a_fused_matrix_one_of_8_bits_and_only_q4_1_is_
 
 
 def mixed(name: str) -> Kind:
-    """All formats in one model, in the parts of fused matrices too."""
+    """Mix all formats in one model, also in the parts of fused matrices."""
     kinds = {"attn_v": Kind.Q8_0, "attn_q": Kind.Q4_0, "ffn_gate": Kind.Q4_1, "output": Kind.F16}
     return next((kind for part, kind in kinds.items() if f"{part}." in name), Kind.Q4_0)
 
 
 def llama(directory: Path) -> Path:
-    """Untied and with biases."""
+    """Write a model with untied embeddings and biases."""
     return tiny_llama(
         directory, tie=False, attention_bias=True, mlp_bias=True, intermediate_size=160
     )
@@ -144,7 +150,7 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     attention = TorchAttention(model.attention_shape, PAGES, PAGE_SIZE, torch.float32, CPU)
     theirs = TorchEngine(model, attention)
     with torch.inference_mode():
-        drive(Compared(ours, theirs, QUANTISED_WITHIN), dtype, PAGE_SIZE, seed=10)
+        drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
 def test_a_fused_matrix_with_a_part_in_float16_stays_dense(tmp_path: Path) -> None:
@@ -174,9 +180,9 @@ def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_p
     file.write_bytes(np.asarray(rows.data).tobytes())
     entry = {"type": "Q8_0", "shape": [8, 64], "offset": 0, "bytes": rows.data.numel()}
     index.write_text(json.dumps({"position_embd.weight": entry, "token_embd.weight": entry}))
-    found = dict(from_gguf(file, index, {"model_type": "gpt2"}, packed=True))
-    assert isinstance(found["wte.weight"], PackedRows)
-    wpe = found["wpe.weight"]
+    tensors = dict(from_gguf(file, index, {"model_type": "gpt2"}, packed=True))
+    assert isinstance(tensors["wte.weight"], PackedRows)
+    wpe = tensors["wpe.weight"]
     assert isinstance(wpe, Tensor)
     assert torch.equal(wpe, expected)
 

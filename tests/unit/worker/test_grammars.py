@@ -1,4 +1,4 @@
-"""Where a text stands in its grammar, and what that bars."""
+"""A slot's grammar follows the text and masks the tokens that it forbids."""
 
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from worker_proc.sampling.grammar_mask import (
     mask_by_grammar,
 )
 
-VOCAB_SIZE = 515
-"""Some ids more than the tokenizer has, and no multiple of a byte."""
+VOCAB_SIZE = 515  # some more ids than the tokenizer has, and not a multiple of 8
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
 
 
 def allowed(*grammars: SlotGrammar) -> list[set[int]]:
-    """Of rows 0, 2, 4, ... of scores; those between have no grammar."""
+    """Return the allowed tokens of rows 0, 2, 4, …; the rows between have no grammar."""
     scores = torch.zeros(2 * len(grammars), VOCAB_SIZE)
     mask_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])
     assert (scores[1::2] == 0).all()
@@ -70,7 +69,7 @@ def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> Non
     (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
     rows = [Constrained(row, slot(vocabulary, "XX?")) for row in range(3)]
     failed = advance(rows, np.array([x, y, 0]), np.array([7, 8, 9]))
-    assert [one.row for one in failed] == [8, 9]
+    assert [row.row for row in failed] == [8, 9]
     assert "no token is left" in failed[0].error
     assert allowed(rows[0].grammar, rows[1].grammar) == [{0, x}, set()]
 
@@ -78,7 +77,7 @@ def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> Non
 def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTokenizer) -> None:
     (a,), (b,) = ids(vocabulary, "A"), ids(vocabulary, "B")
     jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jump_forward=True)
-    assert jumping.take_forced(32) == [], "there is a choice"
+    assert jumping.take_forced(32) == [], "both letters are allowed"
     assert jumping.advance(a) == ""
     first, rest = jumping.take_forced(2), jumping.take_forced(32)
     assert len(first) == 2
@@ -87,7 +86,7 @@ def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTok
     assert text and " quick brown fox".startswith(text)
     stayed = slot(vocabulary, "(A|B) quick brown fox[XY]", b, *first, *rest)
     assert allowed(jumping) == allowed(stayed)
-    assert stayed.take_forced(32) == [], "it was not asked to"
+    assert stayed.take_forced(32) == [], "jump-forward is off"
 
 
 def test_nothing_is_forced_at_the_end_nor_where_it_would_end_the_text(

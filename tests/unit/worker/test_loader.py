@@ -1,4 +1,4 @@
-"""Loading: what fits is found in place, and what does not is named."""
+"""Checkpoints are loaded completely, and errors name the tensor or the setting."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def change_config(directory: Path, **changes: Any) -> None:
 
 
 def change_tensors(directory: Path, **changes: Any) -> None:
-    """None removes a tensor."""
+    """Rewrite a checkpoint with changed tensors; None removes one."""
     path = directory / "model.safetensors"
     tensors = {**load_file(path), **changes}
     save_file({name: t for name, t in tensors.items() if t is not None}, path)
@@ -134,12 +134,12 @@ def dummy_files(directory: Path) -> ModelFiles:
 
 def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path: Path) -> None:
     files = dummy_files(tiny_llama(tmp_path))
-    one, two = (load_model(files, torch.float32, CPU).state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    first, second = (one[f"blocks.{layer}.down_proj.weight"] for layer in (0, 1))
+    first_load, second_load = (load_model(files, torch.float32, CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(first_load[name], second_load[name]) for name in first_load)
+    first, second = (first_load[f"blocks.{layer}.down_proj.weight"] for layer in (0, 1))
     assert not torch.equal(first, second)
     assert abs(float(first.std()) - 0.02) < 0.002
-    assert bool((one["final_norm.weight"] == 1).all())
+    assert bool((first_load["final_norm.weight"] == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_slot_that_does_not_add_up_is_refused(
 
 
 def table_of_two() -> SlotTable:
-    """Slot 1 holds pages 5 and 6, slot 0 holds page 2; there is room for 8 pages a slot."""
+    """Make a table in which slot 1 has pages 5 and 6, slot 0 has page 2, of at most 8 each."""
     table = SlotTable(num_slots=3, context_length=32, num_pages=8, page_size=4, device=CPU)
     for slot, known, pages in ((1, 7, [5, 6]), (0, 1, [2])):
         new = NewSlot(slot, pack_ids(range(known)), 0, pack_ids(pages), 0.0, -1, 1.0, 0)

@@ -1,4 +1,4 @@
-"""Bias, penalties and barred tokens: what transformers' own processors make of the same logits."""
+"""Bias, penalties and masks give the same logits as the processors of transformers."""
 
 import random
 from array import array
@@ -81,7 +81,7 @@ def rules_of(wanted: dict[str, Any], num_prompt: int) -> SlotSamplingParams:
 def by_transformers(
     logits: Tensor, wanted: dict[str, Any], history: list[int], num_prompt: int
 ) -> Tensor:
-    """logits: [vocab]"""
+    """Apply the processors of transformers to logits [vocab_size]."""
     processors = LogitsProcessorList()
     if wanted.get("bias"):
         bias = [[[token_id], float(value)] for token_id, value in wanted["bias"].items()]
@@ -106,7 +106,7 @@ def by_transformers(
 
 
 def table_of(histories: list[list[int]], seed: int) -> Tensor:
-    """[slots, context]: what is known, and after it what an earlier request left there."""
+    """Make a table [slots, context] of known tokens, followed by those of earlier requests."""
     tokens = torch.randint(0, 7, (len(histories), CONTEXT), generator=generator(seed))
     for slot, history in enumerate(histories):
         tokens[slot, : len(history)] = torch.tensor(history)
@@ -120,7 +120,7 @@ def generator(seed: int) -> torch.Generator:
 def applied(
     logits: Tensor, known: list[list[int]], rules: list[SlotSamplingParams], seed: int = 0
 ) -> Tensor:
-    rows = [RowLogits(i, i, SlotLogits(one, CPU)) for i, one in enumerate(rules)]
+    rows = [RowLogits(i, i, SlotLogits(params, CPU)) for i, params in enumerate(rules)]
     return apply_logits_processors(
         logits, rows, np.array([len(h) for h in known]), table_of(known, seed)
     )
@@ -140,12 +140,12 @@ def test_rows_come_out_as_transformers_processors_leave_them(
     prompts = [min(prompt, len(history)) for _, history, prompt in cases]
     rules = [rules_of(case[0], prompt) for case, prompt in zip(cases, prompts, strict=True)]
     got = applied(logits, known, rules, seed)
-    assert logits.equal(before), "the model's own logits are still wanted"
+    assert logits.equal(before), "the model's own logits are changed"
     for row, (wanted, history, _) in enumerate(cases):
         expected = by_transformers(logits[row], wanted, history, prompts[row])
         torch.testing.assert_close(got[row], expected, rtol=1e-6, atol=1e-5)
         alone = applied(logits[row : row + 1], [history], [rules[row]], seed + 1)
-        assert alone[0].equal(got[row]), "a row depends on its own tokens alone"
+        assert alone[0].equal(got[row]), "a row depends on other rows"
 
 
 @settings(max_examples=100, deadline=None)

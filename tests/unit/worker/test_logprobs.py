@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, computed in chunks beside rows that only want their likeliest."""
+"""Prompt logprobs are computed in chunks, beside rows that are greedy."""
 
 from pathlib import Path
 

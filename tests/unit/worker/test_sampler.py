@@ -51,7 +51,7 @@ def frequencies(logits: Tensor, count: int = 40_000, **parameters: float) -> Ten
 
 
 def assert_close_to(expected: Tensor, observed: Tensor, count: int = 40_000) -> None:
-    """Pearson's chi-square, against a bound far beyond the 99.9 % quantile."""
+    """Check Pearson's chi-square against a bound far beyond the 99.9 % quantile."""
     possible = expected > 0
     assert observed[~possible].sum() == 0
     statistic = (count * (observed - expected)[possible] ** 2 / expected[possible]).sum()

@@ -19,13 +19,13 @@ INLINE float embedding(const Matrix& m, long id, long d) {
 }
 
 template <class E>
-void embed(const Program& program, const Step& step, const Op& op, TokenPosition place,
+void embed(const Program& program, const Step& step, const Op& op, TokenPosition at,
            long token) {
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
     const float* position =
-        program.position_vectors ? program.position_vectors + place.position * op.width : 0;
+        program.position_vectors ? program.position_vectors + at.position * op.width : 0;
     // The frontend refuses invalid ids; this keeps any id from reading foreign memory.
-    long id = step.tokens[step.slots[place.row] * step.token_stride + place.position];
+    long id = step.tokens[step.slots[at.row] * step.token_stride + at.position];
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
     for (long d = 0; d < op.width; d++) {
         float x = embedding<E>(op.matrix, id, d);
@@ -91,15 +91,15 @@ INLINE void narrow_all(T* to, const float* from, long count, float scale) {
 }
 
 template <class E>
-void rotate_write(const Program& program, const Step& step, const Op& op, TokenPosition place,
+void rotate_write(const Program& program, const Step& step, const Op& op, TokenPosition at,
                   long token) {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
-    long dim = program.head_dim, half = dim / 2, position = place.position;
+    long dim = program.head_dim, half = dim / 2, position = at.position;
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
-    pages.prefetch(place.row, position);
+    pages.prefetch(at.row, position);
     alignas(64) float rotated[MAX_HEAD_DIM] = {}, padded[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
     alignas(64) Stored key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
     auto normalise_and_rotate = [&](const float* from, const float* gain) {
@@ -125,6 +125,6 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
         narrow_all(key, rotated, program.padded_dim, 1);
         memcpy(padded, values + h * dim, dim * sizeof(float));
         narrow_all(value, padded, program.padded_dim, 1);
-        pages.write(place.row, position, h, key, value);
+        pages.write(at.row, position, h, key, value);
     }
 }
