@@ -1,3 +1,5 @@
+"""Run the scheduler process: python -m scheduler_proc."""
+
 from scheduler_proc.main import main
 
 main()

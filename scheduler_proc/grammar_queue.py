@@ -1,6 +1,6 @@
 """Grammars that the worker has compiled, and requests that wait for one.
 
-The worker keeps a grammar until it is told to forget it, so that no request finds its grammar gone.
+The worker keeps a grammar until a ForgetGrammar arrives, so that no request loses its grammar.
 """
 
 from collections import OrderedDict

@@ -11,7 +11,7 @@ from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
-from scheduler_proc.durability.journal_opening import header_of, open_journal
+from scheduler_proc.durability.journal_opening import make_header, open_journal
 from scheduler_proc.observe.status_line import status_line
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
@@ -33,7 +33,7 @@ def serve(child: Child) -> None:
     inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
     inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
-    header = header_of(run_dir, child.config.model.shown_name, model)
+    header = make_header(run_dir, child.config.model.shown_name, model)
     journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.again)
     scheduler = Scheduler(
         args=child.config.scheduler,

@@ -175,7 +175,7 @@ class Scheduler:
         self._publish()  # one message a step: its tokens all carry this step's time
 
     def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
-        """Start with a new worker, the first one or another: it gets every request anew."""
+        """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._grammars.forget_all()
         capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
@@ -197,7 +197,7 @@ class Scheduler:
 
     # --- from frontend and detokenizer ------------------------------------------------------------
 
-    def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:
+    def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:  # noqa: C901
         match message:
             case to_scheduler.Submit():
                 self._on_submit(message)

@@ -20,13 +20,16 @@ class StaticCore(SchedulerCore):
 
     @property
     def has_work(self) -> bool:
+        """Whether a request could use a step, or padding holds slots and pages."""
         return super().has_work or len(self._padding) > 0
 
     @property
     def has_room(self) -> bool:
+        """Whether no batch is running, and the next prefill step has room to spare."""
         return not self._padding and super().has_room
 
     def plan(self, now: float, in_flight: bool) -> Plan:
+        """Return the next step. The first one that decodes closes its batch."""
         plan = super().plan(now, in_flight)
         if plan.batch.num_decodes:
             self._fills_batch = False

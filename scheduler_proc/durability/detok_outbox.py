@@ -130,8 +130,7 @@ class DetokOutbox:
 def _is_replayable(request: Request) -> bool:
     """Return whether a client that sends the request again gets its end.
 
-    A request that was aborted when its client was lost begins anew, and a refused one is tried
-    again.
+    A request that was aborted because its client was lost, or that was refused, runs again.
     """
     refused = request.error is not None and request.error.code in REFUSALS
     return request.finish_reason is not FinishReason.ABORT and not refused

@@ -1,14 +1,13 @@
-"""The journal: what was accepted and what came of it, on disk, for a scheduler that takes over.
+"""The journal: accepted requests and their tokens on disk, for a scheduler that takes over.
 
-One file of frames (journal_records.py), appended to after each step of the scheduler, when the
-worker has its plan. A frame holds everything of its step, so that a tail torn off by a crash loses
-whole steps: what they gave is computed again, and is the same. The system's page cache holds what
-was written however the process ends; against a loss of power a file that is meant to outlive its
-run (--journal) is also synced, once a second.
+It is one file of frames (journal_records.py), appended to after each step of the scheduler, when
+the worker has its plan. A frame holds everything of its step, so that a crash loses whole steps:
+their tokens are computed again, and are the same. The system's page cache keeps what was written
+however the process ends. A file that outlives its run (--journal) is also synced, once a second.
 
-A file that has grown is compacted: written anew with the requests that go on, and the last ones
-that ended, for clients that reconnect. So is one that could not be written, as soon as it can be
-again: until then the server goes on without it.
+A file that has grown is compacted: rewritten with the open requests, and the last ones that ended,
+for clients that reconnect. A file that could not be written is rewritten as soon as it can be;
+until then the server goes on without it.
 """
 
 import logging
@@ -159,7 +158,7 @@ class Journal(NoJournal):
                 self.compact()
 
     def compact(self) -> None:
-        """Write the file anew, with the requests that are kept."""
+        """Rewrite the file with the requests that are kept."""
         try:
             self._file.rewrite(map(encode, self._snapshot()))
         except OSError as error:
@@ -178,7 +177,7 @@ class Journal(NoJournal):
             return
         self.state = FAILED
         logging.error(
-            "the journal %s cannot be written (%s): until it can, only the front door and the"
+            "the journal %s cannot be written (%s): until it can, only the frontend and the"
             " clients know the open requests if the scheduler ends. Make room there, or restart"
             " with another --journal; it is tried again every %g s",
             self._file.path,

@@ -1,4 +1,4 @@
-"""The journal's file: written whole frames at a time, replaced as a whole, held by one process."""
+"""The file of the journal: it grows by whole frames, and is locked by one process."""
 
 import errno
 import fcntl
@@ -16,25 +16,26 @@ from scheduler_proc.durability.journal_records import (
     NOT_GIVEN_UP,
     JournalHeader,
     make_frame,
-    tag,
+    run_tag,
 )
 
-WRITE_BYTES = 1 << 20
-"""Of a new file, at once."""
+WRITE_BYTES = 1 << 20  # a new file is written in pieces of this size
 SYNC_INTERVAL_S = 1.0
 
 
 class JournalFile:
-    """Appends frames, and starts the file anew. What fails raises OSError; the owner then gives the
-    file up, and may start a new one.
+    """Append frames, and replace the file.
+
+    Every method but `give_up` and `release` raises OSError where the disk fails. The owner then
+    gives the file up, and may start a new one.
 
     Attributes:
-        path: of the file. Its directory is locked as long as this process lives.
-        size: bytes of whole frames; 0 while no file is open.
+        path: where the file is. Its directory is locked as long as this process lives.
+        size: number of bytes of whole frames; 0 while no file is open.
     """
 
     def __init__(self, path: Path, header: JournalHeader, durable: bool) -> None:
-        """durable: the file is synced, so that it outlasts a loss of power."""
+        """Initialize. durable: sync the file, so that it survives a loss of power."""
         self.path = path
         self.header = header
         self.size = 0
@@ -44,9 +45,12 @@ class JournalFile:
         self._directory_fd = -1
         self._syncer = Syncer() if durable else None
 
-    def hold_directory(self) -> None:
-        """Make the directory and lock it, if that is not done yet. BlockingIOError where another
-        process has the lock; the system releases it when that process ends."""
+    def lock_directory(self) -> None:
+        """Make the directory and lock it, if that is not done yet.
+
+        Raises:
+            BlockingIOError: another process has the lock; it is released when that process ends.
+        """
         if self._directory_fd >= 0:
             return
         if not self.path.parent.is_dir():
@@ -54,9 +58,9 @@ class JournalFile:
         self._directory_fd = _lock(self.path.parent)
 
     def append(self, payload: bytes) -> None:
-        """Write a frame. Where that fails half-way, the file ends with the frame before."""
+        """Append a frame. Where that fails half-way, the file ends with the frame before."""
         if self._syncer is not None:
-            self._syncer.check()
+            self._syncer.raise_error()
         frame, checksum = make_frame(payload, self._checksum)
         try:
             _write(self._fd, frame)
@@ -67,11 +71,11 @@ class JournalFile:
         self.size += len(frame)
         self._checksum = checksum
         if self._syncer is not None:
-            self._syncer.written()
+            self._syncer.mark_dirty()
 
     def rewrite(self, payloads: Iterable[bytes]) -> None:
-        """Put a new file, once it is whole, in the place of the one that is there."""
-        self.hold_directory()
+        """Write a new file, and put it in the place of the present one once it is whole."""
+        self.lock_directory()
         fresh = self.path.with_suffix(".new")
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -81,17 +85,17 @@ class JournalFile:
             os.replace(fresh, self.path)
         except OSError:
             _close(fd)
-            with suppress(OSError):  # it only takes room
+            with suppress(OSError):  # it only takes space
                 os.unlink(fresh)
             raise
         self._close()
         self._fd, self.size, self._checksum = fd, size, checksum
         if self._syncer is not None:
-            self._syncer.watch(fd)
+            self._syncer.set_file(fd)
             os.fsync(self._directory_fd)
 
     def _fill(self, fd: int, payloads: Iterable[bytes]) -> tuple[int, int]:
-        """Write a whole file. Its size, and the checksum of its last frame."""
+        """Write a whole file. Return its size, and the checksum of its last frame."""
         frame, checksum = make_frame(encode(self.header), 0)
         buffer, size = bytearray(MAGIC + NOT_GIVEN_UP + frame), 0
         for payload in payloads:
@@ -105,50 +109,49 @@ class JournalFile:
         return size + len(buffer), checksum
 
     def give_up(self) -> None:
-        """Close the file, and see to it that the next scheduler of this run does not go on with it:
-        by then its requests may have ended.
+        """Close the file, and keep the next scheduler of this run from resuming it.
 
-        One that is to outlive the run stays, for another run that resumes: there it is better to
-        compute a request twice than to lose it.
+        By then its requests may have ended. A durable file stays for a later run that resumes:
+        after a loss of power it is better to compute a request twice than to lose it.
         """
         if self._directory_fd < 0:
             return  # it may be another server's
         with suppress(OSError):
             if self._durable:
-                self._mark()
+                self._mark_given_up()
             else:
                 os.unlink(self.path)
         self._close()
 
-    def _mark(self) -> None:
-        """In place, for which a full disk has room."""
+    def _mark_given_up(self) -> None:
+        """Mark the file as given up, in place: a full disk has room for that."""
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        os.pwrite(self._fd, tag(self.header.run), len(MAGIC))
+        os.pwrite(self._fd, run_tag(self.header.run), len(MAGIC))
 
     def release(self) -> None:
-        """Leave everything as it is, to another process."""
+        """Leave file and directory to another process, as they are."""
         self._close()
         if self._directory_fd >= 0:
             _close(self._directory_fd)
         self._directory_fd = -1
 
     def remove(self) -> None:
-        """No request needs the file any more."""
+        """Remove the file, which no request needs any more."""
         self._close()
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 
     def _close(self) -> None:
         if self._syncer is not None:
-            self._syncer.watch(-1)
+            self._syncer.set_file(-1)
         if self._fd >= 0:
             _close(self._fd)
         self._fd, self.size = -1, 0
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write all of it."""
+    """Write all bytes."""
     written = os.write(fd, data)
     while written < len(data):
         if written <= 0:
@@ -158,14 +161,13 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _close(fd: int) -> None:
-    """Close a file of which nothing is expected any more."""
+    """Close a file; errors do not matter any more."""
     with suppress(OSError):
         os.close(fd)
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory by its own file descriptor, which leaves no file behind, and which children
-    do not inherit."""
+    """Lock a directory by its own descriptor: that leaves no file, and no child inherits it."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +176,7 @@ def _lock(directory: Path) -> int:
         raise BlockingIOError(errno.EWOULDBLOCK, "another server has it", str(directory)) from None
     except OSError as error:  # some network file systems
         logging.warning(
-            "%s cannot be locked (%s): see to it that no other server has it as --journal",
+            "%s cannot be locked (%s): make sure that no other server uses it as --journal",
             directory,
             error,
         )
@@ -182,7 +184,7 @@ def _lock(directory: Path) -> int:
 
 
 class Syncer:
-    """Makes what was written outlast a loss of power, in a thread, at most once a second."""
+    """Sync a file in a thread, at most once in SYNC_INTERVAL_S."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -191,17 +193,20 @@ class Syncer:
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="journal-sync", daemon=True).start()
 
-    def watch(self, fd: int) -> None:
-        """From now on it is this file; -1: none."""
+    def set_file(self, fd: int) -> None:
+        """Sync this file from now on; -1 for none."""
         with self._lock:
             self._fd, self._error = fd, None
 
-    def written(self) -> None:
+    def mark_dirty(self) -> None:
+        """Ask for a sync of what was written."""
         self._dirty.set()
 
-    def check(self) -> None:
-        """Raise the OSError of a sync that failed: the system may have dropped what it could not
-        write, and would not say so again."""
+    def raise_error(self) -> None:
+        """Raise the OSError of a sync that failed.
+
+        The system may have dropped what it could not write, and reports that only once.
+        """
         if self._error is not None:
             raise self._error
 
@@ -214,9 +219,9 @@ class Syncer:
 
     def _sync(self) -> None:
         with self._lock:
-            watched, fd = self._fd, -1
+            synced, fd = self._fd, -1
             try:
-                fd = os.dup(watched) if watched >= 0 else -1
+                fd = os.dup(synced) if synced >= 0 else -1
             except OSError as error:
                 self._error = error
         if fd < 0:
@@ -225,7 +230,7 @@ class Syncer:
             os.fdatasync(fd)
         except OSError as error:
             with self._lock:
-                if self._fd == watched:
+                if self._fd == synced:
                     self._error = error
         finally:
             _close(fd)

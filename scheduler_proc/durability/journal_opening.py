@@ -1,4 +1,4 @@
-"""Opens the journal at the start of a scheduler, and decides what of an earlier one it takes up."""
+"""Open the journal when a scheduler starts, and decide which earlier requests it resumes."""
 
 import errno
 import logging
@@ -12,81 +12,84 @@ from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import ModelFiles
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_file import JournalFile
-from scheduler_proc.durability.journal_reader import Contents, read_journal
-from scheduler_proc.durability.journal_records import JournalHeader, tag
-from scheduler_proc.durability.journal_recovery import RecoveredRequest, renumber
+from scheduler_proc.durability.journal_records import JournalHeader, run_tag
+from scheduler_proc.durability.journal_recovery import (
+    JournalContents,
+    RecoveredRequest,
+    read_journal,
+    renumber,
+)
 
 FILE_NAME = "journal"
-LOCK_TIMEOUT_S = 2.0
-"""For a scheduler that was killed, or whose server was, to be gone."""
+LOCK_TIMEOUT_S = 2.0  # a scheduler that was killed is gone by then
 LOCK_POLL_S = 0.02
-TROUBLES_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""With these a server starts all the same: they may pass. What else fails is a mistake in the flag
-or in the permissions."""
+# A server starts in spite of these errors, which may pass. Any other error is a mistake in the flag
+# or in the permissions.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-class Opened(NamedTuple):
-    """A journal, and what an earlier scheduler left in it."""
+class OpenedJournal(NamedTuple):
+    """A journal, and the requests that an earlier scheduler left in it."""
 
     journal: Journal | NoJournal
-    found: list[RecoveredRequest]
+    recovered: list[RecoveredRequest]
 
 
-def header_of(run_dir: Path, name: str, model: ModelFiles) -> JournalHeader:
-    """Return the header of a run's journal. name: what the user calls the model."""
+def make_header(run_dir: Path, model_name: str, model: ModelFiles) -> JournalHeader:
+    """Return the header of a run's journal. model_name: as the user gave it."""
     return JournalHeader(
-        run_dir.name, name, model.fingerprint, model.vocab_size, model.context_length
+        run_dir.name, model_name, model.fingerprint, model.vocab_size, model.context_length
     )
 
 
 def open_journal(
-    args: SchedulerArgs, run_dir: Path, header: JournalHeader, again: bool = False
-) -> Opened:
+    args: SchedulerArgs, run_dir: Path, header: JournalHeader, is_restart: bool = False
+) -> OpenedJournal:
     """Open the journal of a run.
 
     Args:
-        args: whether there is one, where, and whether an earlier run's requests are resumed.
-        run_dir: where it is by default.
-        header: of this run.
-        again: another scheduler of this run was there before. The front door has what is open and
-            sends it again, so that the server goes on even without what the journal has.
+        args: whether there is one, where, and whether requests of an earlier run are resumed.
+        run_dir: default directory of the journal.
+        header: header of this run.
+        is_restart: an earlier scheduler of this run has died. The frontend sends its open requests
+            again, so the server goes on even without those of the journal.
 
     Raises:
-        ConfigError: the directory cannot be used, another server has it, or an earlier run has
-            left requests there that this one was not started to go on with, or cannot.
+        ConfigError: the directory cannot be used, another server has it, or it has unfinished
+            requests of an earlier run that this one cannot resume, or was not started to resume.
     """
     if args.no_journal:
-        return Opened(NoJournal(), [])
+        return OpenedJournal(NoJournal(), [])
     directory = Path(args.journal) if args.journal else run_dir
     file = JournalFile(directory / FILE_NAME, header, durable=bool(args.journal))
     try:
-        _hold_directory(file)
-        found = _left_behind(file, args.resume)
+        _lock_directory(file)
+        recovered = _recover(file, args.resume)
     except ConfigError as error:
-        if not again:
+        if not is_restart:
             file.release()
             raise
-        logging.error("%s. The open requests begin anew.", error)
-        found = []
-    return Opened(Journal(file), found)
+        logging.error("%s. The open requests are computed again.", error)
+        recovered = []
+    return OpenedJournal(Journal(file), recovered)
 
 
-def _hold_directory(file: JournalFile) -> None:
+def _lock_directory(file: JournalFile) -> None:
     directory, deadline = file.path.parent, time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            file.hold_directory()
+            file.lock_directory()
             break
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"--journal {directory} is the journal of another server that runs: stop that"
-                    " one, or choose another directory"
+                    " server, or choose another directory"
                 ) from None
             time.sleep(LOCK_POLL_S)
         except OSError as error:
-            if error.errno in TROUBLES_OF_DISKS:
-                return  # the first attempt to write says so
+            if error.errno in DISK_ERRORS:
+                return  # the first write reports it
             raise _unusable(directory, str(error.strerror)) from None
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise _unusable(directory, "it cannot be read and written")
@@ -94,15 +97,18 @@ def _hold_directory(file: JournalFile) -> None:
 
 def _unusable(directory: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"--journal {directory} cannot be used ({why}): choose a directory that this user may make"
-        " and write to"
+        f"--journal {directory} cannot be used ({why}): choose a directory that this user may"
+        " create and write to"
     )
 
 
-def _left_behind(file: JournalFile, resume: bool) -> list[RecoveredRequest]:
-    """What this run takes up of the journal that is there. ConfigError where it must not take the
-    place of that journal."""
-    path, own = file.path, file.header
+def _recover(file: JournalFile, resume: bool) -> list[RecoveredRequest]:
+    """Return the requests of the present file that this run resumes.
+
+    Raises:
+        ConfigError: the present file must not be replaced.
+    """
+    path, header = file.path, file.header
     try:
         contents = read_journal(path)
     except OSError as error:
@@ -110,27 +116,29 @@ def _left_behind(file: JournalFile, resume: bool) -> list[RecoveredRequest]:
             f"{path} cannot be read ({error.strerror}), and may have unfinished requests: make it"
             " readable, remove it, or choose another --journal"
         ) from None
-    if contents.header is None and contents.num_unread_bytes:
+    earlier = contents.header
+    if earlier is None and contents.num_unread_bytes:
         raise ConfigError(
             f"{path} is no journal that this version can read, or its beginning is damaged: remove"
             " it, finish its requests with the version that wrote it, or choose another --journal"
         )
-    if contents.header is None or contents.given_up_by == tag(own.run):
+    if earlier is None or contents.given_up_by == run_tag(header.run):
         return []
-    if contents.header.run == own.run:
-        return contents.found
-    _check_earlier_run(path, contents, contents.header, own, resume)
-    if not resume or _difference(contents.header, own):
+    if earlier.run == header.run:
+        return contents.requests
+    difference = _difference(earlier, header)
+    _check_earlier_run(path, contents, difference, resume)
+    if not resume or difference:
         return []
-    renumber(contents.found)
-    return contents.found
+    renumber(contents.requests)
+    return contents.requests
 
 
 def _check_earlier_run(
-    path: Path, contents: Contents, theirs: JournalHeader, own: JournalHeader, resume: bool
+    path: Path, contents: JournalContents, difference: str, resume: bool
 ) -> None:
+    """Raise ConfigError where the journal of an earlier run must not be replaced."""
     unfinished = contents.num_unfinished
-    difference = _difference(theirs, own)
     if unfinished and difference:
         raise ConfigError(
             f"{path} has {unfinished} unfinished requests of another model: {difference}. Start"
@@ -148,21 +156,21 @@ def _check_earlier_run(
         )
 
 
-def _difference(theirs: JournalHeader, own: JournalHeader) -> str:
-    """Why requests of the one cannot go on with the other, "" where they can."""
-    if theirs.vocab_size != own.vocab_size:
+def _difference(earlier: JournalHeader, header: JournalHeader) -> str:
+    """Return why requests of the earlier run cannot go on; "" if they can."""
+    if earlier.vocab_size != header.vocab_size:
         return (
-            f"{theirs.model} with a vocabulary of {theirs.vocab_size}, and this server's"
-            f" {own.model} has {own.vocab_size}"
+            f"{earlier.model} with a vocabulary of {earlier.vocab_size}, and this server's"
+            f" {header.model} has {header.vocab_size}"
         )
-    if theirs.fingerprint != own.fingerprint:
+    if earlier.fingerprint != header.fingerprint:
         return (
-            f"{theirs.model} (fingerprint {theirs.fingerprint}), and this server's is {own.model}"
-            f" ({own.fingerprint})"
+            f"{earlier.model} (fingerprint {earlier.fingerprint}), and this server's is"
+            f" {header.model} ({header.fingerprint})"
         )
-    if theirs.context_length > own.context_length:
+    if earlier.context_length > header.context_length:
         return (
-            f"{theirs.model} with a context of {theirs.context_length} tokens, and this server's"
-            f" is {own.context_length}"
+            f"{earlier.model} with a context of {earlier.context_length} tokens, and this server's"
+            f" is {header.context_length}"
         )
     return ""

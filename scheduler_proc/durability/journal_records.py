@@ -1,19 +1,22 @@
-"""The format of the journal's file.
+"""The format of the journal's file, and how it is read.
 
 | bytes | content |
 |---|---|
-| 8 | MAGIC, which has the format's version |
-| 8 | zeros; once its writer has given the file up, that run's `tag` |
-| … | frames: of the payload the length and the checksum, uint32 little-endian, then the payload |
+| 8 | MAGIC, which holds the version of the format |
+| 8 | zeros; the `run_tag` of its writer once that has given the file up |
+| … | frames: length and checksum of the payload (uint32 little-endian), then the payload |
 
 The checksum of a frame is the CRC-32 of its payload, started with the checksum of the frame before,
-so that a frame that is missing, repeated or moved is noticed like a damaged one. Payloads are
-msgpack: first a JournalHeader, then JournalRecords.
+so that a missing, repeated or moved frame is noticed like a damaged one. Payloads are msgpack:
+first a JournalHeader, then JournalRecords.
 """
 
 import hashlib
+import os
 import struct
 import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 
@@ -29,11 +32,11 @@ FRAME_HEAD = struct.Struct("<II")
 
 
 class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
-    """The run that wrote the file, and its model: requests cannot go on with another one.
+    """The run that wrote the file, and its model: requests cannot go on with another model.
 
     Attributes:
         model: name that the user gave.
-        fingerprint: of the model's files.
+        fingerprint: hash of the model's files.
     """
 
     run: str
@@ -84,7 +87,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class JournalRecord(msgspec.Struct, array_like=True):
-    """Everything of one step of the scheduler, in this order.
+    """What happened in one step of the scheduler, in the order of the fields.
 
     Attributes:
         acknowledged: numbers of ended requests whose clients have their ends.
@@ -98,6 +101,7 @@ class JournalRecord(msgspec.Struct, array_like=True):
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing happened."""
         return not any((self.accepted, self.tokens, self.logprobs, self.ended, self.acknowledged))
 
 
@@ -114,17 +118,73 @@ def ended_record(request: Request) -> Ended:
     )
 
 
-def tag(run: str) -> bytes:
+def run_tag(run: str) -> bytes:
     """Return the mark in a file that this run has given up."""
     return hashlib.sha256(run.encode()).digest()[:TAG_BYTES]
 
 
-def make_frame(payload: bytes, checksum: int) -> tuple[bytes, int]:
-    """Return the frame of a payload, and its checksum.
-
-    Args:
-        payload: what the frame holds.
-        checksum: of the frame before; 0 for the first one.
-    """
-    checksum = zlib.crc32(payload, checksum)
+def make_frame(payload: bytes, previous_checksum: int) -> tuple[bytes, int]:
+    """Return the frame of a payload, and its checksum. The first frame has a previous one of 0."""
+    checksum = zlib.crc32(payload, previous_checksum)
     return FRAME_HEAD.pack(len(payload), checksum) + payload, checksum
+
+
+class FrameReader:
+    """Read the payloads of a file's frames, up to the first damaged one.
+
+    Attributes:
+        offset: position of the first byte that was not read, or not accepted.
+        problem: why the file is not read to its end.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self._frame_offset = 0
+        self.offset = 0
+        self.problem = ""
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Number of bytes from the offset to the end of the file."""
+        return self._size - self.offset
+
+    def reject(self, why: str) -> None:
+        """Count the last frame as unread: its content makes no sense."""
+        self.offset, self.problem = self._frame_offset, why
+
+    def read_start(self) -> bytes:
+        """Return the tag of the run that gave the file up. Without a start there are no frames."""
+        start = self._read(len(MAGIC) + TAG_BYTES)
+        if len(start) < len(MAGIC) + TAG_BYTES or not start.startswith(MAGIC):
+            self.problem = self.problem or "it does not begin as a journal does"
+            return NOT_GIVEN_UP
+        self.offset = len(start)
+        return start[len(MAGIC) :]
+
+    def __iter__(self) -> Iterator[bytes]:
+        checksum = 0
+        while self.offset and self.num_unread_bytes:
+            head = self._read(FRAME_HEAD.size)
+            if len(head) < FRAME_HEAD.size:
+                self.problem = self.problem or "a frame is cut off"
+                return
+            length, expected = FRAME_HEAD.unpack(head)
+            if length > self.num_unread_bytes - FRAME_HEAD.size:
+                self.problem = f"a frame of {length} bytes does not end within the file"
+                return
+            payload = self._read(length)
+            checksum = zlib.crc32(payload, checksum)
+            if len(payload) < length or checksum != expected:
+                self.problem = self.problem or "a frame's checksum is wrong"
+                return
+            self._frame_offset = self.offset
+            self.offset += FRAME_HEAD.size + length
+            yield payload
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._file.read(count)
+        except OSError as error:
+            self.problem = str(error)
+            return b""

@@ -21,7 +21,7 @@ STAGES = ("tokenize", "queue", "prefill", "decode")
 
 
 class SlidingWindow:
-    """The last `size` values, kept in order, so that a percentile costs next to nothing."""
+    """The last `size` values, kept sorted, so that a percentile costs next to nothing."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -46,10 +46,12 @@ class SchedulerStats:
     """Totals since start.
 
     Attributes:
-        late_plans: steps whose plan was not there when the one before ended, though requests ran.
-        aborts: by who aborted; errors: by code.
-        step_tokens: tokens of a step.
-        stages: seconds that requests spent in each stage, of those that passed it.
+        late_plans: number of steps with decode rows that were planned after the step before ended.
+        ended: number of ended requests by finish reason.
+        aborts: number of aborts by their origin.
+        errors: number of errors by code.
+        step_tokens: tokens in a step.
+        stages: seconds that a request spent in each stage that it came to.
     """
 
     steps: int = 0
@@ -73,7 +75,7 @@ class SchedulerStats:
     _last_ended: float = 0.0
 
     def on_step(self, batch: ScheduleBatch, result: StepResult, update: StepUpdate) -> None:
-        """Count a step of the worker and its tokens."""
+        """Count a step of the worker, and its tokens."""
         self.steps += 1
         self.prefill_steps += batch.mode is not ForwardMode.DECODE
         self.busy_seconds += result.ended - result.began
@@ -105,7 +107,7 @@ class SchedulerStats:
             self.stages[stage].observe(ended - began)
 
     def info(self) -> InfoValues:
-        """Return all of it, as docs/protocol.md lists it."""
+        """Return all counters, as docs/protocol.md lists them."""
         return {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,

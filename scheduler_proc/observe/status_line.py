@@ -1,4 +1,4 @@
-"""The live status line: what the server does, at most once a second, and only where it changed."""
+"""The live status line: what the server does, at most once a second, and only when it changed."""
 
 import os
 import sys
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from quadriga.runtime.terminal import ChangingLine
 from quadriga.wire.messages.public import InfoValues
 
-INTERVAL = 1.0
-"""Seconds between two lines, at least."""
+INTERVAL_S = 1.0  # shortest time between two lines
 
 
-class Seen(NamedTuple):
-    """What the line was made of."""
+class StatusValues(NamedTuple):
+    """The numbers from which a line is made: requests, pages and tokens."""
 
     running: int = 0
     waiting: int = 0
@@ -24,52 +23,55 @@ class Seen(NamedTuple):
 
 
 class StatusLine:
-    """Rounds of the scheduler call `update`; while nothing happens nobody does.
+    """Show what the server does. The scheduler calls `update` after each of its steps.
 
-    wake_at: when `update` wants to be called even if nothing happens; None: never.
+    Attributes:
+        wake_at: when `update` must be called even if nothing happens; None for never.
     """
 
     def __init__(self, show: Callable[[str], None], info: Callable[[], InfoValues]) -> None:
         self.wake_at: float | None = None
         self._show = show
         self._info = info
-        self._seen = Seen()
+        self._values = StatusValues()
         self._shown_at = 0.0
-        self._rate = 0.0
-        self._hits = 0.0
+        self._tokens_per_s = 0.0
+        self._hit_share = 0.0
 
     def update(self, now: float) -> None:
-        """Show what has changed, if that is not too soon; else ask to be called when it is not."""
-        due = self._shown_at + INTERVAL
-        if now < due:
-            self.wake_at = due
+        """Show what has changed, at the earliest INTERVAL_S after the last line."""
+        next_at = self._shown_at + INTERVAL_S
+        if now < next_at:
+            self.wake_at = next_at
             return
         info: dict[str, Any] = self._info()
-        seen = _seen(info)
-        if seen == self._seen and self._rate == 0:
+        values = _values(info)
+        if values == self._values and self._tokens_per_s == 0:
             self.wake_at = None
             return
-        self._take(seen, now)
+        self._observe(values, now)
         self._show(self._text(info))
-        self.wake_at = now + INTERVAL
+        self.wake_at = now + INTERVAL_S
 
-    def _take(self, seen: Seen, now: float) -> None:
-        self._rate = (seen.generated - self._seen.generated) / (now - self._shown_at)
-        prompted = seen.prompted - self._seen.prompted
+    def _observe(self, values: StatusValues, now: float) -> None:
+        seconds = now - self._shown_at
+        self._tokens_per_s = (values.generated - self._values.generated) / seconds
+        prompted = values.prompted - self._values.prompted
         if prompted > 0:
-            self._hits = (seen.cached - self._seen.cached) / prompted
-        self._seen, self._shown_at = seen, now
+            self._hit_share = (values.cached - self._values.cached) / prompted
+        self._values, self._shown_at = values, now
 
     def _text(self, info: dict[str, Any]) -> str:
-        held = 100 * info.get("pages_held", 0) / max(1, info.get("pages_total", 0))
+        values, hits = self._values, 100 * self._hit_share
+        held = 100 * values.held / max(1, info.get("pages_total", 0))
         return (
-            f"{self._seen.running} running · {self._seen.waiting} waiting ·"
-            f" {self._rate:.0f} tok/s · KV {held:.0f} % · hits {100 * self._hits:.0f} %"
+            f"{values.running} running · {values.waiting} waiting ·"
+            f" {self._tokens_per_s:.0f} tok/s · KV {held:.0f} % · hits {hits:.0f} %"
         )
 
 
-def _seen(info: dict[str, Any]) -> Seen:
-    return Seen(
+def _values(info: dict[str, Any]) -> StatusValues:
+    return StatusValues(
         info["running"],
         info["waiting"],
         info.get("pages_held", 0),
@@ -80,30 +82,31 @@ def _seen(info: dict[str, Any]) -> Seen:
 
 
 class NoStatusLine:
-    """Where nobody looks."""
+    """A status line that is not shown."""
 
     wake_at: float | None = None
 
     def update(self, now: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class TerminalStatusLine(StatusLine):
-    """The line at the terminal of standard error."""
+    """A status line on the terminal of standard error."""
 
     def __init__(self, info: Callable[[], InfoValues]) -> None:
         self._line = ChangingLine(os.ttyname(sys.stderr.fileno()))
         super().__init__(self._line.show, info)
 
     def close(self) -> None:
+        """Erase the line."""
         self._line.close()
 
 
 def status_line(wanted: bool, info: Callable[[], InfoValues]) -> TerminalStatusLine | NoStatusLine:
-    """The one for this process."""
+    """Return the status line of this process. wanted: unless stderr is not a terminal."""
     if not wanted or not sys.stderr.isatty():
         return NoStatusLine()
     try:

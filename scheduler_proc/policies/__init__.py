@@ -1,39 +1,23 @@
 """The waiting queue that the flags ask for."""
 
-from collections.abc import Callable
-
 from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.policies.base import (
-    FirstComeFirstServed,
-    Pack,
-    PriorityFirst,
-    ShortestFirst,
-    WaitingQueue,
-)
+from scheduler_proc.policies.base import REGISTRY, MatchPrefix, PolicyContext, WaitingQueue
 from scheduler_proc.policies.fair import FairClients
-from scheduler_proc.policies.prefix import WINDOW, DepthFirst, Locate, LongestPrefixFirst
+from scheduler_proc.policies.prefix import WINDOW
 
-DEFAULT_PACK_LOOKAHEAD = 32
-DEFAULT_PACK_FIFO_EVERY = 8
+# Of each client: a step that serves 16 clients then looks at as many requests as without fairness.
 FAIR_WINDOW = 8
-"""With --fair-clients, so many requests of each client are looked at in the prefix tree: in a step
-that serves 16 clients, as many as without."""
 
 
-def make_queue(args: SchedulerArgs, locate: Locate, page_size: int) -> WaitingQueue:
-    """--schedule-policy, for each client apart with --fair-clients. locate: as in
-    prefix.py; the other policies never call it."""
+def make_queue(args: SchedulerArgs, match_prefix: MatchPrefix, page_size: int) -> WaitingQueue:
+    """Return the queue of --schedule-policy; with --fair-clients each client has one of its own.
+
+    Args:
+        args: flags of the scheduler.
+        match_prefix: as in PolicyContext; only the policies of prefix.py call it.
+        page_size: number of tokens in a page.
+    """
     window = FAIR_WINDOW if args.fair_clients else WINDOW
-    queues: dict[str, Callable[[], WaitingQueue]] = {
-        "fcfs": FirstComeFirstServed,
-        "shortest": ShortestFirst,
-        "priority": PriorityFirst,
-        "pack": lambda: Pack(
-            args.pack_lookahead or DEFAULT_PACK_LOOKAHEAD,
-            args.pack_fifo_every or DEFAULT_PACK_FIFO_EVERY,
-        ),
-        "lpm": lambda: LongestPrefixFirst(locate, page_size, window),
-        "dfs-weight": lambda: DepthFirst(locate, window),
-    }
-    make = queues[args.schedule_policy]
-    return FairClients(make) if args.fair_clients else make()
+    context = PolicyContext(args, match_prefix, page_size, window)
+    create = REGISTRY[args.schedule_policy].create
+    return FairClients(lambda: create(context)) if args.fair_clients else create(context)

@@ -1,20 +1,20 @@
-"""Clients take turns: deficit round robin over one waiting queue for each of them.
+"""Turns between clients (--fair-clients): deficit round robin over one waiting queue per client.
 
 After Shreedhar and Varghese, "Efficient Fair Queueing using Deficit Round Robin" (1995): in each
 round a client may spend QUANTUM tokens more, saves what it does not use, and is served as far as
-that lasts. Here the rounds are not walked through. A client that has spent `spent` tokens since it
-came in round `since` can afford a request of c tokens in round since + ceil((spent + c) / QUANTUM);
-so that is where it stands in a sorted order, and rounds in which nobody can afford anything, or
-clients whose turn is far away, cost nothing.
+that lasts. Here the rounds are not walked through. A client that has spent `spent` tokens since
+round `first_round` can afford a request of c tokens in round
+first_round + ceil((spent + c) / QUANTUM). That round is its place in a sorted order, so rounds in
+which no client can afford a request, and clients whose turn is far away, cost nothing.
 
-A request's cost is its prompt and all that it may still generate. It must be affordable before it
-is served, so nobody ever owes anything, and a client without waiting requests can be forgotten: it
-comes back as a new one, whose first turn is in the round after the present one.
+The cost of a request is its prompt and all that it may still generate. It must be affordable before
+the request is served, so no client owes anything, and a client without waiting requests can be
+forgotten: it comes back as a new one, whose first turn is in the round after the present one.
 
-What a client would send next may depend on the prefix tree and on the room in a step, and looking
-at every client again in every step would cost too much. So a client keeps the place of the request
-that was its next when it last sent, lost or was served one. Whichever its policy chooses goes
-there, and is charged with what it costs.
+Which request a client would send next may depend on the prefix tree and on the room in a step. To
+ask every client in every step would cost too much, so a client keeps the place of the request that
+was next when a request of it was last pushed, removed or taken. The request that its policy chooses
+later takes this place, and is charged with its own cost.
 """
 
 import heapq
@@ -26,114 +26,129 @@ from sortedcontainers import SortedDict
 from scheduler_proc.policies.base import WaitingQueue
 from scheduler_proc.state.request import Request
 
+# As rounds cost nothing, it need not be as large as the largest request. It bounds how many tokens
+# of one client come in a row.
 QUANTUM = 512
-"""Tokens. As rounds cost nothing, it need not be as large as the largest request; it only says how
-much of one client may come in a row."""
 
 
 class ClientQueue:
-    """What waits of one client. arrival: counts clients, so that each round has the same order.
+    """The waiting requests of one client.
 
-    turn: where its next request stood when that was looked up the last time; it decides.
+    Attributes:
+        first_round: round in which the client arrived.
+        arrival: number of the client, which orders the clients of a round.
+        spent: tokens that the client was charged since it arrived.
+        turn: round and arrival of its next request, as of the last update; it decides.
     """
 
-    __slots__ = ("arrival", "queue", "since", "spent", "turn")
+    __slots__ = ("arrival", "first_round", "queue", "spent", "turn")
 
-    def __init__(self, queue: WaitingQueue, since: int, arrival: int) -> None:
+    def __init__(self, queue: WaitingQueue, first_round: int, arrival: int) -> None:
         self.queue = queue
-        self.since = since
+        self.first_round = first_round
         self.arrival = arrival
         self.spent = 0
-        self.turn = (since, arrival)
+        self.turn = (first_round, arrival)
 
     def round_after(self, spent: int) -> int:
-        """The round in which it can have spent so much."""
-        return self.since - (-spent // QUANTUM)
+        """Return the first round in which the client can have spent so many tokens."""
+        return self.first_round - (-spent // QUANTUM)
 
-    def upcoming(self, share: int, most: int, budget: int) -> Iterator[tuple[int, int, Request]]:
-        """Its requests with their turns: (round, arrival, request). share: how many are probably
-        wanted, most: how many at most."""
-        (turn, _), spent, seen = self.turn, self.spent, 0
-        while seen < most:
-            requests = self.queue.first(min(share, most), budget)
-            for index, request in enumerate(islice(requests, seen, None), seen):
+    def upcoming(
+        self, num_expected: int, max_count: int, budget: int
+    ) -> Iterator[tuple[int, int, Request]]:
+        """Yield round, arrival and request for each of the next requests.
+
+        Args:
+            num_expected: number of requests that the caller will probably consume.
+            max_count: number of requests that it will consume at most.
+            budget: as in WaitingQueue.first.
+        """
+        (turn, _), spent, num_seen = self.turn, self.spent, 0
+        while num_seen < max_count:
+            requests = self.queue.first(min(num_expected, max_count), budget)
+            for index, request in enumerate(islice(requests, num_seen, None), num_seen):
                 spent += cost(request)
                 if index > 0:
                     turn = max(turn, self.round_after(spent))
                 yield turn, self.arrival, request
-            if len(requests) < share:
+            if len(requests) < num_expected:
                 return
-            seen, share = share, 2 * share
+            num_seen, num_expected = num_expected, 2 * num_expected
 
 
 class FairClients:
-    """A waiting queue of waiting queues. Within a client, its own queue's policy decides."""
+    """A waiting queue of waiting queues. Within a client, the policy of its queue decides."""
 
     def __init__(self, make_queue: Callable[[], WaitingQueue]) -> None:
         self._make_queue = make_queue
         self._clients: dict[bytes, ClientQueue] = {}
         self._turns: SortedDict = SortedDict()
-        self._moved: dict[bytes, ClientQueue] = {}
+        self._outdated: dict[bytes, ClientQueue] = {}
         self._round = 0
-        self._arrivals = 0
+        self._num_arrivals = 0
         self._length = 0
 
     @property
     def lookahead(self) -> int:
-        """That of the client whose turn it is: nobody overtakes it who may not."""
-        self._settle()
+        """The lookahead of the client whose turn it is."""
+        self._update_turns()
         return self._turns.peekitem(0)[1].queue.lookahead if self._turns else 0
 
     def push(self, request: Request) -> None:
+        """Add a request to the queue of its client."""
         client = self._clients.get(request.client)
         if client is None:
-            client = ClientQueue(self._make_queue(), self._round, self._arrivals)
-            self._arrivals += 1
+            client = ClientQueue(self._make_queue(), self._round, self._num_arrivals)
+            self._num_arrivals += 1
             self._clients[request.client] = self._turns[client.turn] = client
         client.queue.push(request)
         self._length += 1
-        self._moved[request.client] = client
+        self._outdated[request.client] = client
 
     def first(self, count: int, budget: int) -> list[Request]:
-        # Whoever is among the first `count` requests is among the first `count` clients, too.
-        self._settle()
+        """Return the next requests, in the order of their turns."""
+        # The first `count` requests are of the first `count` clients.
+        self._update_turns()
         clients = list(islice(self._turns.values(), count))
-        share = count // max(1, len(clients)) + 2
-        upcoming = [client.upcoming(share, count, budget) for client in clients]
+        num_expected = count // max(1, len(clients)) + 2
+        upcoming = [client.upcoming(num_expected, count, budget) for client in clients]
         return [request for *_, request in islice(heapq.merge(*upcoming), count)]
 
     def take(self, request: Request) -> None:
+        """Remove a request that is admitted, and charge its client."""
         client = self._clients[request.client]
         client.queue.take(request)
         client.spent += cost(request)
         self._round = max(self._round, client.round_after(client.spent))
-        self._shortened(request.client, client)
+        self._on_removed(request.client, client)
 
     def remove(self, request: Request) -> None:
+        """Remove a request, if it waits."""
         client = self._clients.get(request.client)
         if client is None:
             return
         before = len(client.queue)
         client.queue.remove(request)
         if len(client.queue) < before:
-            self._shortened(request.client, client)
+            self._on_removed(request.client, client)
 
-    def _shortened(self, name: bytes, client: ClientQueue) -> None:
+    def _on_removed(self, name: bytes, client: ClientQueue) -> None:
         self._length -= 1
         if len(client.queue):
-            self._moved[name] = client
+            self._outdated[name] = client
         else:
-            self._moved.pop(name, None)
+            self._outdated.pop(name, None)
             del self._clients[name], self._turns[client.turn]
 
-    def _settle(self) -> None:
-        """Find the place of those clients whose next request may be another one than before."""
-        for client in self._moved.values():
+    def _update_turns(self) -> None:
+        """Update the turn of each client whose next request may have changed."""
+        for client in self._outdated.values():
             spent = client.spent + cost(client.queue.first(1, 0)[0])
             del self._turns[client.turn]
             client.turn = (client.round_after(spent), client.arrival)
             self._turns[client.turn] = client
-        self._moved.clear()
+        self._outdated.clear()
 
     def __len__(self) -> int:
         return self._length
@@ -143,7 +158,8 @@ class FairClients:
 
 
 def cost(request: Request) -> int:
-    """Tokens that a client is charged for when the request is admitted: its prompt, and what it may
-    still generate. One that was retracted has been charged: that it waits again is not its fault.
+    """Return the tokens that a client is charged for: the prompt, and all that may be generated.
+
+    A request that was retracted costs nothing: it was charged when it was first admitted.
     """
     return 0 if request.admitted_at else request.num_prompt + request.num_remaining_tokens

@@ -1,169 +1,183 @@
-"""Waiting queues that admit what is in the prefix tree while it is there.
+"""Policies that admit requests whose prefix is in the prefix tree while it is still there.
 
-Both look at the oldest `window` requests only: so the cost of a round is bounded, and whoever has
-waited long is among those that are looked at. `locate` gives the deepest cached node of a waiting
-request's tokens.
+Both look at the oldest `window` requests only, so that the cost of a round is bounded and a request
+that has waited long is always among them.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from scheduler_proc.policies.base import FirstComeFirstServed, Rounds
+from scheduler_proc.policies.base import (
+    AdmissionRounds,
+    CachedPage,
+    FirstComeFirstServed,
+    MatchPrefix,
+    PolicyContext,
+    policy,
+)
 from scheduler_proc.state.request import Request
 
 WINDOW = 128
+# lpm: a request without cached tokens waits 16 seconds longer than one with 4,000.
 AGEING_TOKENS_PER_SECOND = 250
-"""lpm: a second of waiting counts as much as so many cached tokens. Then whoever has nothing cached
-waits 16 seconds longer than one of whom 4,000 tokens are cached."""
-OLDEST_FIRST_EVERY = 8
-"""dfs-weight: in every so many rounds the oldest request goes first."""
+OLDEST_FIRST_EVERY = 8  # rounds of dfs-weight
 
 
-class CachedPage(Protocol):
-    """A node of the prefix tree. depth: pages from the root, which has no parent, to here."""
-
-    @property
-    def parent(self) -> "CachedPage | None": ...
-
-    @property
-    def depth(self) -> int: ...
-
-
-Locate = Callable[[Request], CachedPage]
-
-
+@policy("lpm")
 class LongestPrefixFirst(FirstComeFirstServed):
-    """lpm: the most cached tokens first; among equals the oldest.
+    """Admit the request with the most cached tokens first, among equals the oldest.
 
-    Waiting counts like cached tokens, for all alike, so that the time of arrival can stand for it.
+    A second of waiting counts as AGEING_TOKENS_PER_SECOND cached tokens. As it does so for all
+    requests alike, the time of arrival stands for it.
     """
 
-    def __init__(self, locate: Locate, page_size: int, window: int = WINDOW) -> None:
+    def __init__(self, match_prefix: MatchPrefix, page_size: int, window: int = WINDOW) -> None:
         super().__init__()
-        self._locate = locate
+        self._match_prefix = match_prefix
         self._page_size = page_size
         self._window = window
 
+    @classmethod
+    def create(cls, context: PolicyContext) -> "LongestPrefixFirst":
+        """Return an empty queue."""
+        return cls(context.match_prefix, context.page_size, context.window)
+
     def first(self, count: int, budget: int) -> list[Request]:
+        """Return the window in the order of cached tokens, then the others as they arrived."""
         oldest = super().first(max(count, self._window), budget)
-        locate, page_size = self._locate, self._page_size
+        match_prefix, page_size = self._match_prefix, self._page_size
         ordered = sorted(
             oldest[: self._window],
             key=lambda request: (
-                AGEING_TOKENS_PER_SECOND * request.received_at - locate(request).depth * page_size
+                AGEING_TOKENS_PER_SECOND * request.received_at
+                - match_prefix(request).depth * page_size
             ),
         )
         return (ordered + oldest[self._window :])[:count]
 
 
-class Place(NamedTuple):
-    """A node where requests were located: the nodes from below the root down to it, and which
-    requests of the window these are."""
+class MatchedNode(NamedTuple):
+    """A node that requests of the window match.
+
+    Attributes:
+        path: the nodes from below the root down to this one.
+        members: indexes of these requests in the window.
+    """
 
     path: tuple[CachedPage, ...]
     members: list[int]
 
 
+@policy("dfs-weight")
 class DepthFirst(FirstComeFirstServed):
-    """dfs-weight: down the prefix tree, at each node into the child first below which more
-    requests wait; so those that share a prefix follow one another, and it is still there.
+    """Admit requests depth first through the prefix tree, the branch with more requests first.
 
-    The requests of a node come after those below it, as in SGLang: the cache loses leaves first,
-    so what is deeper is lost sooner, while their own pages stay as long as something hangs on them.
-    Among equals, the oldest first; in every OLDEST_FIRST_EVERY-th round the oldest of all goes
-    ahead, as a small branch could wait for ever otherwise.
+    So requests that share a prefix follow one another while it is cached. The requests of a node
+    come after those below it, as in SGLang: the cache evicts leaves first, so deeper pages are lost
+    sooner, and a node's own pages stay as long as it has children. Among equal branches, the one
+    with the oldest request comes first. In every OLDEST_FIRST_EVERY-th round the oldest request of
+    all comes first, as a small branch could starve otherwise.
     """
 
-    def __init__(self, locate: Locate, window: int = WINDOW) -> None:
+    def __init__(self, match_prefix: MatchPrefix, window: int = WINDOW) -> None:
         super().__init__()
-        self._locate = locate
+        self._match_prefix = match_prefix
         self._window = window
-        self._rounds = Rounds(OLDEST_FIRST_EVERY)
+        self._rounds = AdmissionRounds(OLDEST_FIRST_EVERY)
         self._paths: dict[CachedPage, tuple[CachedPage, ...]] = {}
-        self._located: list[CachedPage] = []
+        self._matched: list[CachedPage] = []
         self._order: list[int] = []
 
+    @classmethod
+    def create(cls, context: PolicyContext) -> "DepthFirst":
+        """Return an empty queue."""
+        return cls(context.match_prefix, context.window)
+
     def first(self, count: int, budget: int) -> list[Request]:
+        """Return the window depth first, then the others as they arrived."""
         self._rounds.begin()
         oldest = super().first(max(count, self._window), budget)
         window = oldest[: self._window]
-        self._sort(list(map(self._locate, window)))
+        self._sort(list(map(self._match_prefix, window)))
         ordered = [window[index] for index in self._order]
-        if window and self._rounds.for_the_oldest:
+        if window and self._rounds.serves_oldest:
             ordered.remove(window[0])
             ordered.insert(0, window[0])
         return (ordered + oldest[self._window :])[:count]
 
     def take(self, request: Request) -> None:
+        """Remove a request that is admitted."""
         super().take(request)
-        self._rounds.take()
+        self._rounds.on_take()
 
-    def _sort(self, located: list[CachedPage]) -> None:
-        """Bring `_order` up to date. It depends on the nodes alone; mostly none has changed."""
-        if located == self._located:
+    def _sort(self, matched: list[CachedPage]) -> None:
+        """Bring `_order` up to date. It depends on the matched nodes, which seldom change."""
+        if matched == self._matched:
             return
         members: dict[CachedPage, list[int]] = {}
-        for index, node in enumerate(located):
+        for index, node in enumerate(matched):
             members.setdefault(node, []).append(index)
         self._paths = {node: self._path(node) for node in members}
-        self._located = located
+        self._matched = matched
         self._order = []
         if members:
-            _walk([Place(self._paths[n], m) for n, m in members.items()], 0, self._order)
+            nodes = [MatchedNode(self._paths[node], indexes) for node, indexes in members.items()]
+            _walk(nodes, 0, self._order)
 
     def _path(self, node: CachedPage) -> tuple[CachedPage, ...]:
-        """Walks up only as far as a node whose path is known from the last time."""
+        """Return the path of a node, walking up to the first node whose path is known."""
         below: list[CachedPage] = []
-        known = self._paths.get(node)
-        while known is None:
+        path = self._paths.get(node)
+        while path is None:
             if node.parent is None:
-                known = ()
+                path = ()
             else:
                 below.append(node)
                 node = node.parent
-                known = self._paths.get(node)
-        return (*known, *reversed(below))
+                path = self._paths.get(node)
+        return (*path, *reversed(below))
 
 
-def _walk(places: list[Place], depth: int, order: list[int]) -> None:
-    """Append the members of places that have the first `depth` nodes in common, depth first."""
-    depth = _common(places, depth)
-    ending: list[int] = []
-    branches: dict[CachedPage, list[Place]] = {}
-    for place in places:
-        if len(place.path) == depth:
-            ending = place.members
+def _walk(nodes: list[MatchedNode], depth: int, order: list[int]) -> None:
+    """Append the members of nodes whose paths share their first `depth` nodes, depth first."""
+    depth = _common_depth(nodes, depth)
+    members_here: list[int] = []
+    branches: dict[CachedPage, list[MatchedNode]] = {}
+    for node in nodes:
+        if len(node.path) == depth:
+            members_here = node.members
         else:
-            branches.setdefault(place.path[depth], []).append(place)
-    # Places come by the age of their oldest member, so branches do, and sorting keeps that.
+            branches.setdefault(node.path[depth], []).append(node)
+    # Nodes are in the order of their oldest member, so branches are, and a stable sort keeps that.
     for branch in sorted(branches.values(), key=_weight):
         if len(branch) == 1:
             order += branch[0].members
         else:
             _walk(branch, depth + 1, order)
-    order += ending
+    order += members_here
 
 
-def _weight(branch: list[Place]) -> int:
-    return -sum(len(place.members) for place in branch)
+def _weight(branch: list[MatchedNode]) -> int:
+    return -sum(len(node.members) for node in branch)
 
 
-def _common(places: list[Place], depth: int) -> int:
-    """How many nodes the paths have in common; `depth` of them are known to be."""
-    first = places[0].path
+def _common_depth(nodes: list[MatchedNode], depth: int) -> int:
+    """Return how many nodes all paths share, given that they share the first `depth`."""
+    first = nodes[0].path
     length = len(first)
-    for path, _members in places:
+    for path, _members in nodes:
         length = min(length, len(path))
         if length > depth and path[length - 1] is not first[length - 1]:
-            length = _parting(first, path, depth, length)
+            length = _fork_depth(first, path, depth, length)
     return length
 
 
-def _parting(
-    one: tuple[CachedPage, ...], other: tuple[CachedPage, ...], low: int, high: int
+def _fork_depth(
+    path: tuple[CachedPage, ...], other: tuple[CachedPage, ...], low: int, high: int
 ) -> int:
-    """Where two paths part, between low and high. In a tree, paths that meet at some depth are the
-    same down to it, so that it can be bisected."""
-    candidates = range(low, high)
-    return low + bisect_left(candidates, True, key=lambda depth: one[depth] is not other[depth])
+    """Return the depth between `low` and `high` at which two paths fork.
+
+    In a tree, paths that meet at some depth are the same above it, so that it can be bisected.
+    """
+    depths = range(low, high)
+    return low + bisect_left(depths, True, key=lambda depth: path[depth] is not other[depth])

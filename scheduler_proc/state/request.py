@@ -68,7 +68,7 @@ class Request:
         prompt_logprobs: logprobs of the prompt, as far as they are computed.
         logprobs: one block for each generated token, where the client wants them.
         worker_crashes: consecutive worker crashes while the request was in a step.
-        cleared_at: number of tokens at which worker_crashes starts anew (see quarantine.py).
+        cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
     """
 
     seq: int

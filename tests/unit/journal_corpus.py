@@ -20,12 +20,12 @@ import msgspec
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
-from scheduler_proc.durability.journal_reader import read_journal
 from scheduler_proc.durability.journal_records import JournalHeader
+from scheduler_proc.durability.journal_recovery import read_journal
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.decision_traces import PAGE_SIZE, priorities
 from tests.unit.frame_log import FrameLog, as_json
-from tests.unit.journal_runs import let_go
+from tests.unit.journal_runs import release_journal
 from tests.unit.recorded_server import EOS, NUM_IDS, Server
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -98,7 +98,7 @@ def contents(path: Path) -> list[dict[str, Any]]:
             "ended": None if one.ended is None else _wire(one.ended),
             "settled": one.acknowledged,
         }
-        for one in read_journal(path).found
+        for one in read_journal(path).requests
     ]
 
 
@@ -127,7 +127,7 @@ def _open(
     trace = priorities()
     args = SchedulerArgs(**trace.flags, **(flags or {}), schedule_policy="priority")
     own = JournalHeader(run, "tiny", "fingerprint", NUM_IDS, CONTEXT_LENGTH)
-    journal, found = open_journal(args, directory, own, again=start_us > 0 and not flags)
+    journal, found = open_journal(args, directory, own, is_restart=start_us > 0 and not flags)
     server = Server(log, start_us)
     scheduler = Scheduler(
         args, frozenset({EOS}), server.worker, server.detok, server.clock, journal
@@ -146,7 +146,7 @@ def _put(written: bytes, directory: Path) -> None:
 
 def _leave(directory: Path, journal: Any) -> bytes:
     """Give the journal up as the end of a process does, and return the file."""
-    let_go(journal)
+    release_journal(journal)
     return (directory / FILE_NAME).read_bytes()
 
 

@@ -19,9 +19,8 @@ from scheduler_proc.durability import journal_file
 from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_opening import FILE_NAME
-from scheduler_proc.durability.journal_reader import read_journal
 from scheduler_proc.durability.journal_records import JournalHeader
-from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, read_journal
 from scheduler_proc.events import StepEvents
 from scheduler_proc.request_table import RequestTable
 from scheduler_proc.state.request import FinishReason, Request
@@ -33,7 +32,7 @@ def header(run: str = "run", **fields: Any) -> JournalHeader:
     return msgspec.structs.replace(JournalHeader(run, "tiny", "f1", 100, 64), **fields)
 
 
-def let_go(journal: Journal | NoJournal) -> None:
+def release_journal(journal: Journal | NoJournal) -> None:
     """What the system does for a process that has died: the files are closed, the lock is free."""
     if isinstance(journal, Journal):
         journal._file.release()
@@ -77,7 +76,7 @@ class Run:
         self.journal.append(StepEvents(acknowledged=[request.seq]))
 
     def found(self) -> list[RecoveredRequest]:
-        return read_journal(self.path).found
+        return read_journal(self.path).requests
 
 
 def outline(found: list[RecoveredRequest]) -> list[tuple[Any, ...]]:

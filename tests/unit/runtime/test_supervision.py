@@ -108,7 +108,7 @@ class StepWatch:
 
     def __init__(self, seconds: float = 16.0) -> None:
         self.now = 100.0
-        self.step_since: float | None = None
+        self.current_step_started_at: float | None = None
         self.reports: list[str] = []
         self.deadline = StepWatchdog(seconds, self, self, lambda: self.now)  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def test_a_step_that_does_not_end_is_reported_once_and_within_its_time() -> None
     watch = StepWatch()
     watch.check()
     assert watch.deadline.wake_at is None, "an idle scheduler sleeps"
-    watch.now = watch.step_since = 5000.0
+    watch.now = watch.current_step_started_at = 5000.0
     while not watch.reports:
         watch.check()
     assert 5016.0 <= watch.now <= 5017.0
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_end_is_reported_once_and_within_its_time() -> None
         watch.check()
     assert watch.reports == ["stuck worker_proc: a step has run for 16 s"]
     assert watch.deadline.wake_at is None
-    watch.step_since = watch.now
+    watch.current_step_started_at = watch.now
     while len(watch.reports) < 2:
         watch.check()
 
@@ -142,7 +142,7 @@ def test_a_step_that_does_not_end_is_reported_once_and_within_its_time() -> None
 def test_steps_that_end_are_never_reported() -> None:
     watch = StepWatch()
     for _ in range(10):
-        watch.step_since = watch.now
+        watch.current_step_started_at = watch.now
         for _ in range(15):
             watch.check()
     assert watch.reports == []
@@ -150,7 +150,7 @@ def test_steps_that_end_are_never_reported() -> None:
 
 def test_a_suspension_of_everything_counts_as_one_sixteenth_of_a_steps_time() -> None:
     watch = StepWatch()
-    watch.step_since = watch.now
+    watch.current_step_started_at = watch.now
     for _ in range(15):
         watch.check()
         watch.now += 1000.0
@@ -162,7 +162,7 @@ def test_a_suspension_of_everything_counts_as_one_sixteenth_of_a_steps_time() ->
 
 def test_without_a_timeout_no_step_is_reported_and_nothing_is_woken_for() -> None:
     watch = StepWatch(0.0)
-    watch.step_since = watch.now
+    watch.current_step_started_at = watch.now
     watch.check()
     watch.now += 10_000.0
     watch.check()

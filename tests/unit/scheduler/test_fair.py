@@ -127,7 +127,7 @@ def test_clients_without_waiting_requests_leave_nothing_behind() -> None:
     queue.remove(keep)
     assert not queue._clients
     assert not queue._turns
-    assert not queue._moved
+    assert not queue._outdated
 
 
 def test_leaving_and_coming_back_gives_no_credit() -> None:

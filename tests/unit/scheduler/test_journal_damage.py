@@ -16,7 +16,6 @@ from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_opening import FILE_NAME
-from scheduler_proc.durability.journal_reader import read_journal
 from scheduler_proc.durability.journal_records import (
     FRAME_HEAD,
     MAGIC,
@@ -27,8 +26,8 @@ from scheduler_proc.durability.journal_records import (
     TokenRecord,
     make_frame,
 )
-from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
-from tests.unit.journal_runs import EOS, Run, header, let_go
+from scheduler_proc.durability.journal_recovery import RecoveredRequest, read_journal, restored
+from tests.unit.journal_runs import EOS, Run, header, release_journal
 
 START = len(MAGIC) + 8
 State = list[tuple[object, ...]]
@@ -63,7 +62,7 @@ def written(directory: Path, num_rounds: int = 40) -> tuple[bytes, list[State]]:
         run.journal.commit()
         if run.path.stat().st_size > before:
             states.append(state_of(run.found()))
-    let_go(run.journal)
+    release_journal(run.journal)
     return run.path.read_bytes(), states
 
 
@@ -139,7 +138,7 @@ def test_what_is_read_of_a_damaged_journal_is_what_stood_there_after_some_round(
         damage(damaged, source, source.randrange(len(data)))
         path.write_bytes(damaged)
         contents = read_journal(path)
-        state = state_of(contents.found)
+        state = state_of(contents.requests)
         assert state in states
         if contents.header is None:
             assert state == nothing
@@ -162,7 +161,7 @@ def test_bytes_that_are_no_journal_never_raise(
     if has_frame:
         frames += make_frame(data, checksum)[0]
     path.write_bytes(start + frames + data)
-    assert read_journal(path).found == []
+    assert read_journal(path).requests == []
 
 
 def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
         contents = read_journal(path)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert (contents.found, contents.num_unread_bytes) == ([], FRAME_HEAD.size + 99)
+        assert (contents.requests, contents.num_unread_bytes) == ([], FRAME_HEAD.size + 99)
         assert peak < 1 << 20
 
 
@@ -250,10 +249,10 @@ def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_co
     run.journal._file.append(encode(JournalRecord(tokens=[TokenRecord([0], pack_ids([7]), 1.0)])))
     caplog.clear()
     contents = read_journal(run.path)
-    assert state_of(contents.found) == before
+    assert state_of(contents.requests) == before
     assert contents.num_unread_bytes == run.path.stat().st_size - size
     assert f"is damaged at byte {size}" in caplog.text
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_the_same_frames_without_nonsense_are_read(tmp_path: Path) -> None:
@@ -262,8 +261,8 @@ def test_the_same_frames_without_nonsense_are_read(tmp_path: Path) -> None:
         encode(JournalRecord([accepted(run)], [TokenRecord([7], pack_ids([5]), 1.0)]))
     )
     contents = read_journal(run.path)
-    assert (len(contents.found), contents.num_unread_bytes) == (1, 0)
-    let_go(run.journal)
+    assert (len(contents.requests), contents.num_unread_bytes) == (1, 0)
+    release_journal(run.journal)
 
 
 def test_a_file_that_cannot_be_read_further_is_damaged_there(
@@ -274,11 +273,11 @@ def test_a_file_that_cannot_be_read_further_is_damaged_there(
     run.journal.commit()
     size = run.path.stat().st_size
     monkeypatch.setattr(
-        "scheduler_proc.durability.journal_reader.os.fstat", lambda fd: Grown(size + 9)
+        "scheduler_proc.durability.journal_records.os.fstat", lambda fd: Grown(size + 9)
     )
     contents = read_journal(run.path)
-    assert (len(contents.found), contents.num_unread_bytes) == (1, 9)
-    let_go(run.journal)
+    assert (len(contents.requests), contents.num_unread_bytes) == (1, 9)
+    release_journal(run.journal)
 
 
 class Grown:

@@ -12,9 +12,9 @@ import pytest
 from scheduler_proc.durability import journal as journal_module
 from scheduler_proc.durability.journal import RETRY_INTERVAL_S
 from scheduler_proc.durability.journal_file import Syncer
-from scheduler_proc.durability.journal_reader import read_journal
-from scheduler_proc.durability.journal_records import NOT_GIVEN_UP, tag
-from tests.unit.journal_runs import Run, faulty_os, full_disk, let_go, outline
+from scheduler_proc.durability.journal_records import NOT_GIVEN_UP, run_tag
+from scheduler_proc.durability.journal_recovery import read_journal
+from tests.unit.journal_runs import Run, faulty_os, full_disk, outline, release_journal
 
 State = list[tuple[object, ...]]
 
@@ -54,7 +54,7 @@ def test_whichever_call_fails_what_is_read_is_whole_and_the_journal_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool, also: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)
-    monkeypatch.setattr(Syncer, "written", lambda _: None)  # it has a test of its own
+    monkeypatch.setattr(Syncer, "mark_dirty", lambda _: None)  # it has a test of its own
     num_failures = 0
     for name in CALLS:
         for number in itertools.count(1):
@@ -66,20 +66,20 @@ def test_whichever_call_fails_what_is_read_is_whole_and_the_journal_recovers(
                 run = Run(directory, durable=is_durable)
                 states = live_through(run, 30, random.Random(number))
             if faulty.calls[name] < number:
-                let_go(run.journal)
+                release_journal(run.journal)
                 break
             num_failures += 1
             _check(run, states, can_mark=not also or also == ("ftruncate",))
-            let_go(run.journal)
+            release_journal(run.journal)
     assert num_failures > 20
 
 
 def _check(run: Run, states: list[State], can_mark: bool) -> None:
     """The disk works again. What does an other scheduler read now, and after the next rounds?"""
     contents = read_journal(run.path)
-    stale = contents.given_up_by == tag("run") or contents.header is None
+    stale = contents.given_up_by == run_tag("run") or contents.header is None
     if not stale:
-        assert outline(contents.found) in states, "half a round is read"
+        assert outline(contents.requests) in states, "half a round is read"
     if run.journal.state == "failed":
         assert stale or not can_mark, "a scheduler would go on with what may have ended"
         live_through(run, 3, random.Random(1))
@@ -87,12 +87,12 @@ def _check(run: Run, states: list[State], can_mark: bool) -> None:
         run.now += RETRY_INTERVAL_S
     else:
         assert not stale
-        assert outline(contents.found) == states[-1]
+        assert outline(contents.requests) == states[-1]
     states = live_through(run, 3, random.Random(2))
     contents = read_journal(run.path)
     assert run.journal.state == "on"
     assert contents.given_up_by == NOT_GIVEN_UP
-    assert (outline(contents.found), contents.num_unread_bytes) == (states[-1], 0)
+    assert (outline(contents.requests), contents.num_unread_bytes) == (states[-1], 0)
 
 
 def test_writes_that_take_half_of_the_bytes_are_finished(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_writes_that_take_half_of_the_bytes_are_finished(tmp_path: Path) -> None
         run = Run(tmp_path)
         states = live_through(run, 20, random.Random(0))
     assert outline(run.found()) == states[-1]
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_half_a_frame_is_taken_back(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_half_a_frame_is_taken_back(tmp_path: Path) -> None:
         run.journal.commit()
     assert faulty.calls["ftruncate"] == 1
     assert run.path.stat().st_size == size
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_a_disk_that_stays_full_is_tried_now_and_then_and_named_once(
@@ -138,7 +138,7 @@ def test_a_disk_that_stays_full_is_tried_now_and_then_and_named_once(
     states = live_through(run, 2, random.Random(0))
     assert outline(run.found()) == states[-1]
     assert "is written again, with all requests" in caplog.text
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_a_sync_that_failed_is_followed_by_a_fresh_file(
@@ -176,7 +176,7 @@ def test_a_sync_that_failed_is_followed_by_a_fresh_file(
     assert run.journal.state == "on"
     assert run.path.stat().st_ino != inode
     assert outline(run.found()) == [("a", 0, [5, 6], False, False)]
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_a_journal_that_cannot_be_removed_does_not_keep_a_server_from_its_end(
@@ -189,14 +189,14 @@ def test_a_journal_that_cannot_be_removed_does_not_keep_a_server_from_its_end(
     assert f"{run.path} cannot be removed ([Errno 30] Read-only file system): remove it" in (
         caplog.text
     )
-    let_go(run.journal)
+    release_journal(run.journal)
 
 
 def test_what_fails_at_random_leaves_nothing_half_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)
-    monkeypatch.setattr(Syncer, "written", lambda _: None)
+    monkeypatch.setattr(Syncer, "mark_dirty", lambda _: None)
     for seed in range(40):
         source = random.Random(seed)
         with faulty_os() as faulty:
@@ -206,8 +206,8 @@ def test_what_fails_at_random_leaves_nothing_half_done(
         run.now += RETRY_INTERVAL_S
         states = live_through(run, 2, source)
         contents = read_journal(run.path)
-        assert (outline(contents.found), contents.num_unread_bytes) == (states[-1], 0)
-        let_go(run.journal)
+        assert (outline(contents.requests), contents.num_unread_bytes) == (states[-1], 0)
+        release_journal(run.journal)
 
 
 def _at_random(source: random.Random):  # type: ignore[no-untyped-def]

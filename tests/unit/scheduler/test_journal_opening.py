@@ -16,7 +16,7 @@ from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
-from tests.unit.journal_runs import Run, faulty_os, full_disk, header, let_go, outline
+from tests.unit.journal_runs import Run, faulty_os, full_disk, header, outline, release_journal
 
 
 def left_by(directory: Path, name: str = "first") -> Run:
@@ -25,17 +25,17 @@ def left_by(directory: Path, name: str = "first") -> Run:
     (a,) = run.accept("a")
     run.give(a, 5)
     run.journal.commit()
-    let_go(run.journal)
+    release_journal(run.journal)
     return run
 
 
 def opened(
-    directory: Path, run: str, again: bool = False, resume: bool = False, **fields: Any
+    directory: Path, run: str, is_restart: bool = False, resume: bool = False, **fields: Any
 ) -> list[RecoveredRequest]:
     """What a scheduler takes up that dies at once."""
     args = SchedulerArgs(journal=str(directory), resume=resume)
-    journal, found = open_journal(args, Path(run), header(run, **fields), again)
-    let_go(journal)
+    journal, found = open_journal(args, Path(run), header(run, **fields), is_restart)
+    release_journal(journal)
     return found
 
 
@@ -44,18 +44,18 @@ def test_what_an_earlier_run_left_is_taken_up_only_on_demand_and_never_lost_in_s
 ) -> None:
     run = left_by(tmp_path)
     going_on = [("a", 0, [5], False, False)]
-    assert outline(opened(tmp_path, "first", again=True)) == going_on, "the same run goes on"
+    assert outline(opened(tmp_path, "first", is_restart=True)) == going_on, "the same run goes on"
     assert outline(opened(tmp_path, "second", resume=True)) == going_on
     with pytest.raises(ConfigError, match="has 1 unfinished requests of an earlier run: add"):
         opened(tmp_path, "second")
-    assert outline(opened(tmp_path, "second", again=True, resume=True)) == going_on, (
+    assert outline(opened(tmp_path, "second", is_restart=True, resume=True)) == going_on, (
         "its first scheduler died before it had written anything"
     )
     run = Run(tmp_path, "first")
     (request,) = run.accept("b")
     run.end(request)
     run.journal.commit()
-    let_go(run.journal)
+    release_journal(run.journal)
     assert opened(tmp_path, "second") == []
     run.path.unlink()
     assert opened(tmp_path, "second") == []
@@ -73,13 +73,13 @@ def test_requests_of_an_earlier_run_are_numbered_from_0_on_with_their_choices_to
         run.accept(name, n=3)
     del run.journal._kept[(1 << 50) + 4]
     run.journal.compact()
-    let_go(run.journal)
+    release_journal(run.journal)
     found = opened(tmp_path, "second", resume=True)
     assert [(one.message.request_id, one.index, one.seq) for one in found] == [
         ("a", 0, 0), ("a", 1, 1), ("a", 2, 2), ("b", 0, 3), ("b", 2, 5),
         ("c", 0, 6), ("c", 1, 7), ("c", 2, 8),
     ]  # fmt: skip
-    assert opened(tmp_path, "first", again=True)[0].seq == 1 << 50
+    assert opened(tmp_path, "first", is_restart=True)[0].seq == 1 << 50
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_journal_of_another_model_is_refused_with_both_values_and_the_remedy(
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"{named}.*with that model and --resume.*or remove"):
             opened(tmp_path, "second", resume=resume, **other)
-    assert len(opened(tmp_path, "first", again=True, **other)) == 1, (
+    assert len(opened(tmp_path, "first", is_restart=True, **other)) == 1, (
         "within a run the files may change: SIGHUP takes new weights"
     )
     assert len(opened(tmp_path, "second", resume=True, context_length=65)) == 1
@@ -105,7 +105,7 @@ def test_a_journal_of_another_model_is_refused_with_both_values_and_the_remedy(
     (request,) = run.accept("b")
     run.end(request)
     run.journal.commit()
-    let_go(run.journal)
+    release_journal(run.journal)
     assert opened(tmp_path, "second", resume=True, **other) == [], "nothing has to go on"
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_journal_is_named_and_does_not_end_a_server_that_runs(
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"{FILE_NAME} is no journal that this version"):
             opened(tmp_path, "run", resume=resume)
-    assert opened(tmp_path, "run", again=True) == []
+    assert opened(tmp_path, "run", is_restart=True) == []
     assert "is no journal that this version can read" in caplog.text
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_journal_is_replaced_only_on_demand(
     whole = run.path.stat().st_size
     run.accept("b")
     run.journal.commit()
-    let_go(run.journal)
+    release_journal(run.journal)
     size = run.path.stat().st_size
     os.truncate(run.path, size - 1)
     with pytest.raises(ConfigError, match=f"{size - 1 - whole} bytes cannot be read.*--resume"):
@@ -159,9 +159,9 @@ def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.Mon
         open_journal(args, Path("second"), header("second"))
     assert isinstance(first, Journal)
     assert not os.get_inheritable(first._file._directory_fd), "children must not keep it"
-    let_go(first)
+    release_journal(first)
     second, _ = open_journal(args, Path("second"), header("second"))
-    let_go(second)
+    release_journal(second)
     assert os.listdir(tmp_path) == [], "the lock is no file"
 
 
@@ -172,7 +172,7 @@ def test_a_scheduler_waits_for_the_one_before_it_to_be_gone(
     dying = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(dying, fcntl.LOCK_EX)
     monkeypatch.setattr(journal_opening.time, "sleep", lambda _: os.close(dying))
-    assert outline(opened(tmp_path, "first", again=True)) == outline(run.found())
+    assert outline(opened(tmp_path, "first", is_restart=True)) == outline(run.found())
 
 
 def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
@@ -182,10 +182,10 @@ def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
     other = Run(tmp_path, "other")
     content = other.path.read_bytes()
     args = SchedulerArgs(journal=str(tmp_path))
-    journal, found = open_journal(args, Path("first"), header("first"), again=True)
+    journal, found = open_journal(args, Path("first"), header("first"), is_restart=True)
     journal.compact()
     assert (found, journal.state, other.path.read_bytes()) == ([], "failed", content)
-    let_go(other.journal)
+    release_journal(other.journal)
 
 
 def test_a_directory_that_cannot_be_used_is_named(
@@ -222,8 +222,8 @@ def test_a_server_starts_on_a_full_disk_and_resumes_what_was_read(
     assert "Make room there" in caplog.text
     assert outline(left.found()) == outline(found), "another run may still resume"
     assert len(left.path.read_bytes()) == len(before)
-    let_go(journal)
-    assert opened(tmp_path, "second", again=True, resume=True) == [], "they may have ended"
+    release_journal(journal)
+    assert opened(tmp_path, "second", is_restart=True, resume=True) == [], "they may have ended"
     assert len(opened(tmp_path, "third", resume=True)) == 1
     with pytest.raises(ConfigError, match="unfinished requests"):
         opened(tmp_path, "third")
@@ -245,4 +245,4 @@ def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can
     journal.commit()
     assert journal.state == "on"
     assert (directory / FILE_NAME).exists()
-    let_go(journal)
+    release_journal(journal)

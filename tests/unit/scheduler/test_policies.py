@@ -4,6 +4,7 @@ import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policies.base import (
+    REGISTRY,
     FirstComeFirstServed,
     Pack,
     PriorityFirst,
@@ -507,3 +509,16 @@ def test_long_chains_are_walked_once() -> None:
     tree.places[3] = chain(ends[3], 1)
     queue.first(16, BUDGET)
     assert climbed < 10
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+def test_the_flag_offers_exactly_the_policies_that_are_registered() -> None:
+    assert sorted(POLICIES) == sorted(REGISTRY)
+
+
+def test_every_policy_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "scheduling.md").read_text()
+    for name in REGISTRY:
+        assert f"| `{name}`" in page

@@ -147,7 +147,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def let_go(self, data) -> None:
+    def unlock(self, data) -> None:
         path = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.tree.unlock(path)
         self.clock += 1

@@ -14,7 +14,7 @@ from scheduler_proc.durability.journal import RETRY_INTERVAL_S, Journal, NoJourn
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
-from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, header, let_go
+from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, header, release_journal
 from tests.unit.simulation import EOS, World, abort, reference, submit
 
 
@@ -25,18 +25,18 @@ class MortalWorld(World):
         super().__init__(args)
         self._args = dataclasses.replace(args, journal=str(directory))
         self.journal: Journal | NoJournal = NoJournal()
-        self._follow(again=False)
+        self._follow(is_restart=False)
 
     def follow(self) -> None:
         """The scheduler is gone; another one takes over, with a worker and a detokenizer that were
         told to forget what they know."""
-        self._follow(again=True)
+        self._follow(is_restart=True)
 
-    def _follow(self, again: bool) -> None:
+    def _follow(self, is_restart: bool) -> None:
         self._detok_sessions += 1
-        let_go(self.journal)
+        release_journal(self.journal)
         known = header(vocab_size=1000, context_length=1000)
-        journal, found = open_journal(self._args, Path("run"), known, again)
+        journal, found = open_journal(self._args, Path("run"), known, is_restart)
         if isinstance(journal, Journal):
             journal._clock = lambda: self.worker.now
         self.journal = journal
@@ -48,7 +48,7 @@ class MortalWorld(World):
             lambda: self.worker.now,
             journal,
         )
-        self.scheduler.restore(found, first_seq_after_restart() if again else 0)
+        self.scheduler.restore(found, first_seq_after_restart() if is_restart else 0)
         self.worker.die()
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
@@ -279,7 +279,7 @@ def test_lives_of_random_schedulers_with_a_disk_that_fails(tmp_path: Path, seed:
         door.follow()
         assert world.scheduler.info()["journal"] == "on"
         door.finish()
-    let_go(world.journal)
+    release_journal(world.journal)
 
 
 def _break_or_mend(faulty: FaultyOs, chosen: random.Random) -> None:
