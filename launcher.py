@@ -235,6 +235,11 @@ def fail(error: QuadrigaError, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def serve(arguments: list[str]) -> NoReturn:
+    """Run `quadriga serve` with these flags."""
+    main(arguments, "quadriga serve")
+
+
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     parser = argparse.ArgumentParser(
         program,
