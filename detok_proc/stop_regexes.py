@@ -3,14 +3,14 @@
 The text ends at the first character that completes a match, so that the result does not depend on
 how the text was cut into pieces. Only what a match has begun with is held back. Expressions come
 from clients and may be hostile: each has a budget of time, which grows with the text, and a match
-has at most MAX_MATCH characters.
+has at most MAX_MATCH_CHARS characters.
 """
 
 import time
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
+from quadriga.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
 
 if TYPE_CHECKING:
     import regex
@@ -44,7 +44,7 @@ class RegexMatcher:
         TookTooLong."""
         window = self._window
         for position, character in enumerate(piece, start=1):
-            window = window[1 - MAX_MATCH :] + character
+            window = window[1 - MAX_MATCH_CHARS :] + character
             begin, is_whole = self._search(window)
             if is_whole:
                 self.found_length = len(window) - begin

@@ -6,7 +6,7 @@ from functools import partial
 from quadriga import clock
 from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import QuadrigaError, ServerStopping
-from quadriga.sampling.validation import MAX_CHOICES
+from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import Generate, Refused
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, Drain, Submit

@@ -5,9 +5,6 @@ from typing import Any
 
 from quadriga.client.logprobs import TokenLogprob
 
-MAX_TOP = 20
-"""Of the likeliest tokens that are told of a place."""
-
 
 class CompletionLogprobs:
     """As /v1/completions has them, a list for each property, for one choice: whole or in pieces.

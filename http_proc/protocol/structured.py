@@ -9,7 +9,7 @@ from http_proc.protocol.call_grammars import ANY_OBJECT, forced_call, free_calls
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import ChatRequest, OpenAIRequest, ResponseFormat, StructuredOutputs
-from quadriga.sampling.grammar import FIELDS
+from quadriga.sampling.params import GRAMMAR_FIELDS
 
 FORCED_FORMAT = "llama3"
 """How a forced call is written, whatever the model's own way: one JSON object, nothing around."""
@@ -31,7 +31,9 @@ def obeying(sampling: Sampling, name: str, wanted: dict[str, Any]) -> Sampling:
     Raises ApiError where another one is given."""
     if not wanted:
         return sampling
-    given = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)
+    given = next(
+        (field for field in GRAMMAR_FIELDS if getattr(sampling.params, field) is not None), None
+    )
     if given is not None:
         other = sampling.names.get(given, given)
         raise invalid(

@@ -8,9 +8,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
 
 from quadriga import __version__
 from quadriga.cli import ask, chat, keygen
@@ -79,16 +79,14 @@ def _declared_commands() -> dict[str, str]:
 
     A checkout that was updated after `pip install -e` has older metadata than this file.
     """
-    if sys.version_info < (3, 11):
-        return {}
-    import tomllib
+    if sys.version_info >= (3, 11):
+        import tomllib
 
-    try:
-        project: dict[str, Any] = tomllib.loads(PYPROJECT.read_text())["project"]
-    except (OSError, KeyError):
-        return {}
-    commands: dict[str, str] = project.get("entry-points", {}).get(COMMAND_GROUP, {})
-    return commands
+        with suppress(OSError, KeyError):
+            project = tomllib.loads(PYPROJECT.read_text())["project"]
+            commands: dict[str, str] = project["entry-points"][COMMAND_GROUP]
+            return commands
+    return {}
 
 
 def _discard_stdout() -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from quadriga.errors import InvalidRequest, QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar
+from quadriga.sampling.params import Grammar
 
 CHECKED_AT_ONCE = 2
 MAX_WAITING, MAX_WAITING_ACCEPTED = 64, 1024

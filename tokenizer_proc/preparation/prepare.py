@@ -12,8 +12,9 @@ import msgspec
 from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar, grammar_of, without_grammar
+from quadriga.sampling.params import Grammar, grammar_of, without_grammar
 from quadriga.sampling.stop_regex import compile_stop_regex
+from quadriga.sampling.validation import validate_params
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
@@ -96,7 +97,7 @@ class Preparer:
         """
         model, params = self._model, message.params
         requests.check_urgency(message)
-        params.validate(model.vocab_size)
+        validate_params(params, model.vocab_size)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
         grammar = grammar_of(params)

@@ -6,6 +6,7 @@ import msgspec
 
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.sampling.params import NEUTRAL, SamplingDefaults, SamplingParams
+from quadriga.sampling.validation import validate_params
 
 
 def sampling_defaults(source: str, generation_config: dict[str, Any]) -> SamplingDefaults:
@@ -19,7 +20,7 @@ def sampling_defaults(source: str, generation_config: dict[str, Any]) -> Samplin
     }
     try:
         defaults = msgspec.convert(own, SamplingDefaults)
-        SamplingParams().filled(defaults).validate(vocab_size=1)
+        validate_params(SamplingParams().filled(defaults), vocab_size=1)
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ConfigError(
             f"the model's generation_config.json cannot be used: {error};"

@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar
+from quadriga.sampling.params import Grammar
 from tokenizer_proc.grammars.validator import MAX_WAITING, TRIES, GrammarValidator
 
 Answers = list[str]

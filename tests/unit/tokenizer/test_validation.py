@@ -17,6 +17,7 @@ from quadriga.config.server_config import FrontDoorArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from quadriga.sampling.validation import validate_params
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.messages.to_scheduler import Submit
@@ -60,13 +61,13 @@ def model(context: int = 16) -> ModelFiles:
 )
 def test_a_value_out_of_range_is_named_with_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        SamplingParams(**{field: value}).validate(VOCAB)
+        validate_params(SamplingParams(**{field: value}), VOCAB)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field} is")
 
 
 def test_default_parameters_are_valid() -> None:
-    SamplingParams().validate(VOCAB)
+    validate_params(SamplingParams(), VOCAB)
 
 
 @pytest.mark.parametrize(
