@@ -256,7 +256,8 @@ def test_a_priority_or_timeout_out_of_range_is_named_with_its_limits(
     refused = through_the_front_door(encode(generate(**{field: value})), FrontDoorArgs())
     assert isinstance(refused, Refused)
     assert (refused.error.code, refused.error.field) == ("invalid_request", field)
-    assert refused.error.message.startswith(f"{field} is {value}: it must be")
+    assert refused.error.message.startswith(f"{field} is {value}: ")
+    assert "must be" in refused.error.message
     assert ("1000" if field == "priority" else str(WEEK)) in refused.error.message
 
 
