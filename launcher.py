@@ -106,7 +106,7 @@ class Launcher:
 
     def _announce(self) -> None:
         facts = self._children["worker_proc"].ready or {}
-        endpoint = self._config.front_door.endpoint
+        endpoint = self._config.frontend.endpoint
         say(f"  launcher: find model {self._model_seconds:.1f} s")
         for child in self._children:
             if child.phases:

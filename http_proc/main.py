@@ -26,8 +26,8 @@ async def serve(child: Child) -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener, tls = bind(args), tls_context(args)
     began = time.monotonic()
-    endpoint, patience = child.config.front_door.endpoint, child.config.launch.start_timeout
-    keys = child.config.front_door.curve_dir
+    endpoint, patience = child.config.frontend.endpoint, child.config.launch.start_timeout
+    keys = child.config.frontend.curve_dir
     async with AsyncClient(endpoint, connect_timeout=patience, curve_dir=keys) as ring:
         gateway = Gateway(child.config, ring)
         runner = await make_runner(gateway)

@@ -177,7 +177,7 @@ class Scheduler:
             self.arrivals.hold_or_enqueue(request)
 
     def _make_planner(self, ready: WorkerReady) -> None:
-        kv = KVCache(ready.num_pages, ready.page_size, self._args.prefix_cache)
+        kv = KVCache(ready.num_pages, ready.page_size, not self._args.disable_radix_cache)
         admission = Admission(self._args, kv)
         self._planner = Planner(
             self._args,

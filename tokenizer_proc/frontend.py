@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
@@ -59,7 +59,7 @@ class Frontend:
 
     def __init__(
         self,
-        args: FrontDoorArgs,
+        args: FrontendArgs,
         load: OverloadGuard,
         preparer: Preparer,
         pool: PreparePool,

@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 
 from quadriga import clock
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.wire.messages.grammar import GrammarForm
@@ -35,7 +35,7 @@ class RequestIntake:
 
     def __init__(
         self,
-        args: FrontDoorArgs,
+        args: FrontendArgs,
         load: OverloadGuard,
         preparer: Preparer,
         pool: PreparePool,

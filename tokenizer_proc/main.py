@@ -19,7 +19,7 @@ from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
+from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_public
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.overload import OverloadGuard
@@ -59,7 +59,7 @@ def _load(child: Child) -> Loaded:
     model = resolve_model(config.model)
     chat = ChatTemplate(model.tokenizer_dir)
     encoder = Encoder(load_tokenizer(model.tokenizer_dir), chat)
-    preparer = Preparer(config.front_door, model, encoder)
+    preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began)
@@ -68,16 +68,16 @@ def _load(child: Child) -> Loaded:
 
 async def serve(child: Child, loaded: Loaded) -> None:
     config = child.config
-    endpoint, curve_dir = config.front_door.endpoint, config.front_door.curve_dir
+    endpoint, curve_dir = config.frontend.endpoint, config.frontend.curve_dir
     guard = Guard(Path(curve_dir)) if curve_dir else None
-    public = bind_front_door(endpoint, guard.prepare) if guard else bind_front_door(endpoint)
+    public = bind_public(endpoint, guard.prepare) if guard else bind_public(endpoint)
     deliveries = bind_frames(child.endpoints.delivery)
-    pool = PreparePool(loaded.fork_server, config.front_door.tokenize_workers)
+    pool = PreparePool(loaded.fork_server, config.frontend.tokenize_workers)
     pool.open()
     grammars = GrammarValidator(loaded.model)
     scheduler = config.scheduler
     door = Frontend(
-        config.front_door,
+        config.frontend,
         OverloadGuard(scheduler.max_queued_requests, scheduler.max_requests_per_client),
         loaded.preparer,
         pool,

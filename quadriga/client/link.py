@@ -50,7 +50,7 @@ class ServerLink:
         if self._port is not None:
             return
         try:
-            socket = sockets.connect_front_door(self._endpoint, self._identity.bytes, self._prepare)
+            socket = sockets.connect_public(self._endpoint, self._identity.bytes, self._prepare)
         except sockets.SocketError as error:
             self.close(linger=0)
             raise ServerUnreachable(f"cannot open a socket to {self._endpoint}: {error}") from None

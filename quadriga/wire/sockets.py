@@ -101,7 +101,7 @@ def _leave_it(socket: "zmq.Socket[bytes]") -> None:
     """Nothing is to be done."""
 
 
-def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[bytes]":
+def bind_public(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[bytes]":
     """The public ROUTER: an unreachable or a full client is an error, not a silent drop."""
     socket = _socket(zmq.ROUTER)
     prepare(socket)
@@ -117,7 +117,7 @@ def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[b
     return socket
 
 
-def connect_front_door(
+def connect_public(
     address: str, routing_id: bytes, prepare: Prepare = _leave_it
 ) -> "zmq.Socket[bytes]":
     """A client's DEALER, with an address of its own that survives a reconnect."""

@@ -44,7 +44,7 @@ class FakeServer(threading.Thread):
         self.stopping = False
         self._keys = keys
         self._endless: dict[bytes, Chunk] = {}
-        self._socket = sockets.bind_front_door(endpoint, self._prepare)
+        self._socket = sockets.bind_public(endpoint, self._prepare)
 
     def _prepare(self, socket: "zmq.Socket[bytes]") -> None:
         if self._keys is not None:

@@ -43,7 +43,7 @@ class Network:
         patch.setattr(link, "sockets", self)
         patch.setattr(link, "ConnectionWatch", SlowClientGuard)
 
-    def connect_front_door(
+    def connect_public(
         self, address: str, routing_id: bytes, prepare: Callable[["Socket"], None]
     ) -> "Socket":
         socket = Socket(self, routing_id)

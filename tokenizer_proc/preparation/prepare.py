@@ -9,7 +9,7 @@ from array import array
 
 import msgspec
 
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import Grammar, grammar_of, without_grammar
@@ -68,7 +68,7 @@ def decode_outcome(data: bytes) -> Outcome:
 class Preparer:
     """Check, render, encode and fit what clients send. Without state: forks may share it."""
 
-    def __init__(self, args: FrontDoorArgs, model: ModelFiles, encoder: Encoder) -> None:
+    def __init__(self, args: FrontendArgs, model: ModelFiles, encoder: Encoder) -> None:
         self._model = model
         self._encoder = encoder
         self._truncate = args.allow_auto_truncate

@@ -109,7 +109,7 @@ def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) ->
         (["bench", "--help"], ["what is sent:", "when it is sent:", "what comes out:"]),
         (
             ["serve", "--help"],
-            ["quadriga serve [FLAGS]", "--config", "What runs when (scheduler_proc):"],
+            ["quadriga serve [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
         ),
     ],
 )

@@ -65,9 +65,9 @@ def test_the_front_door_is_told_the_descriptor_of_each_connection(tmp_path: Path
     taken: list[int] = []
 
     async def run() -> None:
-        public = sockets.bind_front_door(f"ipc://{tmp_path}/door")
+        public = sockets.bind_public(f"ipc://{tmp_path}/door")
         watch = ConnectionWatch(public, lambda: None, on_accept=taken.append)
-        client = sockets.connect_front_door(f"ipc://{tmp_path}/door", b"c")
+        client = sockets.connect_public(f"ipc://{tmp_path}/door", b"c")
         while not taken:
             await asyncio.sleep(0.001)
         watch.close()
@@ -93,7 +93,7 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
     """A raw connection, which libzmq would wait for ten seconds."""
 
     async def run() -> bytes:
-        public = sockets.bind_front_door(f"ipc://{tmp_path}/door")
+        public = sockets.bind_public(f"ipc://{tmp_path}/door")
         watch = ConnectionWatch(public, lambda: None, on_accept=open_files._end)
         reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/door")
         found = await reader.read()

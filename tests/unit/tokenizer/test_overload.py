@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from http_proc.protocol.errors import from_ring
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import QueueFull
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
@@ -91,7 +91,7 @@ class Door:
         self, max_queued: int = 4, limit: int | None = None, replaces: bool = False
     ) -> None:
         self.scheduler, self.port = Recorder(), Port()
-        args = FrontDoorArgs()
+        args = FrontendArgs()
         self.pool = LatePool(Preparer(args, model(), OneTokenEncoder()))  # type: ignore[arg-type]
         load = OverloadGuard(max_queued, limit)
         self.door = make_front_door(self.scheduler, args, load, self.pool, replaces)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.client import AsyncClient
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
@@ -215,7 +215,7 @@ class Recorder:
 
 def make_front_door(
     scheduler: Any,
-    args: FrontDoorArgs,
+    args: FrontendArgs,
     load: OverloadGuard | None = None,
     pool: Any = None,
     replaces: bool = False,
@@ -226,7 +226,7 @@ def make_front_door(
     return Frontend(args, load, preparer, pool, grammars, scheduler, {}, replaces)
 
 
-def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refused:
+def through_the_front_door(message: bytes, args: FrontendArgs) -> Submit | Refused:
     """What becomes of a client's message."""
     scheduler, port = Recorder(), Recorder()
     door = make_front_door(scheduler, args)
@@ -253,7 +253,7 @@ def through_the_front_door(message: bytes, args: FrontDoorArgs) -> Submit | Refu
 def test_a_priority_or_timeout_out_of_range_is_named_with_its_limits(
     field: str, value: float
 ) -> None:
-    refused = through_the_front_door(encode(generate(**{field: value})), FrontDoorArgs())
+    refused = through_the_front_door(encode(generate(**{field: value})), FrontendArgs())
     assert isinstance(refused, Refused)
     assert (refused.error.code, refused.error.field) == ("invalid_request", field)
     assert refused.error.message.startswith(f"{field} is {value}: ")
@@ -271,7 +271,7 @@ def test_priority_and_timeouts_within_their_range_are_taken(
 
 def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
     message = encode(generate(priority=7, queue_timeout=2.5, timeout=40))
-    submit = through_the_front_door(message, FrontDoorArgs())
+    submit = through_the_front_door(message, FrontendArgs())
     assert isinstance(submit, Submit)
     assert submit.priority == 7
     assert submit.queue_deadline == submit.received + 2.5
@@ -279,7 +279,7 @@ def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
 
 
 def test_a_request_without_timeouts_has_the_servers() -> None:
-    args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
+    args = FrontendArgs(queue_timeout=3.0, request_timeout=60.0)
     submit = through_the_front_door(encode(generate()), args)
     assert isinstance(submit, Submit)
     assert submit.queue_deadline == submit.received + 3
@@ -287,7 +287,7 @@ def test_a_request_without_timeouts_has_the_servers() -> None:
 
 
 def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> None:
-    args = FrontDoorArgs(queue_timeout=3.0, request_timeout=60.0)
+    args = FrontendArgs(queue_timeout=3.0, request_timeout=60.0)
     submit = through_the_front_door(encode(generate(queue_timeout=9, timeout=5)), args)
     assert isinstance(submit, Submit)
     assert submit.queue_deadline == submit.received + 9
@@ -295,7 +295,7 @@ def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> No
 
 
 def test_a_server_without_timeouts_sets_no_deadline() -> None:
-    submit = through_the_front_door(encode(generate()), FrontDoorArgs())
+    submit = through_the_front_door(encode(generate()), FrontendArgs())
     assert isinstance(submit, Submit)
     assert (submit.queue_deadline, submit.deadline, submit.priority) == (None, None, 0)
 
@@ -328,7 +328,7 @@ def test_the_clients_options_travel_with_the_request() -> None:
     for message in messages:
         assert (message.priority, message.queue_timeout, message.timeout) == (-3, 1.5, 20)
         assert message.truncate_prompt is True
-        submit = through_the_front_door(encode(message), FrontDoorArgs())
+        submit = through_the_front_door(encode(message), FrontendArgs())
         assert isinstance(submit, Submit)
         assert submit.deadline == submit.received + 20
 
