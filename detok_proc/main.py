@@ -53,7 +53,7 @@ def serve(
     scheduler: Outbox,
 ) -> None:
     """Until StopDetok. Drained is passed on to the tokenizer as three empty frames."""
-    control.attend()
+    control.answer_in_loop()
     poller = Poller(inbox, control)
     session = _begin(detokenizer, scheduler)
     while True:

@@ -11,7 +11,7 @@ from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ async def serve(child: Child) -> None:
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began)
-        if not child.again:
+        if not child.is_restart:
             await gateway.until_ready()  # so that the start is over when /readyz says so
         child.ready(url=args.url)
         gc.freeze()
@@ -52,13 +52,13 @@ async def _until_the_end(child: Child, gateway: Gateway, server: asyncio.Server)
 
     def read_commands() -> None:
         for order, why in child.control.read_commands():
-            if order == FAIL:
+            if order is Command.FAIL:
                 gateway.fail_all(ServerFailed(why))
-            if order in (DRAIN, FAIL):
+            if order in (Command.DRAIN, Command.FAIL):
                 ordered.set()
 
     loop.add_reader(child.control.fileno(), read_commands)
-    child.control.attend()
+    child.control.answer_in_loop()
     await ordered.wait()
     server.close()
     await gateway.drain(FLUSH_TIMEOUT_S)

@@ -6,7 +6,7 @@ import time
 
 from quadriga.clock import now
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import ABORT, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
@@ -33,7 +33,7 @@ def serve(child: Child) -> None:
     inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = header_of(run_dir, child.config.model.shown_name, model)
-    journal, found = open_journal(child.config.scheduler, run_dir, header, child.again)
+    journal, found = open_journal(child.config.scheduler, run_dir, header, child.is_restart)
     scheduler = Scheduler(
         args=child.config.scheduler,
         eos_ids=model.eos_token_ids,
@@ -49,11 +49,11 @@ def serve(child: Child) -> None:
         child.config.launch.fault,
         retract=lambda: scheduler.retract_one(next(strikes)),
     )
-    scheduler.arrivals.take_up(found, first_number() if child.again else 0)
-    if child.again:
+    scheduler.arrivals.take_up(found, first_number() if child.is_restart else 0)
+    if child.is_restart:
         scheduler.greet()
     child.ready()
-    child.control.attend()
+    child.control.answer_in_loop()
     # What the scheduler makes has no reference cycles (a test holds that), so reference counting
     # frees all of it; looking for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
@@ -67,7 +67,7 @@ def serve(child: Child) -> None:
         else:
             poller.wait(_until(scheduler.wake_at, status.wake_at, deadline.wake_at))
         for order, reason in child.control.read_commands():
-            if order == ABORT:
+            if order is Command.ABORT:
                 scheduler.iterate([AbortAll(reason)], [])
         scheduler.iterate(inbox.drain(MESSAGES_A_ROUND), results.drain())
         status.update(now())

@@ -13,7 +13,7 @@ from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.fault_injection import faulty_callback
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
@@ -84,7 +84,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
         grammars,
         Outbox(child.endpoints.scheduler),
         loaded.facts,
-        replaces=child.again,
+        replaces=child.is_restart,
     )
     port = (
         guard.port(public, door.on_public, door.clients.bar)
@@ -94,10 +94,10 @@ async def serve(child: Child, loaded: Loaded) -> None:
     door.open(port)
     on_delivery = faulty_callback(door.on_delivery, "tokenizer", config.launch.fault)
     delivery_port = AsyncPort(deliveries, on_delivery)
-    watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().accepted)
+    watch = ConnectionWatch(public, door.clients.on_disconnect, on_accept=FileWatch().on_accept)
     child.ready()
     gc.freeze()
-    child.control.attend()
+    child.control.answer_in_loop()
     asyncio.get_running_loop().add_reader(child.control.fileno(), lambda: _take_orders(child, door))
     await door.ended.wait()
     pool.close()
@@ -111,12 +111,12 @@ async def serve(child: Child, loaded: Loaded) -> None:
 
 def _take_orders(child: Child, door: Frontend) -> None:
     for order, argument in child.control.read_commands():
-        if order == DRAIN:
+        if order is Command.DRAIN:
             door.intake.drain()
-        elif order == ABORT:
+        elif order is Command.ABORT:
             door.intake.abort_incoming(argument)
-        elif order == REPLACED and argument == "scheduler_proc":
+        elif order is Command.RESTARTED and argument == "scheduler_proc":
             door.intake.scheduler_was_replaced()
-        elif order == FAIL:
+        elif order is Command.FAIL:
             door.clients.tell_all(ServerFailed(argument))
             door.ended.set()

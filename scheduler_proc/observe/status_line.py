@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quadriga.runtime.terminal import ChangingLine
+from quadriga.runtime.terminal import TransientLine
 from quadriga.wire.messages.public import InfoValues
 
 INTERVAL = 1.0
@@ -95,7 +95,7 @@ class TerminalStatusLine(StatusLine):
     """The line at the terminal of standard error."""
 
     def __init__(self, info: Callable[[], InfoValues]) -> None:
-        self._line = ChangingLine(os.ttyname(sys.stderr.fileno()))
+        self._line = TransientLine(os.ttyname(sys.stderr.fileno()))
         super().__init__(self._line.show, info)
 
     def close(self) -> None:

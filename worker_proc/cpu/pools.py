@@ -6,7 +6,7 @@ import threading
 
 from torch import Tensor
 
-from quadriga.runtime.cpu_affinity import Cpus, keep_to
+from quadriga.runtime.cpu_affinity import Cpus, pin_to
 from worker_proc.cpu.panels import LARGE_BYTES, empty
 from worker_proc.system.prefault import LARGE_PAGE
 
@@ -45,7 +45,7 @@ class Pools:
             threading.Thread(target=self._follow, args=(cpus,), name="pools", daemon=True).start()
 
     def _follow(self, cpus: Cpus) -> None:
-        keep_to(cpus)
+        pin_to(cpus)
         ahead = max(AHEAD_BYTES // len(self.layers) // LARGE_PAGE, 1) * LARGE_PAGE
         taken = 0
         while taken < self._layer_bytes:

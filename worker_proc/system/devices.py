@@ -8,7 +8,7 @@ import torch
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.runtime.cpu_affinity import CpuPlan, keep_to, shares
+from quadriga.runtime.cpu_affinity import CpuPlan, pin_to, plan_cpus
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,8 +73,8 @@ def _fast_bfloat16(device: torch.device) -> bool:
 def take_cores(args: WorkerArgs) -> CpuPlan:
     """The worker's share of the cores, for this process. Call it before torch computes anything:
     its threads run where the one that started them may."""
-    mine = shares(args)
-    keep_to(mine.worker)
+    mine = plan_cpus(args)
+    pin_to(mine.worker)
     torch.set_num_threads(mine.threads)
     return mine
 

@@ -171,7 +171,11 @@ def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
 @pytest.mark.parametrize("command", [["-m", "bench.serving"], ["bench/serving.py"]])
 def test_both_ways_to_start_it_work(command: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *command, "--help-all"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *command, "--help-all"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for flag in ("--pretok", "--prompt-repeats", "--cuda-graph", "--tokenize-workers"):
         assert flag in done.stdout
