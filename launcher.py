@@ -160,7 +160,7 @@ class Launcher:
     # --- stop -------------------------------------------------------------------------------------
 
     def _drain(self) -> int:
-        """Finish open requests within --shutdown-timeout, then abort them, and return the exit code."""
+        """Finish or, after --shutdown-timeout, abort open requests; return the exit code."""
         timeout = self._config.launch.shutdown_timeout
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
         self._supervisor.cancel_start(GATEWAY)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from quadriga.client.async_client import AsyncClient, RequestOptions
-from quadriga.client.request_handle import Handle, Sink
+from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
@@ -25,7 +25,7 @@ class RequestGroup:
         self._ring = ring
         self._on_submit = on_submit
         self._loop = asyncio.get_running_loop()
-        self._handles: list[Handle] = []
+        self._handles: list[RequestHandle] = []
         self._items: list[tuple[int, StreamChunk]] = []
         self._error: QuadrigaError | None = None
         self._choices = 0

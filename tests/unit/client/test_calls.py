@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.request_handle import Handle
+from quadriga.client.request_handle import RequestHandle
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -46,7 +46,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
         client = AsyncClient("tcp://scripted", CONNECT_S, RECONNECT_S)
         await test(client, Server(network, random.Random(2)))
         await client.close()
-        assert not len(client._pending)
+        assert not len(client._inflight)
         assert not network.open_sockets
 
     return lambda test: virtual_time.run(asyncio.wait_for(whole(test), 1000))
@@ -249,7 +249,7 @@ def test_every_reader_of_a_handle_ends_when_it_ends_or_is_left(
         await asyncio.sleep(1)
         handle.abort()
         assert await asyncio.gather(*readers) == [0, 0]
-        with pytest.raises(RequestAborted, match="left"):
+        with pytest.raises(RequestAborted, match="aborted"):
             await whole
 
     play(test)
@@ -260,7 +260,7 @@ def test_every_reader_of_a_handle_ends_when_it_ends_or_is_left(
 
 async def refused_when_sent_again(
     client: AsyncClient, server: Server, prompt: str = "a", **options: Any
-) -> Handle:
+) -> RequestHandle:
     """A request that was accepted; the next front door does not know it, and has no room."""
     server.start()
     await client.connect()

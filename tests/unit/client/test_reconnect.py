@@ -71,7 +71,7 @@ class ScriptedDoor:
         return await asyncio.wait_for(self._messages.get(), PATIENCE)
 
     def close(self) -> None:
-        self._port.close(linger=0.5)
+        self._port.close(linger_s=0.5)
 
 
 def chunk(request_id: str, offset: int, text: str, ids: list[int], end: End | None = None) -> Chunk:

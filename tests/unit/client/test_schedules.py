@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.request_handle import Handle
+from quadriga.client.request_handle import RequestHandle
 from quadriga.client.search import MAX_PAUSE_S
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
@@ -54,7 +54,7 @@ class World:
         self.client = AsyncClient(
             "tcp://scripted", self.connect_timeout, reconnect_timeout=chosen.uniform(0.5, 6)
         )
-        self.handles: list[Handle] = []
+        self.handles: list[RequestHandle] = []
         self.outcomes: list[str] = []
         self.under_way: set[asyncio.Task[Any]] = set()
 
@@ -66,7 +66,7 @@ class World:
         await asyncio.wait_for(asyncio.gather(chaos, *calls), MAX_WAIT_S)
         await self._finds_calm_server()
         await self.client.close()
-        assert not len(self.client._pending)
+        assert not len(self.client._inflight)
         assert not self.client._connection._search.is_running
         assert not self.client._connection._waiters
         assert not self.network.open_sockets

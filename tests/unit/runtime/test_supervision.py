@@ -105,7 +105,7 @@ def test_a_watchdog_without_timeout_asks_nobody() -> None:
 
 
 class StepWatch:
-    """A step's deadline of 16 s, at a clock that is set by hand, with pipeline and control channel."""
+    """A step's deadline of 16 s, at a clock that is set by hand."""
 
     def __init__(self, seconds: float = 16.0) -> None:
         self.now = 100.0

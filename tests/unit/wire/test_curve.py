@@ -65,7 +65,7 @@ def test_a_new_key_in_an_old_file_is_found_within_the_time_that_the_docs_say(
     assert new not in allowed
     overwrite(file_of(keys, "ann"), old, new)
     assert new not in allowed, "unknown keys do not have the files read at will"
-    monkeypatch.setattr(curve, "RECHECK_S", 0.0)
+    monkeypatch.setattr(curve, "RECHECK_INTERVAL_S", 0.0)
     assert new in allowed
     assert old not in allowed
 
