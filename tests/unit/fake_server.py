@@ -30,10 +30,15 @@ from quadriga.wire.messages.public import (
 
 
 class FakeServer(threading.Thread):
-    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered, and
-    "endless" gets two with every turn until its client aborts it.
+    """Answers every prompt with two tokens.
 
-    keys: a server's directory; who does not know its public key gets nothing."""
+    A text with "refuse" is refused, one with "silent" is not answered, and one with "endless" gets
+    two tokens per turn until its client aborts it.
+
+    Args:
+        endpoint: address to bind.
+        keys: a server's directory of keys.
+    """
 
     def __init__(self, endpoint: str, keys: Path | None = None) -> None:
         super().__init__(daemon=True)

@@ -163,8 +163,7 @@ class World:
     # --- the calls --------------------------------------------------------------------------------
 
     async def _call(self) -> None:
-        """One call, which is perhaps cancelled, must end in its time and with a result or a named
-        error."""
+        """Make a call, perhaps cancel it; it must end in time with a result or a named error."""
         loop, chosen = asyncio.get_running_loop(), self.chosen
         await asyncio.sleep(chosen.choice([0, chosen.uniform(0, CHAOS_S)]))
         kinds: list[Callable[[float | None], Coroutine[Any, Any, None]]] = [

@@ -243,7 +243,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
 
     never = threading.Event()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: never.wait())
-    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "ANSWER_TIMEOUT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ModelError, match="no answer"):
         resolve_model(ModelArgs("nobody/nothing"))

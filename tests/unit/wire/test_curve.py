@@ -35,8 +35,7 @@ def key_of(keys: Path, name: str) -> bytes:
 
 
 def overwrite(path: Path, old: bytes, new: bytes) -> None:
-    """In place, so that the directory has nothing to tell; later than the file was made, also for
-    a clock that ticks slowly."""
+    """Overwrite a key in place, so that the directory's time stays, and the file's time is later."""
     before = path.stat()
     with path.open("r+b") as file:
         text = file.read().replace(old, new)
