@@ -35,7 +35,7 @@ def key_of(keys: Path, name: str) -> bytes:
 
 
 def overwrite(path: Path, old: bytes, new: bytes) -> None:
-    """Overwrite a key in place, so that the directory's time stays, and the file's time is later."""
+    """Overwrite a key in place: the directory's time stays, and the file's time is later."""
     before = path.stat()
     with path.open("r+b") as file:
         text = file.read().replace(old, new)
