@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -177,8 +177,8 @@ class AsyncClient:
             handle.expire_at(began_at + message.timeout)
         return handle
 
-    @overload
-    async def generate(
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    async def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -187,7 +187,7 @@ class AsyncClient:
     @overload
     async def generate(
         self,
-        prompt: list[Prompt],
+        prompt: Sequence[Prompt],
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...

@@ -1,6 +1,6 @@
 """Client: AsyncClient for programs without an event loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -43,8 +43,8 @@ class Client:
         """Abort all requests, disconnect and end the thread."""
         self._loop.end(self._async.close)
 
-    @overload
-    def generate(
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -53,7 +53,7 @@ class Client:
     @overload
     def generate(
         self,
-        prompt: list[Prompt],
+        prompt: Sequence[Prompt],
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...

@@ -88,9 +88,10 @@ class FakeServer(threading.Thread):
             case Abort():
                 self.aborts += 1
                 return None
-            case _:
+            case Generate():
                 self.requests.append(message)
                 return self._complete(message)
+        return None
 
     def _complete(self, request: Generate) -> msgspec.Struct | None:
         if any(word in str(request.prompt) for word in ("silent", "endless")):

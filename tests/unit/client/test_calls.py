@@ -478,7 +478,8 @@ def test_a_request_that_the_next_server_finds_too_large_fails_alone(
 def test_no_prompts_give_no_completions_and_are_no_prompt(play: Callable[[Play], None]) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
         server.start()
-        assert await client.generate([]) == []
+        no_prompts: list[str] = []
+        assert await client.generate(no_prompts) == []
         for call in (anext(client.stream([])), client.tokenize([])):
             with pytest.raises(InvalidRequest, match="a list of 0 prompts") as caught:
                 await call
@@ -491,7 +492,7 @@ def test_the_prompts_before_a_wrong_one_are_aborted(play: Callable[[Play], None]
     async def test(client: AsyncClient, server: Server) -> None:
         server.start()
         with pytest.raises(InvalidRequest):
-            await client.generate([SILENT, SILENT, [object()]])  # type: ignore[list-item]
+            await client.generate([SILENT, SILENT, [object()]])  # type: ignore[arg-type]
         await asyncio.sleep(SHORT_S)
         assert [request.ends for request in server.requests.values()] == [{0: "abort"}] * 2
 

@@ -214,7 +214,8 @@ class World:
         completions = await self.client.generate([*prompts], params, timeout=timeout)
         for prompt, completion in zip(prompts, completions, strict=True):
             check(completion, prompt, params)
-        assert await self.client.generate([], params) == []
+        no_prompts: list[str] = []
+        assert await self.client.generate(no_prompts, params) == []
 
     async def _stream(self, timeout: float | None) -> None:
         prompt, params = self._ask(timeout)

@@ -9,6 +9,7 @@ import pytest
 
 from quadriga.config import server_config as configuration
 from quadriga.config.__main__ import markdown
+from quadriga.config.flags import flag_name
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 
@@ -112,7 +113,7 @@ def test_help_shows_what_most_need_and_help_all_every_flag_but_faults(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
-    flags = {configuration.flag_name(field.name) for field in fields}
+    flags = {flag_name(field.name) for field in fields}
     shown = help_of("--help", capsys) & flags
     assert 10 <= len(shown) <= 15 and {"--model", "--host", "--tp"} <= shown
     assert flags - help_of("--help-all", capsys) == {"--fault"}

@@ -121,7 +121,7 @@ def test_where_processes_cannot_keep_to_cpus_none_is_told_to(
     monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))
     monkeypatch.setattr(module, "_quota", lambda: math.inf)
     assert plan_cpus(ON_CPU).worker
-    monkeypatch.delattr(module.os, "sched_setaffinity")
+    monkeypatch.delattr("os.sched_setaffinity")
     assert plan_cpus(ON_CPU) == CpuPlan(threads=7)
 
 

@@ -43,8 +43,8 @@ def test_near_the_limit_a_warning_comes_once_a_minute_and_then_connections_are_e
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(open_files.time, "monotonic", lambda: now)
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (1000, 1000))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
     caplog.set_level(logging.WARNING)
     ended: list[int] = []
     watch = FileWatch()

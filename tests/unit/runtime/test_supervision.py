@@ -220,9 +220,10 @@ def test_a_fault_strikes_the_process_and_the_message_that_it_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
     inbox: Any = Listed(["a", "b", "c"])
-    assert faults.faulty_inbox(inbox, "detok", "kill:worker") is inbox
+    unchanged: object = faults.faulty_inbox(inbox, "detok", "kill:worker")
+    assert unchanged == inbox
     dropped = faults.faulty_inbox(inbox, "detok", "drop:detok:after=2")
     assert list(dropped.drain()) == ["a", "c"]
     stopped = faults.faulty_inbox(inbox, "worker", "stop:worker:after=3steps,delay:worker:ms=0")
@@ -243,7 +244,7 @@ def test_a_poison_strikes_each_plan_that_brings_a_request_which_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
     plans = [
         StepPlan(n, 0, b"", b"", [NewSlot(0, pack_ids(ids), 0, b"", 0.0, -1, 1.0, 0)], b"")
         for n, ids in enumerate([[5, 6], [99, 5], [7, 99], [99]])
@@ -259,7 +260,7 @@ def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(
     def full(**_: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(supervision.tempfile, "mkdtemp", full)
+    monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set TMPDIR"):
         supervision._make_run_dir()
 
