@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,16 @@ def test_layers_inside_quadriga(layer: str) -> None:
     for path in paths:
         parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("quadriga.")}
         assert parts <= LAYERS[layer] | {layer}, path
+
+
+def test_no_modules_of_quadriga_import_each_other() -> None:
+    paths = {path.relative_to(ROOT).with_suffix(""): path for path in files("quadriga")}
+    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    graph = {
+        name: imports_of(path) & (modules.keys() - {name, "quadriga"})
+        for name, path in modules.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize(

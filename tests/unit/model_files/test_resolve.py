@@ -77,6 +77,7 @@ def test_a_gguf_file_gives_config_tokenizer_and_tensor_index(gguf_file: Path) ->
 def test_the_tensor_index_points_at_the_tensors_bytes(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "untied.gguf", output=True)
     files = resolve_model(ModelArgs(str(path)))
+    assert files.tensor_index is not None
     index = json.loads(files.tensor_index.read_text())
     head = index["output.weight"]
     assert head["type"] == "F32"
