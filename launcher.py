@@ -1,11 +1,9 @@
-"""Start the four processes and the web gateway, start again what dies, stop them.
-
-No torch here, and no work of its own.
+"""Start the four processes and the web gateway, restart those that die, and stop them.
 
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
-Each child holds one end of a socket pair (quadriga/runtime/child.py): its reports come up, orders
-go down, and the end of it says at once that the other side is gone.
+The launcher does no work of its own and imports no torch. Each child holds one end of a socket pair
+(quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
 """
 
 import argparse
@@ -22,82 +20,76 @@ from quadriga.errors import QuadrigaError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.runtime import terminal
 from quadriga.runtime.child import (
-    ABORT,
-    DRAIN,
     EXIT_CHILD_DIED,
     EXIT_FORCED,
     EXIT_OK,
     EXIT_START_FAILED,
     EXIT_USAGE,
-    FAIL,
+    Command,
 )
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
-from quadriga.supervisor.child_process import EXIT_GRACE, ChildProcess
+from quadriga.supervisor.child_process import ChildProcess
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
 
-BEGAN = time.monotonic()
-HERE = Path(__file__).resolve().parent
-SERVING_NEEDS = (
-    "torch",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "gguf",
-    "jinja2",
-    "uvloop",
-    "psutil",
-    "msgpack",
-)
-HTTP_NEEDS = ("aiohttp", "prometheus_client")
+STARTED_AT = time.monotonic()
+ROOT = Path(__file__).resolve().parent
+SERVING_PACKAGES = (
+    "torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "uvloop", "psutil", "msgpack",
+)  # fmt: skip
+HTTP_PACKAGES = ("aiohttp", "prometheus_client")
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 GATEWAY = "http_proc"
+CLIENT_FACING = ("tokenizer_proc", GATEWAY)
+# Time in which frontend and gateway tell the clients why the server ends.
 NOTIFY_TIMEOUT_S = 1.5
-"""Seconds that front door and gateway have to tell the clients that another process died."""
-ABORT_TIMEOUT = 5.0
-"""Seconds after --shutdown-timeout for the aborted requests to be answered."""
+# Time after --shutdown-timeout in which the aborted requests are answered.
+ABORT_TIMEOUT_S = 5.0
 
 
 class Launcher:
     """One run of a server, from start to exit code."""
 
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
-        self._model_seconds = time.monotonic() - BEGAN
+        self._model_seconds = time.monotonic() - STARTED_AT
         self._config = config
         location = {"model": model.location, "served_model_name": config.model.shown_name}
-        quiet = config.launch.no_status_line or not terminal.is_ours()
+        quiet = config.launch.no_status_line or not terminal.is_foreground()
         self._flags = config.replace(**location, no_status_line=quiet).to_argv()
-        final = ["scheduler_proc"] if config.scheduler.no_journal else []
-        self._children = Supervisor(
-            self._flags, [str(HERE)], config.launch, final, notify_on_restart="tokenizer_proc"
+        self._supervisor = Supervisor(
+            self._flags,
+            [str(ROOT)],
+            config.launch,
+            no_restart=["scheduler_proc"] if config.scheduler.no_journal else [],
+            notify_on_restart="tokenizer_proc",
         )
 
     def run(self) -> int:
-        """Start, serve until a signal or a death for good, stop. Returns the exit code."""
+        """Start, serve until a signal or a death for good, stop; return the exit code."""
         try:
             for name in PROCESSES if self._config.http.no_http else (*PROCESSES, GATEWAY):
-                self._children.start(name)
+                self._supervisor.start(name)
             return self._wait_until_ready() or self._serve()
         finally:
-            self._children.leave_nothing_behind()
+            self._supervisor.clean_up()
 
     # --- start ------------------------------------------------------------------------------------
 
     def _wait_until_ready(self) -> int:
-        """EXIT_OK once every process has said that it can serve."""
+        """Return EXIT_OK once every process has reported that it serves."""
         timeout = Countdown(self._config.launch.start_timeout)
-        while not self._children.all_ready:
-            event = self._children.next_event(timeout)
+        while self._supervisor.not_ready:
+            event = self._supervisor.next_event(timeout)
             match event:
                 case Death():
-                    if not self._start_again(event):
-                        say(f"error: {event.name} could not start: {event.how}")
+                    if not self._restart(event):
+                        say(f"error: {event.name} could not start: {event.reason}")
                         return EXIT_START_FAILED
                 case SupervisorEvent.STOP:
                     say("stopped while starting")
                     return EXIT_FORCED
                 case SupervisorEvent.TIMEOUT:
                     say(
-                        f"error: {', '.join(self._children.not_ready)} not ready within"
+                        f"error: {', '.join(self._supervisor.not_ready)} not ready within"
                         f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
                     )
                     return EXIT_START_FAILED
@@ -105,20 +97,21 @@ class Launcher:
         return EXIT_OK
 
     def _announce(self) -> None:
-        facts = self._children["worker_proc"].ready or {}
-        endpoint = self._config.front_door.endpoint
+        info = self._supervisor["worker_proc"].info
+        endpoint = self._config.frontend.endpoint
         say(f"  launcher: find model {self._model_seconds:.1f} s")
-        for child in self._children:
+        for child in self._supervisor:
             if child.phases:
                 say(f"  {child.name}: {', '.join(child.phases)}")
+        cpus = f" on CPUs {info['cpus']}, reserved for the worker" if info.get("cpus") else ""
         say(
-            f"  KV pool {facts.get('tokens')} tokens · {facts.get('backend')} backend ·"
-            f" {facts.get('threads')} worker threads"
-            + (f" on CPUs {facts['cpus']}, which the others keep off" if facts.get("cpus") else "")
+            f"  KV pool {info.get('tokens')} tokens · {info.get('backend')} backend ·"
+            f" {info.get('threads')} worker threads{cpus}"
         )
         say(
-            f"quadriga ready in {time.monotonic() - BEGAN:.1f} s · {self._config.model.shown_name}"
-            f" {facts.get('dtype')} {facts.get('device')} · zmq {endpoint}"
+            f"quadriga ready in {time.monotonic() - STARTED_AT:.1f} s ·"
+            f" {self._config.model.shown_name} {info.get('dtype')} {info.get('device')} ·"
+            f" zmq {endpoint}"
             + ("" if self._config.http.no_http else f" · {self._config.http.url}")
         )
         where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
@@ -128,55 +121,57 @@ class Launcher:
 
     def _serve(self) -> int:
         while True:
-            event = self._children.next_event(None)
+            event = self._supervisor.next_event(None)
             match event:
                 case Death():
-                    if not self._start_again(event):
+                    if not self._restart(event):
                         return self._give_up(event)
                 case SupervisorEvent.STOP:
                     return self._drain()
                 case SupervisorEvent.RELOAD:
-                    say("reloading: the worker starts again; requests go on with the new weights")
-                    self._children.reload("worker_proc")
+                    say("reloading: the worker restarts; requests go on with the new weights")
+                    self._supervisor["worker_proc"].stop_for_reload()
 
-    def _start_again(self, death: Death) -> bool:
-        """Whether the process that died is started again: not where it would only die again."""
-        if death.delay is None:
+    def _restart(self, death: Death) -> bool:
+        """Schedule the restart of a process that died; return False if it must not be restarted."""
+        if death.restart_delay_s is None:
             return False
-        say(f"{death.name} died ({death.how}) and is started again; requests go on")
-        self._children.start_later(death.name, death.delay)
+        say(f"{death.name} died ({death.reason}) and is restarted; requests go on")
+        self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 
     def _give_up(self, death: Death) -> int:
-        """A process is dead for good: tell the clients, name it, and leave."""
-        message = f"{death.name} died ({death.how}); all open requests are lost"
-        self._say_farewell(f"{message}; the server is stopping, start it again")
+        """Tell the clients which process died for good, and stop."""
+        message = f"{death.name} died ({death.reason}); all open requests are lost"
+        self._notify_clients(f"{message}; the server is stopping, start it again")
         say(f"error: {message}. Start the server again; its log above may say why.")
         return EXIT_CHILD_DIED
 
-    def _say_farewell(self, message: str) -> None:
-        """Those whom clients are connected to fail what is open, and leave."""
+    def _notify_clients(self, message: str) -> None:
+        """Make frontend and gateway fail all open requests, and exit."""
         countdown = Countdown(NOTIFY_TIMEOUT_S)
-        speakers = [child for child in self._speakers() if not child.left]
-        for child in speakers:
-            child.order(FAIL, message)
-        for child in speakers:
-            if not child.ends_within(countdown):
+        children = [child for child in self._client_facing() if not child.has_exited]
+        for child in children:
+            child.send(Command.FAIL, message)
+        for child in children:
+            if not child.exits_within(countdown):
                 child.process.kill()
 
+    # --- stop -------------------------------------------------------------------------------------
+
     def _drain(self) -> int:
-        """Finish what runs, within --shutdown-timeout; then abort it; a second signal kills."""
+        """Finish or, after --shutdown-timeout, abort open requests; return the exit code."""
         timeout = self._config.launch.shutdown_timeout
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
-        self._children.spare(GATEWAY)
-        self._order_drain()
+        self._supervisor.cancel_start(GATEWAY)
+        self._send_drain()
         outcome = self._wait_for_exits(timeout)
         if outcome is None:
-            say(f"{timeout:g} s are over: aborting what is left")
+            say(f"{timeout:g} s are over: aborting the requests that are left")
             reason = "the server stopped before this request had finished"
             for name in ("tokenizer_proc", "scheduler_proc"):
-                self._children[name].order(ABORT, reason)
-            outcome = self._wait_for_exits(ABORT_TIMEOUT)
+                self._supervisor[name].send(Command.ABORT, reason)
+            outcome = self._wait_for_exits(ABORT_TIMEOUT_S)
         if outcome is None:
             say("error: some process did not stop in time and is killed")
             return EXIT_FORCED
@@ -184,25 +179,25 @@ class Launcher:
             say("stopped")
         return outcome
 
-    def _order_drain(self) -> None:
-        for child in self._speakers():
-            child.order(DRAIN)
+    def _send_drain(self) -> None:
+        for child in self._client_facing():
+            child.send(Command.DRAIN)
 
     def _wait_for_exits(self, timeout: float) -> int | None:
-        """The exit code once every child has left or something went wrong; None at the timeout."""
+        """Return the exit code once every process has exited or one has failed; None at timeout."""
         countdown = Countdown(timeout)
-        while not self._children.all_left:
-            event = self._children.next_event(countdown)
+        while not self._supervisor.all_exited:
+            event = self._supervisor.next_event(countdown)
             match event:
-                case Death() if event.in_order or event.name == GATEWAY:
-                    continue  # the streams of a gateway that died are broken, and none may come
-                case Death() if self._all_is_told:
-                    self._put_down_the_ring()
+                case Death() if event.is_clean or event.name == GATEWAY:
+                    continue  # the streams of a gateway that died are broken; no new ones may come
+                case Death() if self._all_is_delivered:
+                    self._kill_ring()
                 case Death():
-                    if not self._start_again(event):
+                    if not self._restart(event):
                         return self._give_up(event)
-                case SupervisorEvent.STARTED:
-                    self._order_drain()
+                case SupervisorEvent.RESTARTED:
+                    self._send_drain()
                 case SupervisorEvent.STOP:
                     say("second signal: stopped at once")
                     return EXIT_FORCED
@@ -211,31 +206,38 @@ class Launcher:
         return EXIT_OK
 
     @property
-    def _all_is_told(self) -> bool:
-        """The front door leaves when its clients have everything, and the scheduler when the front
-        door does."""
-        both = (self._children[name] for name in ("tokenizer_proc", "scheduler_proc"))
-        return any(one.left and one.process.wait(EXIT_GRACE) == EXIT_OK for one in both)
+    def _all_is_delivered(self) -> bool:
+        """Whether the clients have everything.
 
-    def _put_down_the_ring(self) -> None:
-        """Nobody needs it any more, and whoever died cannot tell the others to leave. The gateway
-        may still be writing."""
-        for child in self._children:
-            if child.name != GATEWAY and not child.left:
+        The frontend exits when they do, and the scheduler when the frontend exits.
+        """
+        children = (self._supervisor[name] for name in ("tokenizer_proc", "scheduler_proc"))
+        return any(child.has_exited and child.process.returncode == EXIT_OK for child in children)
+
+    def _kill_ring(self) -> None:
+        """Kill what waits for a message of a dead process; the gateway may still write."""
+        for child in self._supervisor:
+            if child.name != GATEWAY and not child.has_exited:
                 child.process.kill()
 
-    def _speakers(self) -> list[ChildProcess]:
-        """The processes that clients are connected to."""
-        return [child for child in self._children if child.name in ("tokenizer_proc", GATEWAY)]
+    def _client_facing(self) -> list[ChildProcess]:
+        return [child for child in self._supervisor if child.name in CLIENT_FACING]
 
 
 def fail(error: QuadrigaError, code: int) -> NoReturn:
+    """Print an error and exit with the code."""
     say(f"error: {error}")
     terminal.drop_unwritten()
     sys.exit(code)
 
 
+def serve(arguments: list[str]) -> NoReturn:
+    """Run the command `quadriga serve`."""
+    main(arguments, "quadriga serve")
+
+
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
+    """Parse the flags, find the model, and run a server."""
     parser = argparse.ArgumentParser(
         program,
         usage="%(prog)s [FLAGS]",
@@ -249,8 +251,8 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE)
-    needs = SERVING_NEEDS if config.http.no_http else SERVING_NEEDS + HTTP_NEEDS
-    missing = [name for name in needs if find_spec(name) is None]
+    packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         say(f"error: {', '.join(missing)} not installed; pip install -e '.[serve]'")
         sys.exit(EXIT_START_FAILED)

@@ -35,7 +35,7 @@ from bench.serving import (
 )
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.config import server_config as server_flags
-from quadriga.config.flags import positive
+from quadriga.config.flags import check_positive
 from quadriga.errors import ConfigError, QuadrigaError
 
 BOUND = 0.85
@@ -267,7 +267,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
     for name in ("num_requests", "num_schemas", "concurrency", "turns"):
-        positive(name, getattr(arguments, name))
+        check_positive(name, getattr(arguments, name))
     arguments.server_config = server_flags.from_namespace(arguments)
     return arguments
 

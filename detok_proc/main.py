@@ -57,7 +57,7 @@ def serve(
     scheduler: Outbox,
 ) -> None:
     """Serve until StopDetok."""
-    control.attend()
+    control.answer_in_loop()
     poller = Poller(inbox, control)
     session = _begin_session(detokenizer, scheduler)
     while True:

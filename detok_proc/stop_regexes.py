@@ -2,7 +2,7 @@
 
 The text ends at the first character that completes a match, so that the result does not depend on
 how the text was cut into pieces. Only the beginning of a possible match is held back. Expressions
-come from clients and may be hostile: a match has at most MAX_MATCH characters, and the searches of
+come from clients and may be hostile: a match has at most MAX_MATCH_CHARS characters, and the searches of
 a request have a budget of CPU time, which grows with its text. Wall time is not limited, so that
 a busy machine makes no expression slow.
 """
@@ -11,7 +11,7 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
+from quadriga.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
 
 if TYPE_CHECKING:
     import regex
@@ -89,7 +89,7 @@ class RegexMatcher:
         """Return the number of characters of `piece` up to the end of the first match, or None."""
         window = self._window
         for position, character in enumerate(piece, start=1):
-            window = window[1 - MAX_MATCH :] + character
+            window = window[1 - MAX_MATCH_CHARS :] + character
             match = self._budget.search(self._pattern, window)
             if match is None or match.end() == match.start():
                 self.num_open = 0

@@ -11,7 +11,8 @@ from quadriga.client import AsyncClient, SamplingParams
 endpoint = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5555"
 
 
-async def one(client: AsyncClient, number: int) -> str:
+async def complete(client: AsyncClient, number: int) -> str:
+    """Stream one completion and return its text."""
     text = ""
     params = SamplingParams(max_new_tokens=16, temperature=0.8, seed=number)
     async for chunk in client.stream(f"{number} is a number that", params):
@@ -20,8 +21,10 @@ async def one(client: AsyncClient, number: int) -> str:
 
 
 async def main() -> None:
+    """Run all streams at the same time."""
     async with AsyncClient(endpoint) as client:
-        for number, text in enumerate(await asyncio.gather(*(one(client, n) for n in range(16)))):
+        texts = await asyncio.gather(*(complete(client, number) for number in range(16)))
+        for number, text in enumerate(texts):
             print(f"{number:2} {text!r}")
 
 

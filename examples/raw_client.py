@@ -1,4 +1,4 @@
-"""A client with nothing but pyzmq and msgpack: what a client in another language has to do.
+"""A client made of pyzmq and msgpack only, as a model for clients in other languages.
 
 python examples/raw_client.py [ENDPOINT]
 """

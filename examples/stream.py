@@ -17,7 +17,6 @@ with Client(endpoint) as client:
         print(chunk.text, end="", flush=True)
     print()
 
-    prompts = ["One, two, three,", "The sun rises in the", [40, 41, 42]]
-    for completion in client.generate(prompts, greedy):
+    for completion in client.generate(["One, two, three,", [40, 41, 42]], greedy):
         seconds = completion.timings.delivered - completion.timings.submitted
         print(f"{completion.finish_reason} in {seconds:.2f} s: {completion.text!r}")

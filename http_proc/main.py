@@ -11,7 +11,7 @@ from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import DRAIN, FAIL, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 
 
 def main() -> None:
@@ -29,14 +29,14 @@ async def serve(child: Child) -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener, tls = bind(args), tls_context(args)
     began_at = time.monotonic()
-    endpoint, timeout_s = child.config.front_door.endpoint, child.config.launch.start_timeout
-    keys = child.config.front_door.curve_dir
+    endpoint, timeout_s = child.config.frontend.endpoint, child.config.launch.start_timeout
+    keys = child.config.frontend.curve_dir
     async with AsyncClient(endpoint, connect_timeout=timeout_s, curve_dir=keys) as ring:
         gateway = Gateway(child.config, ring)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
-        if not child.again:
+        if not child.is_restart:
             await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
@@ -54,13 +54,13 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
 
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
-            if command == FAIL:
+            if command is Command.FAIL:
                 gateway.fail_all(ServerFailed(reason))
-            if command in (DRAIN, FAIL):
+            if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()
 
     loop.add_reader(child.control.fileno(), read_commands)
-    child.control.attend()
+    child.control.answer_in_loop()
     await stopping.wait()
     server.close()
     await gateway.drain(FLUSH_TIMEOUT_S)

@@ -6,7 +6,7 @@ import msgspec
 
 from http_proc.observe.request_metrics import RequestMetrics
 from quadriga.client.async_client import AsyncClient, RequestOptions
-from quadriga.client.request_handle import Handle, Sink
+from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
@@ -27,7 +27,7 @@ class RequestGroup:
         self._ring = ring
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._handles: list[Handle] = []
+        self._handles: list[RequestHandle] = []
         self._chunks: list[tuple[int, StreamChunk]] = []
         self._error: QuadrigaError | None = None
         self._num_choices = 0

@@ -1,4 +1,4 @@
-"""`python -m quadriga`, which is the command `quadriga`."""
+"""Run the command `quadriga` as `python -m quadriga`."""
 
 import sys
 

@@ -1,21 +1,21 @@
-"""The clocks of a server: one that never jumps, and two that stand still while a process does.
+"""Clocks: one that never jumps, and two that stop while the process is suspended.
 
-`now` gives Unix seconds as of the server's start: what the wall clock said then, plus the monotonic
-seconds since. The launcher takes the difference of the two once and hands it to every process, so
-that all of them read the same clock, whatever becomes of the wall clock meanwhile.
+`now` returns the wall clock's time at the start of the server plus the monotonic seconds since. The
+launcher measures the difference of the two clocks once and passes it to every process, so that all
+read the same clock, even if the wall clock is set meanwhile.
 """
 
 import time
 from collections.abc import Callable
 
-SAMPLES = 5
-"""The offset is taken so often, and the sample that took least time is used."""
+# The offset is measured so often; the sample that took the least time counts.
+NUM_SAMPLES = 5
 
 
 def _measured_offset() -> float:
-    """Return the wall clock's lead over the monotonic one, in seconds."""
+    """Return the wall clock minus the monotonic clock, in seconds."""
     samples = []
-    for _ in range(SAMPLES):
+    for _ in range(NUM_SAMPLES):
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
         samples.append((after - before, wall - (before + after) / 2))
     return min(samples)[1]
@@ -25,27 +25,26 @@ _offset = _measured_offset()
 
 
 def now() -> float:
-    """Return the time in Unix seconds of a clock that never jumps."""
+    """Return the time of a clock that never jumps, in Unix seconds."""
     return _offset + time.monotonic()
 
 
 def offset() -> float:
-    """Return what `now` adds to the monotonic clock, for another process of this server."""
+    """Return the seconds that `now` adds to the monotonic clock, for other processes."""
     return _offset
 
 
 def use_offset(seconds: float) -> None:
-    """Read the same clock as the process whose `offset` this is."""
+    """Use the `offset` of another process, so that both read the same clock."""
     global _offset
     _offset = seconds
 
 
 class RunningTime:
-    """Counts the seconds in which this process runs: a clock for timeouts of other processes.
+    """Counts the seconds in which this process runs; a clock for timeouts of other processes.
 
-    A process that was suspended, by a signal or with its machine, finds that much time has passed
-    in which it could see nothing. From one reading to the next this clock goes on by at most
-    `max_tick_s`: read it at least that often.
+    From one reading to the next it advances by at most `max_tick_s`, so that a suspension of this
+    process, by a signal or with its machine, does not count. Read it at least that often.
     """
 
     def __init__(self, max_tick_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +54,7 @@ class RunningTime:
         self._seconds = 0.0
 
     def now(self) -> float:
-        """Return the seconds that were counted up to now."""
+        """Return the seconds counted so far."""
         read_at = self._clock()
         self._seconds += min(read_at - self._read_at, self._max_tick_s)
         self._read_at = read_at
@@ -63,7 +62,7 @@ class RunningTime:
 
 
 class Countdown:
-    """A timeout in running time: a suspension takes at most `max_tick_s` of it."""
+    """A timeout in running time: a suspension uses up at most `max_tick_s` of it."""
 
     def __init__(
         self,
@@ -76,9 +75,9 @@ class Countdown:
         self._time = RunningTime(max_tick_s, clock)
 
     def left(self) -> float:
-        """Return the seconds that are left, 0.0 at the end."""
+        """Return the remaining seconds, 0.0 at the end."""
         return max(0.0, self._seconds - self._time.now())
 
     def left_to_wait(self) -> float:
-        """Return how long to wait before the next look at it, in seconds; 0.0 at the end."""
+        """Return the seconds to wait until the next reading, 0.0 at the end."""
         return min(self.left(), self._max_tick_s / 2)

@@ -1,17 +1,29 @@
-"""One exception for each thing that a user can do something about.
+"""The exceptions of the client library and the server: one for each remedy a user has.
 
-On the wire an error is an `ErrorInfo`; `from_code` turns it back into the class.
+    QuadrigaError
+        InvalidRequest          the request must change
+            PromptTooLong
+        QueueFull               try again later
+        RequestAborted  RequestFailed  DeadlineExceeded  SlowReader
+        ServerStopping  ServerFailed  ServerUnreachable
+        ConfigError  ModelError  AddressInUse
+
+On the wire an error is an `ErrorInfo`; `from_code` returns its exception.
 """
 
 
 class QuadrigaError(Exception):
-    """Base of everything this project raises on purpose. `code` is its name on the wire."""
+    """Base class. `code` is the name on the wire."""
 
     code = "error"
 
 
 class InvalidRequest(QuadrigaError):
-    """A request that can never be served as it stands: names field, value, limit and remedy."""
+    """The request cannot be served as it is; the message names value, limit and remedy.
+
+    Attributes:
+        field: the field that is wrong, or "".
+    """
 
     code = "invalid_request"
 
@@ -27,9 +39,10 @@ class PromptTooLong(InvalidRequest):
 
 
 class QueueFull(QuadrigaError):
-    """The server takes no further request now: try again later.
+    """The server accepts no further request now.
 
-    retry_after: seconds after which that may pay, where the server knows.
+    Attributes:
+        retry_after: seconds after which a retry may succeed, if the server knows.
     """
 
     code = "queue_full"
@@ -40,19 +53,19 @@ class QueueFull(QuadrigaError):
 
 
 class RequestAborted(QuadrigaError):
-    """The request was ended from outside before it finished."""
+    """The request was aborted before it finished."""
 
     code = "aborted"
 
 
 class RequestFailed(QuadrigaError):
-    """The server could not go on with this request; the message says why."""
+    """The server could not continue the request; the message says why."""
 
     code = "failed"
 
 
 class ServerStopping(QuadrigaError):
-    """The server is draining and takes no new requests."""
+    """The server is draining and accepts no new requests."""
 
     code = "server_stopping"
 
@@ -64,7 +77,7 @@ class ServerFailed(QuadrigaError):
 
 
 class ServerUnreachable(QuadrigaError):
-    """Nobody answers at the endpoint, or the connection was lost."""
+    """No server answers at the endpoint, or the connection was lost."""
 
     code = "server_unreachable"
 
@@ -76,7 +89,7 @@ class DeadlineExceeded(QuadrigaError):
 
 
 class SlowReader(QuadrigaError):
-    """The client did not read its results; the server cut it off at a bound."""
+    """The client did not read its results and was disconnected."""
 
     code = "slow_reader"
 
@@ -94,19 +107,20 @@ class ModelError(QuadrigaError):
 
 
 class AddressInUse(QuadrigaError):
-    """Another process already serves at the endpoint."""
+    """Another process uses the address of the endpoint."""
 
     code = "address_in_use"
 
 
 def _all_subclasses(cls: type[QuadrigaError]) -> list[type[QuadrigaError]]:
-    return [cls] + [s for direct in cls.__subclasses__() for s in _all_subclasses(direct)]
+    below = [error for child in cls.__subclasses__() for error in _all_subclasses(child)]
+    return [cls, *below]
 
 
 def from_code(
     code: str, message: str, field: str = "", retry_after: float | None = None
 ) -> QuadrigaError:
-    """The exception for an error that came over the wire."""
+    """Return the exception for an error that was received."""
     for cls in _all_subclasses(QuadrigaError):
         if cls.code == code:
             if issubclass(cls, InvalidRequest):

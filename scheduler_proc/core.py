@@ -32,7 +32,7 @@ class SchedulerCore:
     """Waiting queue, running batch and KV pages."""
 
     def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
-        self.kv = KVCache(capacity.num_pages, capacity.page_size, args.prefix_cache)
+        self.kv = KVCache(capacity.num_pages, capacity.page_size, not args.disable_radix_cache)
         self.admission = Admission(args, self.kv)
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()

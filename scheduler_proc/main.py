@@ -6,7 +6,7 @@ import time
 
 from quadriga.clock import now
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import ABORT, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
@@ -34,7 +34,7 @@ def serve(child: Child) -> None:
     inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = make_header(run_dir, child.config.model.shown_name, model)
-    journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.again)
+    journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.is_restart)
     scheduler = Scheduler(
         args=child.config.scheduler,
         eos_ids=model.eos_token_ids,
@@ -50,11 +50,11 @@ def serve(child: Child) -> None:
         child.config.launch.fault,
         retract=lambda: scheduler.retract_one(next(numbers)),
     )
-    scheduler.restore(recovered, first_seq_after_restart() if child.again else 0)
-    if child.again:
+    scheduler.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
+    if child.is_restart:
         scheduler.announce_restart()
     child.ready()
-    child.control.attend()
+    child.control.answer_in_loop()
     # The scheduler makes no reference cycles (a test holds that), so reference counting frees
     # everything; a search for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
@@ -69,7 +69,7 @@ def serve(child: Child) -> None:
         else:
             poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
         for order, reason in child.control.read_commands():
-            if order == ABORT:
+            if order is Command.ABORT:
                 scheduler.step([AbortAll(reason)], [])
         wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
         status.update(now())

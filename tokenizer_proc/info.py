@@ -33,7 +33,7 @@ def static_server_info(
         "max_queued_requests": config.scheduler.max_queued_requests,
         "chat": chat.exists,
         "tool_format": chat.tool_format,
-        "tokenize_workers": config.front_door.tokenize_workers,
+        "tokenize_workers": config.frontend.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
         "pids": dict(pids),
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
-from quadriga.sampling.validation import MAX_CHOICES
+from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import Generate, Refused
 from quadriga.wire.messages.to_scheduler import (

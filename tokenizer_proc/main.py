@@ -13,13 +13,13 @@ from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import ABORT, DRAIN, FAIL, REPLACED, Child, run_child
+from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.fault_injection import faulty_callback
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_front_door
+from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_public
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import static_server_info
@@ -61,7 +61,7 @@ def _load(child: Child) -> Loaded:
     model = resolve_model(config.model)
     chat = ChatTemplate(model.tokenizer_dir)
     encoder = Encoder(load_tokenizer(model.tokenizer_dir), chat)
-    preparer = Preparer(config.front_door, model, encoder)
+    preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
@@ -70,12 +70,9 @@ def _load(child: Child) -> Loaded:
 
 async def serve(child: Child, loaded: Loaded) -> None:
     """Serve until everything is delivered after a stop, or the clients know of a failure."""
-    args = child.config.front_door
+    args = child.config.frontend
     guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
-    if guard:
-        public = bind_front_door(args.endpoint, guard.prepare)
-    else:
-        public = bind_front_door(args.endpoint)
+    public = bind_public(args.endpoint, *([guard.prepare] if guard else []))
     deliveries = bind_frames(child.endpoints.delivery)
     preparation = _start_preparation(child, loaded)
     frontend = _make_frontend(child, loaded, preparation)
@@ -86,10 +83,10 @@ async def serve(child: Child, loaded: Loaded) -> None:
     frontend.open(port)
     on_delivery = faulty_callback(frontend.on_delivery, "tokenizer", child.config.launch.fault)
     delivery_port = AsyncPort(deliveries, on_delivery)
-    watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().accepted)
+    watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
     child.ready()
     gc.freeze()
-    child.control.attend()
+    child.control.answer_in_loop()
     asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
     await frontend.ended.wait()
     preparation.close()
@@ -101,7 +98,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
 
 
 def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
-    pool = PreparePool(loaded.fork_server, child.config.front_door.tokenize_workers)
+    pool = PreparePool(loaded.fork_server, child.config.frontend.tokenize_workers)
     pool.open()
     return RequestPreparation(loaded.preparer, pool, GrammarValidator(loaded.model))
 
@@ -110,17 +107,17 @@ def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation
     limits = child.config.scheduler
     guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
     scheduler = Outbox(child.endpoints.scheduler)
-    return Frontend(preparation, guard, scheduler, loaded.static_info, replaces=child.again)
+    return Frontend(preparation, guard, scheduler, loaded.static_info, replaces=child.is_restart)
 
 
 def _run_commands(child: Child, frontend: Frontend) -> None:
     for command, argument in child.control.read_commands():
-        if command == DRAIN:
+        if command is Command.DRAIN:
             frontend.intake.drain()
-        elif command == ABORT:
+        elif command is Command.ABORT:
             frontend.intake.abort_incoming(argument)
-        elif command == REPLACED and argument == "scheduler_proc":
+        elif command is Command.RESTARTED and argument == "scheduler_proc":
             frontend.intake.on_scheduler_restarted()
-        elif command == FAIL:
+        elif command is Command.FAIL:
             frontend.clients.broadcast(ServerFailed(argument))
             frontend.ended.set()

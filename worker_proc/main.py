@@ -10,7 +10,7 @@ import msgspec
 
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
-from quadriga.runtime.cpu_affinity import on_a_card, show_cpus
+from quadriga.runtime.cpu_affinity import format_cpus, runs_on_gpu
 from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (
@@ -127,7 +127,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     """
     clock = _PhaseClock(child)
     files = resolve_model(child.config.model)
-    with memory_meanwhile(0 if on_a_card(child.config.worker) else files.weights_bytes):
+    with memory_meanwhile(0 if runs_on_gpu(child.config.worker) else files.weights_bytes):
         from worker_proc.loading.sharding import TPRank
         from worker_proc.runner import make_runner
         from worker_proc.startup.prefill_tuning import tune_prefill_size
@@ -164,7 +164,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         device=device,
         tokens=tokens,
         threads=cores.threads,
-        cpus=show_cpus(cores.worker),
+        cpus=format_cpus(cores.worker),
         backend=backend,
     )
     runner.engine.take_memory_ahead(cores.others)

@@ -17,7 +17,7 @@ from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.sampling.validation import MAX_SEED
+from quadriga.sampling.limits import MAX_SEED
 
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts
 a server of its own, which takes the server's flags; with it, a running one is measured."""

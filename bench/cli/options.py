@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> Options:
         endpoint=endpoint,
         openai=openai,
         server=server,
-        curve_dir=server.front_door.curve_dir if server else server_given.get("curve_dir", ""),
+        curve_dir=server.frontend.curve_dir if server else server_given.get("curve_dir", ""),
         model=server_given.get("model", ""),
         tokenizer=arguments.tokenizer,
         spell=arguments.prompt_form == "text",

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from quadriga.errors import ConfigError
+from quadriga.sampling.limits import LIMITS
 
 FIRST_ID = 3
 """Ids below it are special tokens in many vocabularies, and not drawn."""
@@ -27,7 +28,9 @@ LENGTHS_FORM = "N, LOW:HIGH (uniform) or lognormal:MEAN:SIGMA[:MIN:MAX]"
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
+Priority = Annotated[
+    int, msgspec.Meta(ge=LIMITS["priority"].minimum, le=LIMITS["priority"].maximum)
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class SimulatedFrontend:
     def __init__(self, config: ServerConfig, model: CostModel) -> None:
         own = model.measured_on.context_length
         self._limit = min(config.model.context_length or own, own)
-        self._args = config.front_door
+        self._args = config.frontend
         self.vocab_size = model.measured_on.vocab_size
 
     def submit(

@@ -16,34 +16,11 @@ from http_proc.endpoints import service
 from http_proc.endpoints.sglang_generate import GenerateAnswer, GenerateRequest
 from http_proc.protocol import sampling, schema
 from http_proc.protocol.errors import ErrorAnswer
-from quadriga.sampling import validation as limits
+from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
 PAGE = Path(__file__).with_name("docs.html")
 STREAM, PLAIN = "text/event-stream", "text/plain"
-
-
-RANGES: dict[str, dict[str, Any]] = {
-    "max_new_tokens": {"minimum": 0},
-    "min_new_tokens": {"minimum": 0},
-    "temperature": {"minimum": 0, "maximum": limits.MAX_TEMPERATURE},
-    "top_k": {"minimum": -1, "maximum": limits.MAX_TOP_K},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": limits.MIN_REPETITION_PENALTY, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "seed": {"minimum": 0, "maximum": limits.MAX_SEED},
-    "stop": {"maxItems": limits.MAX_STOP_STRINGS},
-    "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS},
-    "stop_regex": {"maxItems": limits.MAX_STOP_REGEXES},
-    "bad_words": {"maxItems": limits.MAX_BAD_WORDS},
-    "logit_bias": {"maxProperties": limits.MAX_LOGIT_BIAS},
-    "allowed_token_ids": {"minItems": 1},
-    "choice": {"minItems": 1},
-    "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
-}
-"""What SamplingParams' types do not say; the front door holds them."""
 
 
 class Endpoint(NamedTuple):
@@ -129,9 +106,27 @@ def _add_sampling(schema: dict[str, Any], fields: dict[str, str], params: dict[s
     """Add sampling fields with SamplingParams' types, and make optional fields nullable."""
     properties = schema["properties"]
     for name, field in fields.items():
-        properties[name] = params[field] | RANGES.get(field, {})
+        properties[name] = params[field] | _bounds(field, params[field])
     for name in properties.keys() - set(schema.get("required", ())):
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+
+
+def _bounds(field: str, kind: dict[str, Any]) -> dict[str, Any]:
+    """The range of a sampling field, which its type does not say."""
+    limit = LIMITS.get(field)
+    if limit is None:
+        return {}
+    items = "Properties" if kind.get("type") == "object" else "Items"
+    lowest = "exclusiveMinimum" if limit.excludes_minimum else "minimum"
+    bounds: dict[str, float | None] = {
+        f"min{items}": limit.min_items or None,
+        f"max{items}": limit.max_items,
+    }
+    if limit.max_items is None:
+        # 0 tokens: the echo of the prompt alone.
+        bounds[lowest] = 0 if field == "max_new_tokens" else limit.minimum
+        bounds["maximum"] = limit.maximum
+    return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:

@@ -5,9 +5,6 @@ from typing import Any
 
 from quadriga.client.logprobs import TokenLogprob
 
-MAX_TOP = 20
-"""Of the likeliest tokens that are told of a place."""
-
 
 class CompletionLogprobs:
     """Format the logprobs of one choice for /v1/completions, at once or chunk by chunk.

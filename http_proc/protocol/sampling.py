@@ -12,9 +12,9 @@ import msgspec
 from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from http_proc.protocol.schema import OpenAIRequest
 from quadriga.errors import InvalidRequest
-from quadriga.sampling.grammar import FIELDS
-from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.validation import MAX_CHOICES, check_counts
+from quadriga.sampling.limits import MAX_CHOICES
+from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams
+from quadriga.sampling.validation import check_counts
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
 
@@ -71,7 +71,7 @@ def take_sampling(
         value = body.pop(name)
         if value is None:
             continue
-        if field in names and field in FIELDS:
+        if field in names and field in GRAMMAR_FIELDS:
             raise invalid(f"{name} and {names[field]} are the same field; leave one out", name)
         values[field], names[field] = value, name
     try:

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from http_proc.protocol.logprobs import MAX_TOP
+from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.public import Usage
 
-Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)]
-Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
+Top = Annotated[int, msgspec.Meta(ge=LIMITS["logprobs"].minimum, le=LIMITS["logprobs"].maximum)]
+Priority = Annotated[
+    int, msgspec.Meta(ge=LIMITS["priority"].minimum, le=LIMITS["priority"].maximum)
+]
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import ChatRequest, OpenAIRequest, ResponseFormat, StructuredOutputs
 from http_proc.protocol.tool_calls import ToolFormat
-from quadriga.sampling.grammar import FIELDS
+from quadriga.sampling.params import GRAMMAR_FIELDS
 
 # A forced call is one JSON object without text around it, whatever the model's own format.
 FORCED_FORMAT = ToolFormat.LLAMA3
@@ -30,7 +30,9 @@ def _with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Sam
     """Add `grammar` (fields of SamplingParams), for which the request's field `name` asks."""
     if not grammar:
         return sampling
-    field = next((field for field in FIELDS if getattr(sampling.params, field) is not None), None)
+    field = next(
+        (field for field in GRAMMAR_FIELDS if getattr(sampling.params, field) is not None), None
+    )
     if field is not None:
         other = sampling.names.get(field, field)
         raise invalid(

@@ -13,7 +13,7 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Of this command."""
+    """Add the flags of the command."""
     parser.add_argument("prompt", nargs="+", help="the question; several words become one text")
     parser.add_argument("--plain", action="store_true", help="continue the text; no chat template")
     add_server(parser)
@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer; the exit code."""
+    """Print the answer as it comes and return the exit code."""
     text = " ".join(arguments.prompt)
     prompt = text if arguments.plain else [{"role": "user", "content": text}]
     try:

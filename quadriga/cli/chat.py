@@ -20,21 +20,21 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Of this command."""
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the chat")
+    """Add the flags of the command."""
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of the chat")
     add_server(parser)
     add_sampling(parser, temperature=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Chat until the person leaves; the exit code."""
-    # Lines can be edited, and earlier ones come back with the arrow keys, where readline is there.
+    """Chat until the user exits and return the exit code."""
+    # readline, where it exists, adds line editing and a history to input().
     with suppress(ImportError):
         import readline  # noqa: F401
     try:
         with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
             info = client.info()
-            params = _filling(sampling(arguments), info)
+            params = _with_max_tokens(sampling(arguments), info)
             _note(f"{info['model']} at {arguments.endpoint} · {COMMANDS}")
             Chat(client, params, arguments.system).talk()
     except QuadrigaError as error:
@@ -43,25 +43,28 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _filling(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:
-    """Where nobody says otherwise an answer may be as long as the context leaves."""
+def _with_max_tokens(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:
+    """Allow an answer as long as the context leaves, unless a flag bounds it."""
     if params.max_new_tokens is not None:
         return params
     return msgspec.structs.replace(params, max_new_tokens=info["context_length"])
 
 
 class Chat:
-    """The turns so far. The server keeps none: each question sends all of them, and the prefix
-    cache knows them."""
+    """A conversation. Each question sends all turns; the server's prefix cache holds their KV."""
 
     def __init__(self, client: Client, params: SamplingParams, system: str | None) -> None:
         self._client = client
         self._params = params
-        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._system_turns = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
 
     def talk(self) -> None:
-        """Read and answer until the end of the input or /exit. Raises what ends the server."""
+        """Read and answer questions until the end of the input or /exit.
+
+        Raises:
+            ServerUnreachable, ServerFailed: the server is gone.
+        """
         while True:
             try:
                 line = input(PROMPT if sys.stdin.isatty() else "").strip()
@@ -81,12 +84,14 @@ class Chat:
                 self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """Print the answer as it comes. What was stopped stays in the chat as far as it came; a
-        question without any answer does not."""
-        asked = [*self._turns, {"role": "user", "content": question}]
+        """Print the answer as it comes.
+
+        An answer that was stopped stays in the chat; a question without an answer does not.
+        """
+        turns = [*self._turns, {"role": "user", "content": question}]
         pieces: list[str] = []
         try:
-            self._stream(asked, pieces)
+            self._stream(turns, pieces)
         except KeyboardInterrupt:
             print(flush=True)
             _note("stopped")
@@ -102,11 +107,11 @@ class Chat:
             print(flush=True)
             _note(f"{type(error).__name__}: {error}")
             return
-        self._turns = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self._turns = [*turns, {"role": "assistant", "content": "".join(pieces)}]
 
-    def _stream(self, asked: list[dict[str, str]], pieces: list[str]) -> None:
+    def _stream(self, turns: list[dict[str, str]], pieces: list[str]) -> None:
         chunks = self._client.stream(
-            self._beginning + asked, self._params, clamp_max_new_tokens=True
+            self._system_turns + turns, self._params, clamp_max_new_tokens=True
         )
         for chunk in chunks:
             pieces.append(chunk.text)
@@ -115,5 +120,5 @@ class Chat:
 
 
 def _note(text: str) -> None:
-    """What is no part of the chat."""
+    """Print a line that is not part of the chat."""
     print(text, file=sys.stderr, flush=True)

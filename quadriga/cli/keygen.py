@@ -11,12 +11,13 @@ HELP = "make keys for a server and for its clients; see docs/security.md"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("directory", type=Path, help="the server's keys: its --curve-dir")
     parser.add_argument("clients", nargs="*", metavar="NAME", help="make keys for this client")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was made and what to do with it; the exit code."""
+    """Make keys, print what to do with them, and return the exit code."""
     from quadriga.wire import curve
 
     directory: Path = arguments.directory
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in arguments.clients:
             hand_out = curve.make_client_keys(directory, name)
             print(
-                f"give {hand_out} to {name}, over a way that nobody else reads;"
+                f"give {hand_out} to {name} over a confidential channel;"
                 f" remove {directory / curve.ALLOWED / name}.key to revoke it"
             )
     except (QuadrigaError, OSError) as error:

@@ -1,16 +1,26 @@
-"""The command line: `quadriga serve`, `quadriga chat`, `quadriga ask`, `quadriga bench`."""
+"""The command line: `quadriga serve`, `chat`, `ask`, `bench` and `keygen`.
+
+`serve` and `bench` are programs above this package: they register in the entry point group
+`quadriga.commands` of pyproject.toml.
+"""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
+from quadriga import __version__
 from quadriga.cli import ask, chat, keygen
 
-EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 130, 141
-"""The last two as shells say of who was ended by SIGINT or SIGPIPE, which Windows does not have."""
+# Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
+COMMAND_GROUP = "quadriga.commands"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 DESCRIPTION = "Serve language models in four processes, and talk to them."
-BESIDE = """\
+REGISTERED_COMMANDS = """\
 serving
   serve    start a server: quadriga serve --help lists its flags
 measuring
@@ -19,35 +29,68 @@ measuring
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. `serve` and `bench` take the flags of launcher.py and
-    bench.serving."""
+    """Run a command and return the exit code.
+
+    `serve` and `bench` take the flags of launcher.py and bench.serving.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["serve"]:
-        import launcher
-
-        launcher.main(arguments[1:], "quadriga serve")
-    if arguments[:1] == ["bench"]:
-        from bench import serving
-
-        return serving.main(arguments[1:])
+    if arguments[:1] in (["serve"], ["bench"]):
+        return _registered_command(arguments[0])(arguments[1:])
     try:
         namespace = _parser().parse_args(arguments)
         code: int = namespace.run(namespace)
     except KeyboardInterrupt:
         print()
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads any more, as after `quadriga ask ... | head`
-        _leave_the_rest_unwritten()
-        return EXIT_UNREAD
+    except BrokenPipeError:  # the reader of a pipe has left, as after `quadriga ask ... | head`
+        _discard_stdout()
+        return EXIT_BROKEN_PIPE
     except OSError as error:
-        _leave_the_rest_unwritten()
+        _discard_stdout()
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     return code
 
 
-def _leave_the_rest_unwritten() -> None:
-    """Python writes out what is left when it ends; that must not fail again."""
+def _registered_command(name: str) -> Callable[[list[str]], int]:
+    """Load a command from the entry points of what is installed.
+
+    Raises:
+        SystemExit: the command is not registered.
+    """
+    for entry_point in entry_points(group=COMMAND_GROUP, name=name):
+        return _load(entry_point)
+    declared = _declared_commands()
+    if name in declared:
+        return _load(EntryPoint(name, declared[name], COMMAND_GROUP))
+    sys.exit(
+        f"error: this installation does not register the command {name}; install it again, in a"
+        " checkout with: pip install -e ."
+    )
+
+
+def _load(entry_point: EntryPoint) -> Callable[[list[str]], int]:
+    command: Callable[[list[str]], int] = entry_point.load()
+    return command
+
+
+def _declared_commands() -> dict[str, str]:
+    """Read the commands from pyproject.toml.
+
+    A checkout that was updated after `pip install -e` has older metadata than this file.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        with suppress(OSError, KeyError):
+            project = tomllib.loads(PYPROJECT.read_text())["project"]
+            commands: dict[str, str] = project["entry-points"][COMMAND_GROUP]
+            return commands
+    return {}
+
+
+def _discard_stdout() -> None:
+    """Send unwritten output to /dev/null, so that Python's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -55,10 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "quadriga",
         description=DESCRIPTION,
-        epilog=BESIDE,
+        epilog=REGISTERED_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
     commands = parser.add_subparsers(
         title="talking to a server", metavar="{serve,chat,ask,bench,keygen}", required=True
     )

@@ -2,13 +2,13 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from quadriga.client.connection import CLOSED_BY_CALLER, Connection, Events
-from quadriga.client.inflight import Pending
-from quadriga.client.request_handle import Handle, Sink
+from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
+from quadriga.client.inflight import InflightRequests
+from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
@@ -48,11 +48,13 @@ if TYPE_CHECKING:
 class AsyncClient:
     """One connection to a server; any number of requests at once. Use it on one event loop.
 
-    A connection that breaks is made again, and what was under way goes on where it stood.
+    A connection that breaks is re-established, and open requests continue where they stood.
 
-    endpoint: the server's public socket. connect_timeout: seconds until ServerUnreachable.
-    reconnect_timeout: seconds that a server which was there may take to be back, until then.
-    curve_dir: the directory with this client's keys, where the server asks for them.
+    Args:
+        endpoint: the server's public socket.
+        connect_timeout: seconds until ServerUnreachable if no server answers.
+        reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
+        curve_dir: directory of this client's keys, if the server requires keys.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class AsyncClient:
         self._connect_timeout = connect_timeout
         self._identity = uuid.uuid4()
         self._counter = 0
-        self._pending = Pending(lambda message: self._connection.send(message), reconnect_timeout)
-        events = Events(
-            message=self._on_message,
-            interrupted=self._pending.interrupt,
-            back=self._pending.resend,
-            lost=self._pending.fail_all,
+        self._inflight = InflightRequests(
+            lambda message: self._connection.send(message), reconnect_timeout
+        )
+        events = ConnectionEvents(
+            on_message=self._on_message,
+            on_interrupt=self._inflight.interrupt,
+            on_reconnect=self._inflight.resend,
+            on_lost=self._inflight.fail_all,
         )
         keys = Path(curve_dir) if curve_dir else None
         self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
@@ -84,15 +88,17 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Find the server; every call does so first. Calls at the same time share one attempt.
+        """Connect to the server; every call does so first. Concurrent calls share one attempt.
 
-        Raises ServerUnreachable after connect_timeout; once connected, the reason why the
-        connection was lost, if it was and the server is not back; RequestAborted when the client is
-        closed meanwhile."""
+        Raises:
+            ServerUnreachable: no answer within connect_timeout, or the connection was lost and the
+                server is not back.
+            RequestAborted: the client was closed meanwhile.
+        """
         await self._connection.open(self._connect_timeout)
 
     async def _connect_within(self, timeout: float | None) -> None:
-        """As `connect`, but DeadlineExceeded where the call that needs it has less time."""
+        """Connect, or raise DeadlineExceeded at the timeout of the call that needs it."""
         if self._connection.is_open or not is_time_limit(timeout):
             await self.connect()
             return
@@ -104,12 +110,14 @@ class AsyncClient:
             ) from None
 
     async def close(self) -> None:
-        """Abort what is under way and disconnect: every call that waits ends with RequestAborted.
-        The next call connects again."""
-        if self._pending.has_requests:
+        """Abort all requests and disconnect: every open call raises RequestAborted.
+
+        The next call connects again.
+        """
+        if self._inflight.has_requests:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._pending.fail_all(CLOSED_BY_CALLER)
-        await self._connection.close(linger=1)
+        self._inflight.fail_all(CLOSED_BY_CALLER)
+        await self._connection.close(linger_s=1)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -121,14 +129,20 @@ class AsyncClient:
         stream: bool = True,
         sink: Sink | None = None,
         **options: "Unpack[RequestOptions]",
-    ) -> Handle:
-        """Send a request at once, or as soon as a server that is being searched is back. The client
-        must be connected. options: see RequestOptions.
+    ) -> RequestHandle:
+        """Send a request, now or as soon as the server is back. The client must be connected.
 
-        sink: is called with what comes, from the event loop; the handle is then not to be iterated.
+        Args:
+            prompt: a text, token ids, or a chat.
+            params: sampling and stopping.
+            stream: send chunks as tokens come; False: one chunk at the end.
+            sink: called on the event loop with each chunk or the error; the handle must then not
+                be iterated.
+            **options: see RequestOptions.
 
-        Raises what ended the connection if it is lost; InvalidRequest for a prompt of a wrong type
-        or a message over the frame limit.
+        Raises:
+            InvalidRequest: the prompt has a wrong type, or the message exceeds the frame limit.
+            QuadrigaError: the connection is lost, for this reason.
         """
         return self._submit(prompt, params, _now(), stream, sink, options)
 
@@ -140,8 +154,8 @@ class AsyncClient:
         stream: bool,
         sink: Sink | None,
         options: RequestOptions,
-    ) -> Handle:
-        """began_at: the event loop's time when the call began, from which its timeout counts."""
+    ) -> RequestHandle:
+        """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
         request_id = f"{self._identity.hex}-{self._counter}"
         self._counter += 1
@@ -155,14 +169,16 @@ class AsyncClient:
             prompt_token_ids=wire.token_ids,
             **options,
         )
-        handle = Handle(message, self._pending.drop, sink)  # it stamps when it was submitted
-        self._pending.add(handle)
+        handle = RequestHandle(
+            message, self._inflight.drop, sink
+        )  # it records the time of submission
+        self._inflight.add(handle)
         if is_time_limit(message.timeout):
             handle.expire_at(began_at + message.timeout)
         return handle
 
-    @overload
-    async def generate(
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    async def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -171,7 +187,7 @@ class AsyncClient:
     @overload
     async def generate(
         self,
-        prompt: list[Prompt],
+        prompt: Sequence[Prompt],
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
@@ -181,19 +197,23 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Completion | list[Completion]:
-        """The whole completion of a prompt, or of each of a list of prompts.
+        """Return the completion of a prompt, or those of a list of prompts.
 
-        options: see RequestOptions; each prompt of a list has them. All prompts of a list are run
-        to their end before the first error is raised.
+        Every prompt of a list is run to its end before the first error is raised.
+
+        Args:
+            prompt: a prompt or a list of prompts.
+            params: sampling and stopping.
+            **options: see RequestOptions; they apply to each prompt of a list.
         """
         began_at = _now()
         await self._connect_within(options.get("timeout"))
         single = not is_list_of_prompts(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
-        handles: list[Handle] = []
+        handles: list[RequestHandle] = []
         try:
-            for one in prompts:
-                handles.append(self._submit(one, params, began_at, False, None, options))
+            for item in prompts:
+                handles.append(self._submit(item, params, began_at, False, None, options))
             results = await asyncio.gather(
                 *(handle.completion() for handle in handles), return_exceptions=True
             )
@@ -213,9 +233,15 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> AsyncIterator[StreamChunk]:
-        """The chunks of a completion as they come. Leaving the loop early aborts the request.
+        """Yield the chunks of a completion as they come. Leaving the loop early aborts the request.
 
-        options: see RequestOptions. Raises InvalidRequest for a list of prompts, as [] is.
+        Args:
+            prompt: a text, token ids, or a chat.
+            params: sampling and stopping.
+            **options: see RequestOptions.
+
+        Raises:
+            InvalidRequest: the prompt is a list of prompts, or empty.
         """
         check_is_one_prompt(prompt, "stream")
         began_at = _now()
@@ -228,17 +254,20 @@ class AsyncClient:
             handle.abort()
 
     async def abort(self, request_id: str = "") -> None:
-        """End a request of this client; without an id, all of them. They end with "abort"."""
+        """Abort a request of this client, or all of them if the id is empty.
+
+        They end with the finish reason "abort".
+        """
         await self.connect()
-        self._pending.abort(request_id)
+        self._inflight.abort(request_id)
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Gauges and counters of the server; the question travels the whole ring."""
+        """Return gauges and counters of the server, collected from all of its processes."""
         info: Info = await self._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), timeout)
         return info.values
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Forget cached prefixes that nobody uses now. How many pages that freed."""
+        """Drop cached prefixes that no request uses; return the number of pages that this freed."""
         info: Info = await self._ask(lambda name: FlushCache(PROTOCOL_VERSION, name), timeout)
         pages = info.values["flushed_pages"]
         assert isinstance(pages, int)
@@ -247,7 +276,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
     ) -> list[int]:
-        """The token ids of a text or a chat, as generate would have them."""
+        """Return the token ids that `generate` would use for a text or a chat."""
         check_is_one_prompt(prompt, "tokenize")
         wire = wire_prompt(prompt)
         if wire.token_ids is not None:
@@ -260,7 +289,7 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0
     ) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         packed = wire_prompt(token_ids).token_ids
         if packed is None:
             raise InvalidRequest("token_ids must be a list of integers", "token_ids")
@@ -270,30 +299,33 @@ class AsyncClient:
         return answer.text
 
     async def _ask(self, question: Callable[[str], ClientMessage], timeout: float) -> Any:
-        """Send the question that is made with a new name, and wait for its answer.
+        """Send a question and wait for its answer.
 
-        timeout: seconds, of which connecting may take a part."""
+        Args:
+            question: makes the question, given its name.
+            timeout: seconds until DeadlineExceeded, connecting included.
+        """
         name = f"ask-{self._counter}"
         self._counter += 1
 
         async def connect_and_ask() -> Any:
             await self.connect()
-            return await self._pending.ask(name, question(name))
+            return await self._inflight.ask(name, question(name))
 
         try:
             return await asyncio.wait_for(connect_and_ask(), timeout)
         except asyncio.TimeoutError:
             raise DeadlineExceeded(f"no answer from {self.endpoint} within {timeout} s") from None
 
-    # --- what comes back --------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _on_message(self, message: ServerMessage) -> None:
         if not isinstance(message, ServerGone):
-            self._pending.take(message)
+            self._inflight.on_message(message)
             return
         if message.error.code in (ServerFailed.code, ServerStopping.code):
             self._connection.give_up(message.error)
-        self._pending.fail_all(message.error)
+        self._inflight.fail_all(message.error)
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""A client's connection: finds the server, notices when it is gone, and when it is back.
+"""A client's connection: finds the server, and notices when it is gone and when it is back.
 
     CLOSED ---open---> CONNECTING ---pong---> OPEN ---break---> RECONNECTING ---pong---> OPEN
        ^                   |                   |                     |
@@ -6,9 +6,9 @@
                                                                   v  v
     close() leads to CLOSED from everywhere                       LOST ---pong---> OPEN
 
-A search (search.py) repeats the ping until a Pong comes or the time is over. Every Pong counts that
-comes over a connection which is up: no ping waits for its own answer, since a server that dies
-takes pings along.
+A search (search.py) repeats the ping until a Pong comes or the time is over. Any Pong counts that
+comes over an established connection: pings are not matched to answers, since a server that dies
+loses pings.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ from quadriga.wire.messages.public import (
     ServerMessage,
 )
 
+# A search without an answer for so long continues through a new socket, in case the reconnecting of
+# the old one is stuck.
 MAX_SOCKET_SILENCE_S = 5.0
-"""A search that hears nothing for so long goes on through a new socket: one whose reconnecting has
-got stuck does not keep a client from a server that is there."""
 
 CLOSED_BY_CALLER = ErrorInfo(RequestAborted.code, "the client was closed")
 _SILENT = (
-    "somebody is there but says nothing: does one side use keys and the other not?"
+    "something listens there but does not answer: does one side use keys and the other not?"
     " see docs/security.md"
 )
 
 
-class State(enum.Enum):
-    """What a connection is doing; the module's docstring has the transitions."""
+class ConnectionState(enum.Enum):
+    """State of a connection; the module's docstring has the transitions."""
 
     CLOSED = enum.auto()
     CONNECTING = enum.auto()
@@ -54,31 +54,38 @@ class State(enum.Enum):
     LOST = enum.auto()
 
 
-class Events(NamedTuple):
-    """What a connection calls back.
+class ConnectionEvents(NamedTuple):
+    """Callbacks of a connection.
 
-    message: everything but a Pong came. interrupted: the connection broke, and what was under way
-    may be lost. back: the server answers again. lost: it does not, for this reason.
+    Attributes:
+        on_message: a message other than a Pong came.
+        on_interrupt: the connection broke, and messages may be lost.
+        on_reconnect: the server answers again.
+        on_lost: the server does not answer again, for this reason.
     """
 
-    message: Callable[[ServerMessage], None]
-    interrupted: Callable[[], None]
-    back: Callable[[], None]
-    lost: Callable[[ErrorInfo], None]
+    on_message: Callable[[ServerMessage], None]
+    on_interrupt: Callable[[], None]
+    on_reconnect: Callable[[], None]
+    on_lost: Callable[[ErrorInfo], None]
 
 
 class Connection:
-    """Sends messages to a server and hands over what comes back.
+    """Sends messages to a server and passes on its messages.
 
-    reconnect_timeout: seconds that a server whose connection broke may take to answer again.
-    curve_dir: where the keys are (curve.py); None: there are none.
+    Args:
+        endpoint: the server's public socket.
+        identity: name of this client at the server.
+        events: callbacks.
+        reconnect_timeout: seconds within which a server must answer after its connection broke.
+        curve_dir: directory of the keys (curve.py); None: no keys.
     """
 
     def __init__(
         self,
         endpoint: str,
         identity: uuid.UUID,
-        events: Events,
+        events: ConnectionEvents,
         reconnect_timeout: float,
         curve_dir: Path | None = None,
     ) -> None:
@@ -87,10 +94,12 @@ class Connection:
         self._reconnect_timeout = reconnect_timeout
         self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
         self._max_frame_bytes = MAX_FRAME_BYTES
-        self._state = State.CLOSED
+        self._state = ConnectionState.CLOSED
         self._lost: ErrorInfo | None = None  # the reason, in LOST
         self._waiters: list[asyncio.Future[ErrorInfo | None]] = []  # of CONNECTING
-        link_events = LinkEvents(self._on_frames, self._came_up, self._broke, self._was_refused)
+        link_events = LinkEvents(
+            self._on_frames, self._on_connect, self._on_disconnect, self._on_refusal
+        )
         self._link = ServerLink(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
         self._search = Search(self._ping, self._not_found)
@@ -98,16 +107,16 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` returns or raises at once."""
-        return self._state not in (State.CLOSED, State.CONNECTING)
+        """Whether `open` returns or raises without waiting."""
+        return self._state not in (ConnectionState.CLOSED, ConnectionState.CONNECTING)
 
-    # --- what callers ask for ---------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     async def open(self, timeout: float) -> None:
-        """Return when the server has answered once, or raise why nothing can be sent.
+        """Wait until the server has answered once.
 
-        Calls at the same time share one attempt and its outcome. The attempt ends early when no
-        call waits for it any more.
+        Concurrent calls share one attempt and its outcome. The attempt ends early when no call
+        waits for it any more.
 
         Args:
             timeout: seconds of the attempt that this call starts, if it starts one.
@@ -117,13 +126,13 @@ class Connection:
             RequestAborted: the client was closed meanwhile.
             ConfigError: the endpoint is not an address, or the keys cannot be read.
         """
-        if self._state is State.CLOSED:
+        if self._state is ConnectionState.CLOSED:
             self._link.open()
-            self._state, self._connect_timeout = State.CONNECTING, timeout
+            self._state, self._connect_timeout = ConnectionState.CONNECTING, timeout
             self._start_search(timeout)
-        elif self._state is State.LOST and not self._search.is_running:
+        elif self._state is ConnectionState.LOST and not self._search.is_running:
             self._start_search(self._reconnect_timeout)
-        while self._state is State.CONNECTING:
+        while self._state is ConnectionState.CONNECTING:
             await self._wait_for_attempt()
         self.check()
 
@@ -134,29 +143,31 @@ class Connection:
             failure = await waiter
         finally:
             self._waiters.remove(waiter)
-            if self._state is State.CONNECTING and not self._waiters:
-                self._shut(linger=0)
-        if failure is None and self._state is State.CLOSED:
+            if self._state is ConnectionState.CONNECTING and not self._waiters:
+                self._shut(linger_s=0)
+        if failure is None and self._state is ConnectionState.CLOSED:
             failure = CLOSED_BY_CALLER
         if failure is not None:
             raise failure.exception()
 
-    async def close(self, linger: float) -> None:
-        """linger: seconds that unsent messages may take."""
-        self._shut(linger)
+    async def close(self, linger_s: float) -> None:
+        """Disconnect; unsent messages have `linger_s` seconds."""
+        self._shut(linger_s)
         self._end_attempt(CLOSED_BY_CALLER)
 
     def check(self) -> None:
-        """Raise why nothing can be sent: not connected, or lost until the server is back."""
+        """Raise the reason why nothing can be sent: not connected, or the connection is lost."""
         if self._lost is not None:
             raise self._lost.exception()
         if not self.is_open:
             raise ServerUnreachable(f"not connected to {self.endpoint}; call connect() first")
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Send now, or return False: it is to be sent when the server is back, if it ever is.
+        """Send a message; return False if it must be sent again when the server is back.
 
-        Raises InvalidRequest for a message that the server would not take."""
+        Raises:
+            InvalidRequest: the message is too large or cannot be encoded.
+        """
         try:
             frame = sockets.encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
@@ -167,45 +178,51 @@ class Connection:
                 f" {self._max_frame_bytes}; shorten the prompt",
                 "prompt",
             )
-        return self._state is State.OPEN and self._link.send(frame)
+        return self._state is ConnectionState.OPEN and self._link.send(frame)
 
     def give_up(self, reason: ErrorInfo) -> None:
-        """The server said that it ends. An attempt to connect goes on: another one may come."""
-        if self._state is State.CONNECTING:
+        """Handle the end of the server. An attempt to connect goes on: a new server may start."""
+        if self._state is ConnectionState.CONNECTING:
             self._refusal = reason.message
         else:
-            self._state, self._lost = State.LOST, reason
-        self._link.is_up = False  # a Pong of the one that ends says nothing
+            self._state, self._lost = ConnectionState.LOST, reason
+        self._link.is_up = False  # a Pong of the server that ends does not count
 
-    def _shut(self, linger: float) -> None:
-        self._state, self._lost = State.CLOSED, None
+    def _shut(self, linger_s: float) -> None:
+        self._state, self._lost = ConnectionState.CLOSED, None
         self._search.stop()
-        self._link.close(linger)
+        self._link.close(linger_s)
 
     def _end_attempt(self, failure: ErrorInfo | None) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(failure)
 
-    # --- what happens to it -----------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
-    def _came_up(self) -> None:
+    def _on_connect(self) -> None:
         self._refusal = self._refusal or _SILENT
         if self._search.is_running:
             self._search.hurry()
-        elif self._state is State.LOST:
+        elif self._state is ConnectionState.LOST:
             self._start_search(self._reconnect_timeout)
 
-    def _was_refused(self, reason: str) -> None:
+    def _on_refusal(self, reason: str) -> None:
         self._refusal = f"{reason}; see docs/security.md"
 
-    def _broke(self) -> None:
-        """What had come by then is whole: a server that ends says its last words and leaves."""
+    def _on_disconnect(self) -> None:
+        """Process messages received before the disconnect first.
+
+        A server that stops sends its final messages just before it closes.
+        """
         self._link.receive()
-        if self._state is State.OPEN:
-            self._state = State.RECONNECTING
-            self._events.interrupted()
-        if self._state in (State.RECONNECTING, State.LOST) and not self._search.is_running:
+        if self._state is ConnectionState.OPEN:
+            self._state = ConnectionState.RECONNECTING
+            self._events.on_interrupt()
+        if (
+            self._state in (ConnectionState.RECONNECTING, ConnectionState.LOST)
+            and not self._search.is_running
+        ):
             self._start_search(self._reconnect_timeout)
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -213,24 +230,24 @@ class Connection:
             message: ServerMessage = self._decode(frames[0])
         except msgspec.DecodeError as error:
             self._refusal = f"unreadable answer from {self.endpoint}: {error}"
-            self._events.lost(ErrorInfo(QuadrigaError.code, self._refusal))
+            self._events.on_lost(ErrorInfo(QuadrigaError.code, self._refusal))
             return
         if not isinstance(message, Pong):
-            self._events.message(message)
+            self._events.on_message(message)
         elif self._link.is_up:
-            self._found(message)
+            self._on_pong(message)
 
-    def _found(self, pong: Pong) -> None:
+    def _on_pong(self, pong: Pong) -> None:
         self._max_frame_bytes = pong.max_frame_bytes
-        if self._state is State.OPEN:
+        if self._state is ConnectionState.OPEN:
             return
-        before, self._state = self._state, State.OPEN
+        before, self._state = self._state, ConnectionState.OPEN
         self._lost, self._refusal = None, ""
         self._search.stop()
-        if before is State.CONNECTING:
+        if before is ConnectionState.CONNECTING:
             self._end_attempt(None)
         else:
-            self._events.back()
+            self._events.on_reconnect()
 
     # --- the search -------------------------------------------------------------------------------
 
@@ -240,40 +257,40 @@ class Connection:
 
     def _ping(self) -> None:
         if _now() >= self._renew_at:
-            self._link.close(linger=0)
+            self._link.close(linger_s=0)
             self._renew_at = _now() + MAX_SOCKET_SILENCE_S
         try:
             self._link.open()
             if not self._link.send(sockets.encode(Ping(PROTOCOL_VERSION))):
-                self._link.close(linger=0)  # the next ping has another socket
+                self._link.close(linger_s=0)  # the next ping has another socket
         except QuadrigaError as error:
             self._refusal = str(error)
 
     def _not_found(self) -> None:
-        """The time is over. What came while the event loop was busy with something else counts."""
-        self._link.look()
+        """Handle the end of a search. Messages that came while the event loop was busy count."""
+        self._link.process_events()
         self._link.receive()
-        if self._state is State.CONNECTING:
-            why = self._refusal or "is the server running there?  python launcher.py"
-            self._shut(linger=0)
+        if self._state is ConnectionState.CONNECTING:
+            reason = self._refusal or "is the server running there?  python launcher.py"
+            self._shut(linger_s=0)
             self._end_attempt(
                 _unreachable(
-                    f"no answer from {self.endpoint} within {self._connect_timeout:g} s; {why}"
+                    f"no answer from {self.endpoint} within {self._connect_timeout:g} s; {reason}"
                 )
             )
-        elif self._state is State.RECONNECTING:
-            self._state = State.LOST
+        elif self._state is ConnectionState.RECONNECTING:
+            self._state = ConnectionState.LOST
             self._lost = _unreachable(
                 f"lost the connection to {self.endpoint}: its tokenizer process is gone, and"
                 f" nothing has answered there for {self._reconnect_timeout:g} s"
                 f"{self._refusal and f' ({self._refusal})'}; whether the requests were run is not"
                 " known"
             )
-            self._events.lost(self._lost)
+            self._events.on_lost(self._lost)
 
 
-def _unreachable(why: str) -> ErrorInfo:
-    return ErrorInfo(ServerUnreachable.code, why)
+def _unreachable(reason: str) -> ErrorInfo:
+    return ErrorInfo(ServerUnreachable.code, reason)
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""What happens to the connections of a ZeroMQ socket."""
+"""Events of the connections of a ZeroMQ socket."""
 
 import functools
 import operator
@@ -12,22 +12,29 @@ from quadriga.wire.sockets import AsyncPort
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not know this client's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side uses keys and the other does not, or others",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side broke the handshake off: does one side"
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side ended the handshake: does one side"
     " use keys and the other not, or another server's?",
 }
 
 
 class ConnectionWatch:
-    """Calls back when a connection of a socket (one of a ROUTER's) comes up, is lost, or is
-    refused, with the reason; and when one is taken, with its file descriptor."""
+    """Calls back on the events of a socket's connections.
+
+    Args:
+        socket: the socket; a ROUTER has many connections.
+        on_disconnect: called when a connection is lost.
+        on_connect: called when a connection is established.
+        on_refusal: called with the reason when the other side refuses a connection.
+        on_accept: called with the file descriptor of an accepted connection.
+    """
 
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
         on_disconnect: Callable[[], None],
         on_connect: Callable[[], None] = lambda: None,
-        on_refusal: Callable[[str], None] = lambda reason: None,
-        on_accept: Callable[[int], None] = lambda descriptor: None,
+        on_refusal: Callable[[str], None] = lambda _: None,
+        on_accept: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._watched = socket
         callbacks: dict[int, Callable[[int], None]] = {
@@ -39,18 +46,18 @@ class ConnectionWatch:
             callbacks[event] = lambda _, reason=reason: on_refusal(reason)  # type: ignore[misc]
         monitor = socket.get_monitor_socket(functools.reduce(operator.or_, callbacks))
 
-        def take(frames: list[bytes]) -> None:
-            told = parse_monitor_message(frames)
-            callbacks[told["event"]](told["value"])
+        def on_frames(frames: list[bytes]) -> None:
+            event = parse_monitor_message(frames)
+            callbacks[event["event"]](event["value"])
 
-        self._port = AsyncPort(monitor, take)
+        self._port = AsyncPort(monitor, on_frames)
 
-    def look(self) -> None:
-        """Call back at once for what has happened, before anything that came after it."""
+    def process(self) -> None:
+        """Call back now for all events that have happened."""
         self._port.receive()
 
     def close(self) -> None:
-        """Call before the watched socket is closed."""
+        """Stop watching. Call it before the watched socket is closed."""
         if not self._watched.closed:
             self._watched.disable_monitor()
-        self._port.close(linger=0)
+        self._port.close(linger_s=0)

@@ -1,4 +1,4 @@
-"""What a client waits for: its requests under way, and the answers to its questions."""
+"""The requests and questions of a client that the server has not finished."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from quadriga.client.choice_stream import GapFound
-from quadriga.client.request_handle import Handle
+from quadriga.client.choice_stream import ChunkGap
+from quadriga.client.request_handle import RequestHandle
 from quadriga.clock import now
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.public import (
@@ -26,109 +26,113 @@ from quadriga.wire.messages.public import (
 )
 
 
-class Pending:
-    """Hands each message of the server to the one who waits for it.
+class InflightRequests:
+    """Passes each message of the server to the request or question that it belongs to.
 
-    What cannot be sent now is sent by `resend`, when the server is back, or ended by `fail_all`.
+    A message that cannot be sent now is sent by `resend`, when the server is back, or failed by
+    `fail_all`.
 
     Args:
-        send: to the server; returns False where it cannot be sent now.
-        retry_timeout: seconds in which a request that was accepted before is sent again to a server
-            that has no room for it.
+        send: sends a message; returns False if it cannot be sent now.
+        retry_timeout: seconds during which a request that was accepted before is sent again to a
+            server that has no room for it.
     """
 
     def __init__(self, send: Callable[[msgspec.Struct], bool], retry_timeout: float) -> None:
         self._send = send
         self._retry_timeout = retry_timeout
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, RequestHandle] = {}
         self._questions: dict[str, tuple[ClientMessage, asyncio.Future[Any]]] = {}
         self._unsent_aborts: list[str] = []
         self._was_interrupted = False
 
     @property
     def has_requests(self) -> bool:
+        """Whether a request is under way."""
         return bool(self._handles)
 
     def __len__(self) -> int:
         return len(self._handles) + len(self._questions)
 
-    def add(self, handle: Handle) -> None:
-        """Send a request. Raises InvalidRequest for one that the server would not take."""
+    def add(self, handle: RequestHandle) -> None:
+        """Send a request. Raise InvalidRequest if it is too large or cannot be encoded."""
         handle.was_sent = self._send(handle.message)
         self._handles[handle.request_id] = handle
 
-    def drop(self, handle: Handle) -> None:
-        """Tell the server that nobody waits for this request any more, unless it has ended."""
+    def drop(self, handle: RequestHandle) -> None:
+        """Forget a request, and abort it at the server unless it has ended."""
         if self._handles.pop(handle.request_id, None) is not None and handle.was_sent:
             abort = Abort(PROTOCOL_VERSION, handle.request_id)
             if not self._send(abort):
                 self._unsent_aborts.append(handle.request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ask the server to end a request, or all where the id is empty. Asked again if the
-        connection is lost before it ends."""
+        """Abort a request, or all of them if the id is empty.
+
+        The abort is repeated if the connection is lost before the request ends.
+        """
         for handle in self._handles.values():
             handle.abort_requested |= request_id in ("", handle.request_id)
         self._send(Abort(PROTOCOL_VERSION, request_id))
 
     async def ask(self, name: str, question: ClientMessage) -> Any:
-        """Send a question and wait for its answer. Raises the error that ends it."""
+        """Send a question and wait for its answer. Raise the error that ends it."""
         answer = asyncio.get_running_loop().create_future()
         self._questions[name] = question, answer
         try:
             self._send(question)
-            found = await answer
+            reply = await answer
         finally:
             del self._questions[name]
-        if isinstance(found, ErrorInfo):
-            raise found.exception()
-        return found
+        if isinstance(reply, ErrorInfo):
+            raise reply.exception()
+        return reply
 
     def _answer(self, name: str, answer: "ServerMessage | ErrorInfo") -> None:
         _, waiting = self._questions.get(name, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    # --- what comes back --------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
-    def take(self, message: ServerMessage) -> None:
-        """A message that is for one of those who wait, or for nobody."""
+    def on_message(self, message: ServerMessage) -> None:
+        """Handle a message; one for an unknown request is ignored."""
         match message:
             case Chunks():
-                self._take_chunks(message.chunks, Handle.take_chunk)
+                self._on_chunks(message.chunks, RequestHandle.on_chunk)
             case Replay():
-                self._take_chunks(message.chunks, Handle.take_again)
+                self._on_chunks(message.chunks, RequestHandle.on_replay)
             case Refused():
-                self._refused(message)
+                self._on_refused(message)
             case Info() | Tokens() | Text():
                 self._answer(message.request_id, message)
 
-    def _take_chunks(
-        self, chunks: list[Chunk], take: Callable[[Handle, Chunk, float], None]
+    def _on_chunks(
+        self, chunks: list[Chunk], handler: Callable[[RequestHandle, Chunk, float], None]
     ) -> None:
         received_at = now()
         for chunk in chunks:
             handle = self._handles.get(chunk.request_id)
             if handle is None:
-                self._unknown(chunk)
+                self._on_unknown_chunk(chunk)
                 continue
             if chunk.end is not None and chunk.end.error is not None:
-                error = chunk.end.error  # the scheduler may refuse what the front door let pass
+                error = chunk.end.error  # the scheduler may refuse what the frontend admitted
                 if handle.retry_later(error, self._retry_timeout, self._resend):
                     continue
             try:
-                take(handle, chunk, received_at)
-            except GapFound:
+                handler(handle, chunk, received_at)
+            except ChunkGap:
                 handle.interrupt()
                 self._resend(handle)
             self._forget_if_done(handle)
 
-    def _unknown(self, chunk: Chunk) -> None:
-        """Usually of a request that was just aborted; but that may have been lost on its way."""
+    def _on_unknown_chunk(self, chunk: Chunk) -> None:
+        """Abort an unknown request, if its abort may have been lost with a connection."""
         if self._was_interrupted and chunk.end is None:
             self._send(Abort(PROTOCOL_VERSION, chunk.request_id))
 
-    def _refused(self, message: Refused) -> None:
+    def _on_refused(self, message: Refused) -> None:
         self._answer(message.request_id, message.error)
         handle = self._handles.get(message.request_id)
         if handle is None or handle.retry_later(message.error, self._retry_timeout, self._resend):
@@ -136,12 +140,12 @@ class Pending:
         handle.fail(message.error)
         self._forget_if_done(handle)
 
-    def _forget_if_done(self, handle: Handle) -> None:
+    def _forget_if_done(self, handle: RequestHandle) -> None:
         if handle.done:
             self._handles.pop(handle.request_id, None)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """Nothing will come any more."""
+        """Fail every request and question."""
         self._unsent_aborts.clear()
         handles, self._handles = list(self._handles.values()), {}
         for handle in handles:
@@ -152,14 +156,14 @@ class Pending:
     # --- a lost connection ------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """What was under way may be lost."""
+        """Handle a lost connection: messages of every request may be lost."""
         self._was_interrupted = True
         for handle in self._handles.values():
             if handle.was_sent:
                 handle.interrupt()
 
     def resend(self) -> None:
-        """The server is there again: it is told what is still wanted, in the same words."""
+        """Send every open request, question and abort again, to a server that is back."""
         for handle in list(self._handles.values()):
             self._resend(handle)
         for question, answer in self._questions.values():
@@ -169,13 +173,13 @@ class Pending:
         for request_id in aborts:
             self._send(Abort(PROTOCOL_VERSION, request_id))
 
-    def _resend(self, handle: Handle) -> None:
-        """Send a request again, as such where the server may know it."""
+    def _resend(self, handle: RequestHandle) -> None:
+        """Send a request again, marked as a retry if the server may know it."""
         message = msgspec.structs.replace(handle.message, resent=handle.was_sent)
         try:
             handle.was_resent |= handle.was_sent
             handle.was_sent |= self._send(message)
-        except InvalidRequest as error:  # another server may take less than the one before
+        except InvalidRequest as error:  # a new server may have a smaller frame limit
             handle.fail(ErrorInfo.of(error))
             self._forget_if_done(handle)
             return

@@ -1,4 +1,4 @@
-"""A client's socket, and whether its connection to the server is up."""
+"""A client's socket, and the state of its connection to the server."""
 
 import uuid
 from collections.abc import Callable
@@ -8,25 +8,23 @@ from typing import Any, NamedTuple
 from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import QuadrigaError, ServerUnreachable
 from quadriga.wire import sockets
-
-ALL_THAT_CAME = 1 << 30
+from quadriga.wire.sockets import NO_LIMIT
 
 
 class LinkEvents(NamedTuple):
-    """What a link calls back: frames came; the connection came up, broke, or was refused with this
-    reason."""
+    """Callbacks of a link; `on_refusal` is called with the reason."""
 
-    frames: Callable[[list[bytes]], None]
-    up: Callable[[], None]
-    broke: Callable[[], None]
-    refused: Callable[[str], None]
+    on_frames: Callable[[list[bytes]], None]
+    on_connect: Callable[[], None]
+    on_disconnect: Callable[[], None]
+    on_refusal: Callable[[str], None]
 
 
 class ServerLink:
-    """One socket at a time. ZeroMQ connects it again by itself when its connection breaks.
+    """One socket to the server, which ZeroMQ reconnects when its connection breaks.
 
     Attributes:
-        is_up: whether the TCP connection stands; False without a socket.
+        is_up: whether the TCP connection is established.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class ServerLink:
         self.is_up = False
 
     def open(self) -> None:
-        """Make a socket, which begins to connect. Does nothing where there is one.
+        """Make a socket and start to connect, unless there is one.
 
         Raises:
             ConfigError: the endpoint is not an address, or the keys cannot be read.
@@ -50,50 +48,54 @@ class ServerLink:
         if self._port is not None:
             return
         try:
-            socket = sockets.connect_front_door(self._endpoint, self._identity.bytes, self._prepare)
+            socket = sockets.connect_public(self._endpoint, self._identity.bytes, self._prepare)
         except sockets.SocketError as error:
-            self.close(linger=0)
+            self.close(linger_s=0)
             raise ServerUnreachable(f"cannot open a socket to {self._endpoint}: {error}") from None
         except QuadrigaError:
-            self.close(linger=0)
+            self.close(linger_s=0)
             raise
-        self._port = sockets.AsyncPort(socket, self._events.frames, first=self.look)
+        self._port = sockets.AsyncPort(
+            socket, self._events.on_frames, before_receive=self.process_events
+        )
 
-    def close(self, linger: float) -> None:
-        """linger: seconds that unsent messages may take."""
+    def close(self, linger_s: float) -> None:
+        """Close the socket; unsent messages have `linger_s` seconds."""
         self.is_up = False
         if self._watch is not None:
             self._watch.close()
         if self._port is not None:
-            self._port.close(linger)
+            self._port.close(linger_s)
         self._port = self._watch = None
 
     def send(self, frame: bytes) -> bool:
-        """False where this socket can send nothing (any more)."""
+        """Send a frame; return False if the socket cannot send."""
         return self._port is not None and self._port.send(frame)
 
     def receive(self) -> None:
-        """Take in all that has come."""
+        """Process all received messages."""
         if self._port is not None:
-            self._port.receive(most=ALL_THAT_CAME)
+            self._port.receive(max_messages=NO_LIMIT)
 
-    def look(self) -> None:
-        """Take in what has happened to the connection."""
+    def process_events(self) -> None:
+        """Process what has happened to the connection."""
         if self._watch is not None:
-            self._watch.look()
+            self._watch.process()
 
     def _prepare(self, socket: Any) -> None:
         """Watch the socket before it connects, so that no event is missed."""
-        self._watch = ConnectionWatch(socket, self._broke, self._up, self._events.refused)
+        self._watch = ConnectionWatch(
+            socket, self._on_disconnect, self._on_connect, self._events.on_refusal
+        )
         if self._curve_dir is not None:
             from quadriga.wire.curve import secure_client
 
             secure_client(socket, self._curve_dir)
 
-    def _up(self) -> None:
+    def _on_connect(self) -> None:
         self.is_up = True
-        self._events.up()
+        self._events.on_connect()
 
-    def _broke(self) -> None:
+    def _on_disconnect(self) -> None:
         self.is_up = False
-        self._events.broke()
+        self._events.on_disconnect()

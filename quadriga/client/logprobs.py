@@ -1,4 +1,4 @@
-"""Log-probabilities as a client reads them."""
+"""Log-probabilities in the form that a client reads."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 
 
 class LikelyToken(NamedTuple):
-    """One of the likeliest tokens of its place. bytes: what it stands for, perhaps half a
-    character."""
+    """One of the likeliest tokens at its position.
+
+    Attributes:
+        bytes: text of the token, perhaps a part of a character.
+    """
 
     token_id: int
     logprob: float
@@ -19,10 +22,12 @@ class LikelyToken(NamedTuple):
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """A token and how likely the model's own distribution made it, in natural logarithms.
+    """A token and its log-probability in the model's own distribution, as a natural logarithm.
 
-    logprob: None for the first token of a prompt. top: as many of the likeliest as were asked for,
-    likeliest first.
+    Attributes:
+        logprob: None for the first token of a prompt.
+        bytes: text of the token, perhaps a part of a character.
+        top: the requested number of likeliest tokens, likeliest first.
     """
 
     token_id: int
@@ -32,17 +37,17 @@ class TokenLogprob:
 
     @property
     def text(self) -> str:
-        """U+FFFD where the bytes alone are no character."""
+        """Text of the token, with U+FFFD for a part of a character."""
         return self.bytes.decode("utf-8", "replace")
 
 
-def read_logprobs(token_ids: list[int], told: Logprobs) -> list[TokenLogprob]:
-    """token_ids: those that are told of."""
-    width = told.width
-    argmax = [
+def read_logprobs(token_ids: list[int], data: Logprobs) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens, one item per token id."""
+    width = data.width
+    likeliest = [
         LikelyToken(*entry)
         for entry in zip(
-            unpack_ids(told.top_ids), unpack_floats(told.top_values), told.top_pieces, strict=True
+            unpack_ids(data.top_ids), unpack_floats(data.top_values), data.top_pieces, strict=True
         )
     ]
     return [
@@ -50,14 +55,14 @@ def read_logprobs(token_ids: list[int], told: Logprobs) -> list[TokenLogprob]:
             token_id,
             None if math.isnan(value) else value,
             piece,
-            [one for one in argmax[index * width : (index + 1) * width] if one.token_id >= 0],
+            [top for top in likeliest[index * width : (index + 1) * width] if top.token_id >= 0],
         )
         for index, (token_id, value, piece) in enumerate(
-            zip(token_ids, unpack_floats(told.values), told.pieces, strict=True)
+            zip(token_ids, unpack_floats(data.values), data.pieces, strict=True)
         )
     ]
 
 
-def read_prompt_logprobs(told: PromptLogprobs) -> list[TokenLogprob]:
-    """Of all tokens of a prompt."""
-    return read_logprobs(unpack_ids(told.token_ids).tolist(), told.logprobs)
+def read_prompt_logprobs(data: PromptLogprobs) -> list[TokenLogprob]:
+    """Return the log-probabilities of all tokens of a prompt."""
+    return read_logprobs(unpack_ids(data.token_ids).tolist(), data.logprobs)

@@ -1,8 +1,9 @@
 """An event loop in a thread of its own, for programs without one.
 
-A KeyboardInterrupt may land between any two steps of the thread that waits. So the loop never waits
-for anything that such a thread holds: results come back through a SimpleQueue, whose put needs no
-lock that an interrupted get could keep, as the condition of a concurrent.futures.Future does.
+A KeyboardInterrupt may occur between any two bytecodes of the waiting thread. So the loop never
+waits for a lock that such a thread may hold: results come back through a SimpleQueue, whose `put`
+needs none, unlike the condition of a concurrent.futures.Future. anyio's blocking portal, which uses
+these futures, leaves tasks behind or hangs under the Ctrl-C test of test_loop_thread.py.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from typing import Any, Generic, TypeVar
 from quadriga.errors import RequestAborted, RequestFailed
 
 T = TypeVar("T")
-GRACE = 1.0
-"""Seconds that what is under way has to see that it is over, before it is cancelled."""
+# Tasks have this time to end by themselves when the loop stops, before they are cancelled.
+STOP_GRACE_S = 1.0
 
 
 class LoopThread:
-    """Runs coroutines and async iterators for other threads, which wait for what they give.
+    """Runs coroutines and async iterators for other threads, which wait for the results.
 
-    A wait that is left by an exception, as by Ctrl-C, cancels what it waited for.
+    An exception in the waiting thread, such as Ctrl-C, cancels the job that it waits for.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,38 +36,40 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises; RequestAborted where the loop ends before it."""
-        ended: SimpleQueue[_Job[T]] = SimpleQueue()
-        job = _Job(work, ended.put)
+        """Run a coroutine and return its result. Raise RequestAborted if the loop ends first."""
+        results: SimpleQueue[_Job[T]] = SimpleQueue()
+        job = _Job(work, results.put)
         try:
             self._start(job)
-            return ended.get().outcome()
+            return results.get().outcome()
         finally:
-            self._leave(job)
+            self._abandon(job)
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """What the iterator gives. It runs ahead of its reader, and ends with him."""
-        came: SimpleQueue[T | _Job[None]] = SimpleQueue()
+        """Yield the items of an async iterator, which runs ahead of its reader and ends with it."""
+        received: SimpleQueue[T | _Job[None]] = SimpleQueue()
 
         async def pump() -> None:
             async for item in items:
-                came.put(item)
+                received.put(item)
 
-        job = _Job(pump, came.put)
+        job = _Job(pump, received.put)
         try:
             self._start(job)
-            while not isinstance(item := came.get(), _Job):
+            while not isinstance(item := received.get(), _Job):
                 yield item
             item.outcome()
         finally:
-            self._leave(job)
+            self._abandon(job)
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run the last work, end all other, and the thread. A second time does nothing, and a call
-        at the same time waits for the end."""
-        if self._loop.is_closed() or not self._is_mine:
+        """Run a last coroutine, end all others, and join the thread.
+
+        Concurrent calls wait for the end; later calls do nothing.
+        """
+        if self._loop.is_closed() or self._is_forked:
             return
-        # Another thread's call may have ended the loop meanwhile.
+        # A call of another thread may have ended the loop meanwhile.
         with suppress(RequestAborted):
             self.run(last)
         with suppress(RuntimeError):
@@ -74,36 +77,38 @@ class LoopThread:
         self._thread.join()
 
     def _stop(self) -> None:
-        """Once: a second stop would cut short what `_main` runs after the first."""
+        """Stop the loop once: a second stop would interrupt what `_main` runs after the first."""
         if not self._is_stopping:
             self._is_stopping = True
             self._loop.stop()
 
     @property
-    def _is_mine(self) -> bool:
-        """A process that was forked has a copy of the loop, but not the thread that runs it."""
-        return self._process_id == os.getpid()
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork, which has a copy of the loop but not its thread."""
+        return self._process_id != os.getpid()
 
     def _start(self, job: "_Job[Any]") -> None:
-        if not self._is_mine:
+        if self._is_forked:
             raise RequestFailed(
                 "the client was made before this process was forked: make one in this process"
             )
-        self._jobs.add(job)  # first: `_main` ends what it finds here when the loop is closed
+        self._jobs.add(
+            job
+        )  # before the call: `_main` ends the jobs in this set when the loop closes
         try:
             self._loop.call_soon_threadsafe(job.begin)
         except RuntimeError:  # the loop is closed
             job.end()
 
-    def _leave(self, job: "_Job[Any]") -> None:
+    def _abandon(self, job: "_Job[Any]") -> None:
         self._jobs.discard(job)
-        if not job.is_over and self._is_mine:
+        if not job.is_done and not self._is_forked:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(job.cancel)
 
     def _main(self) -> None:
         self._loop.run_forever()
-        self._loop.run_until_complete(_see_off(asyncio.all_tasks(self._loop)))
+        self._loop.run_until_complete(_drain(asyncio.all_tasks(self._loop)))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
         for job in self._jobs.copy():
@@ -113,18 +118,19 @@ class LoopThread:
 class _Job(Generic[T]):
     """A coroutine that another thread waits for.
 
-    work: makes the coroutine; called on the loop. on_end: called with the job when it is over,
-    whether it has ended or could not begin.
+    Args:
+        work: makes the coroutine; called on the loop.
+        on_end: called with the job when the coroutine has ended or could not begin.
     """
 
     def __init__(
         self, work: Callable[[], Coroutine[Any, Any, T]], on_end: "Callable[[_Job[T]], None]"
     ) -> None:
-        self.is_over = False
+        self.is_done = False
         self._work = work
         self._on_end = on_end
-        # The task stays with its thread: what runs when the last of it is forgotten is asyncio's
-        # own, and Python loses an interrupt that lands there.
+        # The task is referenced by its own thread only: Python loses an interrupt that occurs in
+        # asyncio's code for the deletion of a task.
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = RequestAborted("the client was closed")
 
@@ -146,22 +152,22 @@ class _Job(Generic[T]):
             self._task.cancel()
 
     def end(self) -> None:
-        if not self.is_over:
-            self.is_over = True
+        if not self.is_done:
+            self.is_done = True
             self._on_end(self)
 
     def outcome(self) -> T:
-        """What came of it. Raises what it raised; RequestAborted if the client was closed."""
+        """Return the result, or raise the error; RequestAborted if the client was closed."""
         if self._error is not None:
             raise self._error
         return self._result
 
 
-async def _see_off(tasks: set[asyncio.Task[Any]]) -> None:
-    """Let them see that it is over, and cancel those that do not."""
+async def _drain(tasks: set[asyncio.Task[Any]]) -> None:
+    """Wait for tasks to end, and cancel those that do not end in time."""
     if not tasks:
         return
-    _, late = await asyncio.wait(tasks, timeout=GRACE)
-    for task in late:
+    _, pending = await asyncio.wait(tasks, timeout=STOP_GRACE_S)
+    for task in pending:
         task.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
+    await asyncio.gather(*pending, return_exceptions=True)

@@ -1,9 +1,9 @@
-"""A request under way, as its client sees it."""
+"""A request under way, seen by its client."""
 
 import asyncio
 from collections.abc import Callable
 
-from quadriga.client.choice_stream import ChoiceStream, ToldOtherwise
+from quadriga.client.choice_stream import ChoiceStream, ReplayMismatch
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.errors import (
@@ -15,27 +15,30 @@ from quadriga.errors import (
 )
 from quadriga.wire.messages.public import Chunk, ErrorInfo, Generate
 
+# Called with each chunk of a request when it arrives, or with the error that ends it.
 Sink = Callable[[StreamChunk | QuadrigaError], None]
-"""Takes each chunk of a request at the moment at which it comes, or the error that ends it."""
 MIN_RETRY_PAUSE_S = 0.05
 
 
-class Handle:
+class RequestHandle:
     """A request under way: an async iterator of its StreamChunks, unless it has a sink.
 
-    message: as it was sent. on_abort: called when the caller lost interest.
+    Args:
+        message: the request.
+        on_abort: called when the client aborts the request.
+        sink: receives the chunks in place of the iterator.
 
     Attributes:
-        was_sent: the server may know the request; it is sent again as such.
-        was_resent: it was sent again at least once.
-        abort_requested: the caller asked the server to end it.
-        done: nothing more will come; no timer is left.
+        was_sent: the server may know the request.
+        was_resent: the request was sent more than once.
+        abort_requested: the caller asked the server to abort the request.
+        done: the request has ended, and no timer is left.
     """
 
     def __init__(
         self,
         message: Generate,
-        on_abort: "Callable[[Handle], None]",
+        on_abort: "Callable[[RequestHandle], None]",
         sink: Sink | None = None,
     ) -> None:
         self.message = message
@@ -46,20 +49,20 @@ class Handle:
         self._deadline: asyncio.Handle | None = None
         self._retry: asyncio.Handle | None = None
         self._refused_at: float | None = None
+        # None is the end; it stays in the queue, so that every reader finds it.
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError | None] = asyncio.Queue()
-        """None is the end; it stays in the queue, so that every reader finds it."""
         self._put: Sink = sink or self._queue.put_nowait
-        self._submitted = now()
+        self._submitted_at = now()
         self._choices: dict[int, ChoiceStream] = {}
         self._ended: set[int] = set()
-        self._was_left = False
+        self._was_aborted = False
         self.done = False
 
-    def __aiter__(self) -> "Handle":
+    def __aiter__(self) -> "RequestHandle":
         return self
 
     async def __anext__(self) -> StreamChunk:
-        """The next chunk. Raises the request's error. The end: after the last chunk, or `abort`."""
+        """Return the next chunk, or raise the request's error."""
         item = await self._queue.get()
         if item is None:
             self._queue.put_nowait(None)
@@ -69,14 +72,17 @@ class Handle:
         return item
 
     async def completion(self) -> Completion:
-        """Wait for the end, of all choices: choice 0, which has the others. Raises the request's
-        error."""
+        """Wait for the end of all choices and return choice 0, which holds the others.
+
+        Raises:
+            QuadrigaError: the request failed, for this reason.
+        """
         ended = {}
         async for chunk in self:
             if chunk.completion is not None:
                 ended[chunk.index] = chunk.completion
-        if self._was_left:
-            raise RequestAborted(f"request {self.request_id} was left by its caller")
+        if self._was_aborted:
+            raise RequestAborted(f"request {self.request_id} was aborted by its caller")
         if 0 not in ended:
             raise RequestFailed(f"request {self.request_id} was read to its end before")
         first, *others = (ended[index] for index in sorted(ended))
@@ -84,15 +90,15 @@ class Handle:
         return first
 
     def abort(self) -> None:
-        """End the request; nothing happens where it has ended."""
+        """Abort the request; nothing happens if it has ended."""
         if not self.done:
-            self._was_left = True
+            self._was_aborted = True
             self._finish()
             self._on_abort(self)
 
-    def expire_at(self, when: float) -> None:
-        """End the request with DeadlineExceeded at this time of the event loop's clock."""
-        self._deadline = asyncio.get_running_loop().call_at(when, self._expire)
+    def expire_at(self, deadline: float) -> None:
+        """Fail the request with DeadlineExceeded at this time of the event loop's clock."""
+        self._deadline = asyncio.get_running_loop().call_at(deadline, self._expire)
 
     def _expire(self) -> None:
         self._finish(
@@ -104,26 +110,24 @@ class Handle:
         self._on_abort(self)
 
     def interrupt(self) -> None:
-        """What is under way may be lost: nothing of it is taken before the server tells it again,
-        from its beginning."""
+        """Ignore chunks until the server replays the request, since some may be lost."""
         self._interrupted = True
         self._refused_at = None
         self._cancel_retry()
 
     def retry_later(
-        self, error: ErrorInfo, timeout: float, send: "Callable[[Handle], None]"
+        self, error: ErrorInfo, timeout: float, send: "Callable[[RequestHandle], None]"
     ) -> bool:
-        """Wait for room at a server that refused the request although another one before it, or the
-        same one before the connection was lost, had accepted it.
+        """Send a request that was accepted before again, if the server has no room for it now.
 
         Args:
-            error: why it was refused.
-            timeout: seconds after the first refusal in which the request is sent again, where it
-                has no timeout of its own.
-            send: called when it is time to send the request again.
+            error: the refusal.
+            timeout: seconds after the first refusal during which a request without a timeout of
+                its own is sent again.
+            send: sends the request.
 
         Returns:
-            False where the refusal stands.
+            False if the refusal is final.
         """
         if self.done or not self.was_resent or error.code != QueueFull.code:
             return False
@@ -132,8 +136,8 @@ class Handle:
             self._refused_at = loop.time()
         pause = error.retry_after
         if pause is not None and self._deadline is None:
-            left = self._refused_at + timeout - loop.time()
-            pause = min(pause, left) if left > 0 else None
+            remaining = self._refused_at + timeout - loop.time()
+            pause = min(pause, remaining) if remaining > 0 else None
         if pause is None:
             return False
         self._cancel_retry()
@@ -145,27 +149,27 @@ class Handle:
             self._retry.cancel()
             self._retry = None
 
-    def take_again(self, chunk: Chunk, received_at: float) -> None:
-        """A chunk that has all of its choice up to now came."""
+    def on_replay(self, chunk: Chunk, received_at: float) -> None:
+        """Handle a replay: a chunk with everything of its choice up to now."""
         self._cancel_retry()
         if self._interrupted:
             self._interrupted = False
             for choice in self._choices.values():
-                choice.tell_again()
-        self._choice(chunk.index).tell_again()
-        self.take_chunk(chunk, received_at)
+                choice.restart()
+        self._choice(chunk.index).restart()
+        self.on_chunk(chunk, received_at)
 
-    def take_chunk(self, chunk: Chunk, received_at: float) -> None:
-        """A chunk came. Raises GapFound where the one before it is missing."""
+    def on_chunk(self, chunk: Chunk, received_at: float) -> None:
+        """Handle a chunk. Raise ChunkGap if one before it is missing."""
         if self.done or self._interrupted or chunk.index in self._ended:
             return
         try:
             item = self._choice(chunk.index).take(chunk, received_at)
-        except ToldOtherwise:
+        except ReplayMismatch:
             self._finish(
                 RequestFailed(
-                    f"request {self.request_id} was lost with a part of the server, and what it"
-                    " gave when it ran again is not what it had given before; send it again"
+                    f"request {self.request_id} was lost with a part of the server, and its output"
+                    " when it ran again differs from its output before; send it again"
                 )
             )
             self._on_abort(self)
@@ -187,16 +191,16 @@ class Handle:
     def _choice(self, index: int) -> ChoiceStream:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = ChoiceStream(self.request_id, index, self._submitted)
+            choice = self._choices[index] = ChoiceStream(self.request_id, index, self._submitted_at)
         return choice
 
     def fail(self, error: ErrorInfo) -> None:
-        """The request ends with an error; nothing happens where it has ended."""
+        """Fail the request; nothing happens if it has ended."""
         if not self.done:
             self._finish(error.exception())
 
     def _finish(self, last: StreamChunk | QuadrigaError | None = None) -> None:
-        """Nothing comes after `last`."""
+        """End the request with a last item."""
         self.done = True
         self._cancel_retry()
         if self._deadline is not None:

@@ -1,17 +1,17 @@
-"""The schedule of a client's pings while it searches its server."""
+"""The schedule of a client's pings while it searches for its server."""
 
 import asyncio
 from collections.abc import Callable
 
+# Pause between the first two pings of a search; each further pause is twice as long.
 MIN_PAUSE_S = 0.1
-"""Pause between the first two pings of a search; each further pause is twice as long."""
 MAX_PAUSE_S = 1.0
+# Event loops may call a timer about a millisecond too early.
 CLOCK_RESOLUTION_S = 0.002
-"""Event loops may call a timer earlier than asked by about a millisecond."""
 
 
 class Search:
-    """Calls `ping` again and again, until `stop` is called or the time is over.
+    """Calls `ping` repeatedly until `stop` is called or the time is over.
 
     Owns the only timer of a connection, so that a search cannot be started twice or forgotten.
 
@@ -29,22 +29,23 @@ class Search:
 
     @property
     def is_running(self) -> bool:
+        """Whether a search is under way."""
         return self._timer is not None
 
     def start(self, timeout: float) -> None:
-        """Search for at most `timeout` seconds from now; a search under way ends."""
+        """Search for at most `timeout` seconds from now, in place of a search under way."""
         self._pause = MIN_PAUSE_S
         self._deadline_at = asyncio.get_running_loop().time() + timeout
         self._ping_and_wait()
 
     def stop(self) -> None:
-        """Ping no more. Does nothing where no search is running."""
+        """Stop pinging, if a search is running."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def hurry(self) -> None:
-        """Ping soon, as a connection came up; but no more often than at the start of a search."""
+        """Ping soon, since a connection was established, but not more often than at the start."""
         self._pause = MIN_PAUSE_S
         soon = max(asyncio.get_running_loop().time(), self._pinged_at + MIN_PAUSE_S)
         if self.is_running and soon < self._next_at:
@@ -57,9 +58,9 @@ class Search:
 
     def _next(self) -> None:
         now = asyncio.get_running_loop().time()
-        late = now - self._next_at
-        if late > MAX_PAUSE_S:  # this process was suspended, which takes nothing off the timeout
-            self._deadline_at += late
+        delay_s = now - self._next_at
+        if delay_s > MAX_PAUSE_S:  # a suspension of this process does not use up the timeout
+            self._deadline_at += delay_s
         if self._deadline_at - now < CLOCK_RESOLUTION_S:
             self.stop()
             self._not_found()

@@ -1,6 +1,6 @@
-"""The client library for programs without an event loop."""
+"""Client: AsyncClient for programs without an event loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -40,11 +40,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Abort what is under way, disconnect and end the thread."""
+        """Abort all requests, disconnect and end the thread."""
         self._loop.end(self._async.close)
 
-    @overload
-    def generate(
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -53,14 +53,14 @@ class Client:
     @overload
     def generate(
         self,
-        prompt: list[Prompt],
+        prompt: Sequence[Prompt],
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     def generate(
         self, prompt: Any, params: SamplingParams | None = None, **options: "Unpack[RequestOptions]"
     ) -> Completion | list[Completion]:
-        """As AsyncClient.generate."""
+        """Return the completion of a prompt or a list of prompts; see AsyncClient.generate."""
         result: Completion | list[Completion] = self._loop.run(
             lambda: self._async.generate(prompt, params, **options)
         )
@@ -72,25 +72,25 @@ class Client:
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Iterator[StreamChunk]:
-        """As AsyncClient.stream."""
+        """Yield the chunks of a completion as they come; see AsyncClient.stream."""
         return self._loop.iterate(self._async.stream(prompt, params, **options))
 
     def abort(self, request_id: str = "") -> None:
-        """As AsyncClient.abort."""
+        """Abort a request, or all of them; see AsyncClient.abort."""
         self._loop.run(lambda: self._async.abort(request_id))
 
     def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """As AsyncClient.info."""
+        """Return gauges and counters of the server; see AsyncClient.info."""
         return self._loop.run(lambda: self._async.info(timeout))
 
     def flush_cache(self, timeout: float = 10.0) -> int:
-        """As AsyncClient.flush_cache."""
+        """Drop unused cached prefixes; see AsyncClient.flush_cache."""
         return self._loop.run(lambda: self._async.flush_cache(timeout))
 
     def tokenize(self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS) -> list[int]:
-        """As AsyncClient.tokenize."""
+        """Return the token ids of a text or a chat; see AsyncClient.tokenize."""
         return self._loop.run(lambda: self._async.tokenize(prompt, chat))
 
     def detokenize(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """As AsyncClient.detokenize."""
+        """Return the text of token ids; see AsyncClient.detokenize."""
         return self._loop.run(lambda: self._async.detokenize(token_ids, skip_special_tokens))

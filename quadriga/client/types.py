@@ -1,4 +1,4 @@
-"""What a client gives and gets: prompts, options, completions, chunks, timings."""
+"""Types of the client library: prompts, options, completions, chunks, timings."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,26 +12,26 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import ChatMessage, ChatOptions, Usage
 
 Chat = list[dict[str, str]]
+# A text, its token ids, or a chat of {role, content} maps.
 Prompt = str | list[int] | Chat
-"""A text, its token ids, or a chat of {role, content} maps."""
-
 
 NO_CHAT_OPTIONS = ChatOptions()
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside prompt and params, as keywords of submit, generate and stream.
+    """Keywords of submit, generate and stream, beside prompt and params.
 
-    timeout: seconds until it must have ended, at most one week. Client and server both watch it;
-        whoever notices first ends the request, and DeadlineExceeded is raised.
-    queue_timeout: seconds until the server must have admitted it, in the same range; then
-        DeadlineExceeded. None, for both: as the server was started.
-    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
-    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as the
-        server was started.
-    chat: for the chat template: tools, template_args.
-    clamp_max_new_tokens: where the context leaves less than max_new_tokens, generate that much
-        instead of raising PromptTooLong.
+    Attributes:
+        timeout: seconds within which the request must end, at most one week; then client or server
+            aborts it, and DeadlineExceeded is raised. None: the server's --request-timeout.
+        queue_timeout: seconds within which the server must admit it, with the same range and
+            error. None: the server's --queue-timeout.
+        priority: -1000 to 1000, the largest first, if the server schedules by priority.
+        truncate_prompt: keep the last tokens of a prompt that is longer than the context; None:
+            the server's --allow-auto-truncate.
+        chat: tools and variables for the chat template.
+        clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
+            instead of raising PromptTooLong.
     """
 
     timeout: float | None
@@ -43,16 +43,19 @@ class RequestOptions(TypedDict, total=False):
 
 
 def is_time_limit(timeout: float | None) -> TypeGuard[float]:
-    """Whether a client watches this timeout. The server refuses what is out of its range."""
+    """Return whether a client enforces this timeout. The server refuses one out of its range."""
     return timeout is not None and 0 < timeout < math.inf
 
 
 @dataclass(slots=True)
 class Timings:
-    """When the request passed each stage, in Unix seconds; 0.0 where it never came there.
+    """Unix time at which the request reached each stage; 0.0 for a stage that it did not reach.
 
-    submitted and delivered are the client's, the others the server's clock, moved if the two
-    disagree (see `reconcile`). token_times has the end of the step that gave each token.
+    `submitted` and `delivered` are read from the client's clock, the others from the server's,
+    shifted if the two disagree (see `reconcile`).
+
+    Attributes:
+        token_times: end of the step that sampled each token.
     """
 
     submitted: float
@@ -65,11 +68,10 @@ class Timings:
     token_times: list[float] = field(default_factory=list)
 
     def reconcile(self) -> None:
-        """Move the server's stamps into the time from submitted to delivered, if any lies outside.
+        """Shift the server's times to lie between `submitted` and `delivered`.
 
-        Then the server's clock is not the client's: it runs on another machine, or either wall
-        clock was set after the other program had started. The stamps are moved together, so that
-        as much time is left before them as after them.
+        They lie outside if the server runs on another machine, or if a wall clock was set after
+        one of the programs had started. All times are shifted by the same amount, to the middle.
         """
         stages = (self.received, self.tokenized, self.admitted, self.first_token, self.detokenized)
         stamps = [
@@ -93,11 +95,15 @@ class Timings:
 
 @dataclass(slots=True)
 class Completion:
-    """A finished request. finish_reason: stop, length or abort.
+    """A finished request.
 
-    index: of the choice, where `n` were asked for; others: the choices after it, in order, which
-    choice 0 has when it is the answer to a whole request.
-    logprobs: of token_ids, prompt_logprobs: of all tokens of the prompt; None unless asked for.
+    Attributes:
+        finish_reason: stop, length or abort.
+        matched_stop: stop string or stop token id that ended the text.
+        index: index of the choice.
+        logprobs: logprobs of `token_ids`; None unless requested.
+        prompt_logprobs: logprobs of all prompt tokens; None unless requested.
+        others: the other choices in order, if this is choice 0 of `n`.
     """
 
     request_id: str
@@ -115,11 +121,16 @@ class Completion:
 
 @dataclass(slots=True)
 class StreamChunk:
-    """What is new of a request. token_times: by the server's clock. received_at: Unix seconds, by
-    the client's. completion: on the last chunk only.
+    """New text and tokens of a request.
 
-    index: of the choice; each has a last chunk. logprobs: of token_ids; prompt_logprobs: in the
-    first chunk of choice 0; None unless asked for.
+    Attributes:
+        token_times: Unix time of each token on the server's clock.
+        received_at: Unix time on the client's clock.
+        completion: the whole completion, in the last chunk of a choice only.
+        index: index of the choice.
+        logprobs: logprobs of `token_ids`; None unless requested.
+        prompt_logprobs: logprobs of all prompt tokens, in the first chunk of choice 0; None unless
+            requested.
     """
 
     request_id: str
@@ -134,14 +145,14 @@ class StreamChunk:
 
 
 def is_list_of_prompts(prompt: Any) -> bool:
-    """True for a list whose elements are prompts themselves, and for an empty list."""
+    """Return whether a value is a list of prompts; an empty list is."""
     return isinstance(prompt, list | tuple) and (
         not prompt or isinstance(prompt[0], str | list | tuple)
     )
 
 
 def check_is_one_prompt(prompt: Any, call: str) -> None:
-    """Raise InvalidRequest for a list of prompts, such as []. call: the method that takes one."""
+    """Raise InvalidRequest for a list of prompts given to a method that takes one prompt."""
     if is_list_of_prompts(prompt):
         raise InvalidRequest(
             f"prompt is a list of {len(prompt)} prompts: {call} takes one prompt, call it for each",
@@ -150,14 +161,14 @@ def check_is_one_prompt(prompt: Any, call: str) -> None:
 
 
 class WirePrompt(NamedTuple):
-    """A prompt as Generate carries it: text or chat, or packed token ids."""
+    """A prompt in the form of the Generate message: text or chat, or packed token ids."""
 
     prompt: str | list[ChatMessage]
     token_ids: bytes | None = None
 
 
 def wire_prompt(prompt: Any) -> WirePrompt:
-    """Raises InvalidRequest for a type or value that is no prompt."""
+    """Convert a prompt for the wire. Raise InvalidRequest for a type or value that is no prompt."""
     if isinstance(prompt, str):
         return WirePrompt(prompt)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):

@@ -1,1 +1,4 @@
-"""The command line flags of the server and of its processes, as dataclasses."""
+"""Command line flags of the server and its processes, as dataclasses.
+
+`python -m quadriga.config --markdown` prints the table of docs/configuration.md.
+"""

@@ -5,31 +5,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quadriga.config.flags import flag_name, value_type
 from quadriga.errors import ConfigError
 
-SHOWN_NEAR = 3
+MAX_SUGGESTIONS = 3
 
 
 def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by field name. A key is a flag without its dashes: `max-batch-size` or
-    `max_batch_size`; a list stands for the words of a flag that takes several. Keys without a value
-    are as if absent.
+    """Read a file of flags.
 
-    fields: every flag's dataclass field. ConfigError names the file, the key and what may stand
-    there.
+    A key is a flag without its dashes, `max-batch-size` or `max_batch_size`. A list stands for the
+    comma-separated items of a flag. Keys without a value are ignored.
+
+    Args:
+        path: the file.
+        fields: dataclass fields of the flags, by their names and aliases.
+
+    Returns:
+        Values by field name.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key or a value that no flag can have.
     """
-    found = {}
-    for key, value in _map(path).items():
+    values = {}
+    for key, value in _read_map(path).items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ConfigError(f"{path}: there is no flag {key!r}{_near(name, fields)}")
-        if value is not None:
-            found[name] = _converted(f"{path}: {key}", value, fields[name])
-    return found
+            raise ConfigError(f"{path}: there is no flag {key!r}{_suggestions(name, fields)}")
+        if value is None:
+            continue
+        field = fields[name]
+        if name == field.metadata["alias"] and field.metadata["alias_value"]:
+            if _converted(f"{path}: {key}", value, bool):
+                values[field.name] = field.metadata["alias_value"]
+        else:
+            values[field.name] = _converted(f"{path}: {key}", value, field.type)
+            _check_choice(f"{path}: {key}", values[field.name], field.metadata["choices"])
+    return values
 
 
-def _map(path: Path) -> dict[Any, Any]:
+def _read_map(path: Path) -> dict[Any, Any]:
     try:
         import yaml
     except ImportError:
@@ -49,25 +66,23 @@ def _map(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _near(name: str, fields: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, fields, SHOWN_NEAR)
+def _suggestions(name: str, fields: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, fields, MAX_SUGGESTIONS)
     return f"; near it: {', '.join(flag_name(n)[2:] for n in near)}" if near else ""
 
 
-def _converted(where: str, value: Any, field: Any) -> Any:
-    """The value as the command line would have made it."""
-    kind, choices = value_type(field.type), field.metadata["choices"]
-    if isinstance(value, list) and kind is str and all(isinstance(v, str | int) for v in value):
-        value = ",".join(map(str, value))
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and kind in (float, str):
-        value = kind(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{where} is {value!r}: it must be {_named(kind)}")
+def _converted(where: str, value: Any, annotation: Any) -> Any:
+    """Return a YAML value as the command line would give it."""
+    if value_type(annotation) is str:
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, str | int | float) for item in items):
+            value = ",".join(map(str, items))
+    try:
+        return msgspec.convert(value, annotation)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} is {value!r}: {error}") from None
+
+
+def _check_choice(where: str, value: Any, choices: tuple[str, ...]) -> None:
     if choices and value not in choices:
         raise ConfigError(f"{where} is {value!r}: it must be one of {', '.join(choices)}")
-    return value
-
-
-def _named(kind: type) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]

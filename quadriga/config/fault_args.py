@@ -1,4 +1,4 @@
-"""--fault as it is written on the command line; fault_injection.py does what it says."""
+"""Parser of --fault; runtime/fault_injection.py injects the faults."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,16 @@ OPTIONS = ("after", "every", "token", "ms")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong. after: at this message of those that the process receives, counted
-    from its start; every: at each of so many; token: at each plan that brings a request which
-    begins with it; none of the three: at each message. ms: how long a delay lasts."""
+    """One fault to inject, at every message unless an option says otherwise.
+
+    Attributes:
+        kind: one of KINDS.
+        process: the process that receives the messages, one of PROCESSES.
+        after: number of the only message that triggers it, counted from 1 at the process's start.
+        every: trigger at each message whose number is a multiple of this one.
+        token: trigger at each plan with a new request whose first token this is.
+        ms: duration of a delay.
+    """
 
     kind: str
     process: str
@@ -26,7 +33,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """KIND:PROCESS[:OPTION=N…], several with commas between. Raises ConfigError."""
+    """Parse comma-separated faults, each KIND:PROCESS[:OPTION=N…]. Raise ConfigError."""
     return [_parse(part) for part in text.split(",") if part]
 
 

@@ -1,4 +1,4 @@
-"""What a dataclass field needs to be a command line flag, and what its value must keep."""
+"""Command line flags as dataclass fields."""
 
 import dataclasses
 import types
@@ -8,23 +8,53 @@ from typing import Any
 from quadriga.errors import ConfigError
 
 
-def flag(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command line flag."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def flag(
+    default: Any,
+    text: str,
+    choices: tuple[str, ...] = (),
+    *,
+    basic: bool = False,
+    hidden: bool = False,
+    alias: str = "",
+    alias_value: str = "",
+) -> Any:
+    """Make a dataclass field that is also a command line flag.
+
+    Args:
+        default: value of a flag that is not given.
+        text: help text, without the default.
+        choices: values that the flag may have; empty: any.
+        basic: shown by --help; the other flags are shown by --help-all only.
+        hidden: shown by neither.
+        alias: another name of the flag, as a field name.
+        alias_value: value that the alias, which then takes none itself, gives the flag.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": text,
+            "choices": choices,
+            "basic": basic,
+            "hidden": hidden,
+            "alias": alias,
+            "alias_value": alias_value,
+        },
+    )
 
 
 def flag_name(field_name: str) -> str:
+    """Return the flag of a field."""
     return "--" + field_name.replace("_", "-")
 
 
 def value_type(annotation: Any) -> Any:
-    """What a flag's text becomes: of a field that may be None, the other type."""
+    """Return the type of a flag's value; for `X | None`, X."""
     if isinstance(annotation, types.UnionType):
         return next(t for t in typing.get_args(annotation) if t is not types.NoneType)
     return annotation
 
 
-def positive(name: str, value: float | None) -> None:
-    """ConfigError unless the value of a flag is positive, or was left out."""
+def check_positive(name: str, value: float | None) -> None:
+    """Raise ConfigError unless the value of a flag is positive or None."""
     if value is not None and not value > 0:
         raise ConfigError(f"{name} must be positive (it is {value})")

@@ -4,72 +4,79 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quadriga.config.flags import flag, flag_name, positive
+from quadriga.config.flags import check_positive, flag, flag_name
 from quadriga.errors import ConfigError
 
 BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
-SINGLE_CHUNK = 256
-"""Tokens that a step may compute of a single prompt, where fewer of several are enough."""
+# A step may compute so many tokens of a single prompt even if fewer keep the worker busy.
+MIN_SINGLE_CHUNK_TOKENS = 256
 POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerArgs:
-    """What runs when (scheduler_proc)."""
+    """Scheduling (scheduler_proc)."""
 
-    max_batch_size: int = flag(64, "requests in one decode step")
+    max_batch_size: int = flag(64, "requests in one decode step", basic=True)
     prefill_max_batch_size: int | None = flag(
         None, "waiting requests that one step may admit (default: --max-batch-size)"
     )
     prefill_max_tokens: int = flag(16384, "prompt tokens that one prefill step may hold")
     chunked_prefill_size: int | None = flag(
         None,
-        "prompt tokens of one step; a longer prompt is computed in chunks of that size, -1: never"
-        " (default: on a CPU as many as keep it busy, measured at the start, or 256 of a single"
-        " prompt where that is more; 8192 on a GPU)",
+        "prompt tokens of one step; a longer prompt is computed in chunks of this size. -1: prompts"
+        " are never cut (default: 8192 on a GPU; measured at the start on a CPU)",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
-    max_queued_requests: int = flag(4096, "waiting requests; over it a request is refused at once")
+    max_queued_requests: int = flag(4096, "waiting requests; further ones are refused at once")
     max_requests_per_client: int | None = flag(
-        None, "open requests of one client; over it a request is refused at once (default: any)"
+        None, "open requests of one client; further ones are refused at once (default: no limit)"
     )
-    batch_mode: str = flag("mixed", "what a step computes: see docs/scheduling.md", BATCH_MODES)
-    decode_first: bool = flag(False, "the same as --batch-mode decode-first")
+    batch_mode: str = flag(
+        "mixed",
+        "what a step computes: see docs/scheduling.md",
+        BATCH_MODES,
+        alias="decode_first",
+        alias_value="decode-first",
+    )
     batching: str = flag(
         "continuous",
-        "static: a batch is run to its end before the next is admitted (to compare against)",
+        "static: run a batch to its end before the next is admitted (for comparison)",
         ("continuous", "static"),
     )
     schedule_policy: str = flag("fcfs", "order of the waiting queue", POLICIES)
     pack_lookahead: int | None = flag(
-        None, "pack: how many waiting requests it looks at to fill a step (default: 32)"
+        None, "pack: number of waiting requests considered to fill a step (default: 32)"
     )
     pack_fifo_every: int | None = flag(
-        None, "pack: every N-th round is first come, first served (default: 8)"
+        None, "pack: every N-th step is filled first come, first served (default: 8)"
     )
     priority_preemption_threshold: int | None = flag(
         None,
-        "priority: a waiting request whose priority is higher by so much takes the place of a"
-        " running one (default: 10)",
+        "priority: difference in priority from which a waiting request preempts a running one"
+        " (default: 10)",
     )
     fair_clients: bool = flag(
-        False, "clients take turns (deficit round robin), whatever each of them has sent"
+        False, "serve clients in turns (deficit round robin), however much each has sent"
     )
     schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
-    disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prompt beginnings")
-    no_prefix_cache: bool = flag(False, "the same as --disable-radix-cache")
+    disable_radix_cache: bool = flag(
+        False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
+    )
     plan_at_once: bool = flag(
-        False, "plan a step as soon as there is room, not as late as the worker allows"
+        False, "plan each step as early as possible, instead of as late as the worker allows"
     )
     journal: str = flag(
         "",
-        "directory of the journal, from which another scheduler goes on with the requests; one that"
-        " outlives the server is synced (default: the run directory, which does not)",
+        "directory of the journal, from which a restarted scheduler recovers all requests; a"
+        " directory that is given is synced and survives the server (default: the run directory)",
+        basic=True,
     )
-    no_journal: bool = flag(False, "requests do not survive the end of the scheduler")
-    resume: bool = flag(False, "go on with the requests that an earlier run left in --journal")
+    no_journal: bool = flag(False, "keep no journal: requests are lost if the scheduler dies")
+    resume: bool = flag(False, "continue the requests that an earlier run left in --journal")
 
     def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
         for name in (
             "max_batch_size",
             "prefill_max_batch_size",
@@ -81,7 +88,7 @@ class SchedulerArgs:
             "pack_fifo_every",
             "priority_preemption_threshold",
         ):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk <= 0:
             raise ConfigError(
@@ -95,22 +102,21 @@ class SchedulerArgs:
         self._check_together()
 
     def _check_together(self) -> None:
-        """ConfigError for flags that contradict each other, or of which one would do nothing."""
+        """Raise ConfigError for flags that contradict each other or have no effect."""
         mode = self.batch_mode
-        if self.decode_first and mode not in (self.default("batch_mode"), "decode-first"):
-            raise ConfigError(f"--decode-first contradicts --batch-mode {mode}: leave one out")
-        if self.batching == "static" and (
-            self.decode_first or mode not in (self.default("batch_mode"), "prefill-first")
+        if self.batching == "static" and mode not in (
+            self.default("batch_mode"),
+            "prefill-first",
         ):
             raise ConfigError(
                 "--batching static prefills a batch and then decodes it: it contradicts"
-                f" --batch-mode {'decode-first' if self.decode_first else mode}"
+                f" --batch-mode {mode}"
             )
         if self.resume and not self.journal:
             raise ConfigError("--resume goes on with a journal: say which with --journal DIR")
         if self.no_journal and self.journal:
             raise ConfigError("--no-journal contradicts --journal: leave one out")
-        if not self.prefix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
+        if self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
             raise ConfigError(
                 f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
                 " it needs the prefix cache, leave --disable-radix-cache out"
@@ -128,52 +134,56 @@ class SchedulerArgs:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """The value of a flag that was not given."""
+        """Return the default of a flag."""
         return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
     @property
     def prefill_width(self) -> int:
+        """Number of waiting requests that one step may admit."""
         return self.prefill_max_batch_size or self.max_batch_size
 
     @property
     def mode(self) -> str:
-        """--batch-mode, with --decode-first taken in; static batching prefills first."""
-        if self.decode_first:
-            return "decode-first"
+        """--batch-mode, or prefill-first for static batching."""
         return "prefill-first" if self.batching == "static" else self.batch_mode
 
     @property
-    def prefix_cache(self) -> bool:
-        return not (self.disable_radix_cache or self.no_prefix_cache)
-
-    @property
     def measures_chunks(self) -> bool:
-        """The worker finds out how many tokens of prompts a step had best hold."""
+        """Whether the worker measures the number of prompt tokens that a step should hold."""
         return self.chunked_prefill_size is None
 
     def prefill_budget(self, measured: int) -> int:
-        """Prompt tokens that one step may hold. measured: those that keep the worker busy."""
+        """Return the number of prompt tokens that one step may hold.
+
+        Args:
+            measured: smallest number of tokens that keeps the worker busy.
+        """
         chunk = self.chunk_size(measured)
         return self.prefill_max_tokens if chunk is None else min(chunk, self.prefill_max_tokens)
 
     def prefill_slack(self, measured: int) -> int:
-        """Prompt tokens that a step may hold beyond that, where no other step of prompts need
-        follow then: half a step, for a small one would not keep the worker busy."""
+        """Return the number of prompt tokens that the last prefill step may hold beyond the budget.
+
+        It is half a step, since a smaller step of its own would not keep the worker busy.
+        """
         if not self.measures_chunks:
             return 0
         budget = self.prefill_budget(measured)
         return min(budget // 2, self.prefill_max_tokens - budget)
 
     def longest_chunk(self, measured: int) -> int:
-        """Tokens that a step may compute of a single prompt. More of several prompts would make
-        the first ones wait for the last; a long one waits for nobody but itself."""
+        """Return the number of tokens that a step may compute of a single prompt.
+
+        It may exceed the budget: with several prompts the first ones would wait for the last, but
+        a single one delays only itself.
+        """
         budget = self.prefill_budget(measured)
         if not self.measures_chunks:
             return budget
-        return min(max(budget, SINGLE_CHUNK), self.prefill_max_tokens)
+        return min(max(budget, MIN_SINGLE_CHUNK_TOKENS), self.prefill_max_tokens)
 
     def chunk_size(self, measured: int) -> int | None:
-        """Tokens of the largest chunk; None where prompts are never cut."""
+        """Return the number of tokens of the largest chunk; None if prompts are never cut."""
         if self.chunked_prefill_size is None:
             return measured
         return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size

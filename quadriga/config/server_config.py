@@ -1,6 +1,6 @@
-"""ServerConfig: small frozen dataclasses, and the command line that is made of their fields.
+"""ServerConfig: frozen dataclasses, and the command line that is made of their fields.
 
-A field `max_batch_size: int = flag(8, "…")` is the flag `--max-batch-size`. Every process takes
+The field `max_batch_size: int = flag(8, "…")` is the flag `--max-batch-size`. Every process takes
 the same flags, so that each can be started by itself and `ps` shows how it was started.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from quadriga.config.config_file import read_config
 from quadriga.config.fault_args import parse_faults
-from quadriga.config.flags import flag, flag_name, positive, value_type
+from quadriga.config.flags import check_positive, flag, flag_name, value_type
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.worker_args import WorkerArgs
@@ -26,56 +26,65 @@ BUILTIN_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """The model, as every process must know it."""
+    """Model."""
 
     model: str = flag(
-        BUILTIN_MODEL, "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name"
+        BUILTIN_MODEL,
+        "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name",
+        basic=True,
     )
-    served_model_name: str = flag("", "name to show to clients (default: --model)")
+    served_model_name: str = flag("", "name that clients see (default: --model)")
     load_format: str = flag(
         "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
     )
-    context_length: int | None = flag(None, "serve a shorter context than the model's own (tokens)")
+    context_length: int | None = flag(
+        None, "tokens of context, if shorter than the model's own", basic=True
+    )
 
     def validate(self) -> None:
-        positive("context_length", self.context_length)
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive("context_length", self.context_length)
 
     @property
     def shown_name(self) -> str:
+        """Name that clients see."""
         return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoorArgs:
-    """The front door, texts to ids (tokenizer_proc)."""
+class FrontendArgs:
+    """Frontend, text to token ids (tokenizer_proc)."""
 
-    endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket")
+    endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket", basic=True)
     curve_dir: str = flag(
-        "", "the server's keys, made by quadriga keygen: only clients with a key there may connect"
+        "",
+        "directory of keys, made by quadriga keygen: only clients whose key is there may connect",
+        basic=True,
     )
     insecure: bool = flag(
-        False, "serve other machines without keys: whoever reaches the socket may use it"
+        False, "serve other machines without keys: any client that reaches the socket may use it"
     )
     tokenize_workers: int = flag(2, "processes that encode long texts")
-    allow_auto_truncate: bool = flag(False, "keep the last tokens of a prompt that is too long")
+    allow_auto_truncate: bool = flag(False, "cut a prompt that is too long to its last tokens")
     sampling_defaults: str = flag(
         "model",
-        "where temperature, top_k, top_p, min_p and repetition_penalty come from if a request has"
-        " none: the model's generation_config.json, or openai: 1, off, 1, 0, 1",
+        "source of temperature, top_k, top_p, min_p and repetition_penalty for requests without"
+        " them. model: its generation_config.json; openai: 1, off, 1, 0, 1",
         ("model", "openai"),
     )
     queue_timeout: float | None = flag(
-        None, "seconds that a request may wait to be admitted (default: no limit)"
+        None, "seconds within which a request must be admitted (default: no limit)"
     )
     request_timeout: float | None = flag(
-        None, "seconds that a request may take as a whole (default: no limit)"
+        None, "seconds within which a request must end (default: no limit)"
     )
 
     def validate(self) -> None:
-        positive("tokenize_workers", self.tokenize_workers)
-        positive("queue_timeout", self.queue_timeout)
-        positive("request_timeout", self.request_timeout)
-        # Not ipc: a second server would take the path over in silence.
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive("tokenize_workers", self.tokenize_workers)
+        check_positive("queue_timeout", self.queue_timeout)
+        check_positive("request_timeout", self.request_timeout)
+        # ipc is refused: a second server would silently take the path over.
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
             raise ConfigError(
@@ -86,7 +95,7 @@ class FrontDoorArgs:
             raise ConfigError(
                 f"endpoint is {self.endpoint}, which other machines may reach, and there are no"
                 " keys: make some with quadriga keygen DIR and add --curve-dir DIR, or add"
-                " --insecure if everybody there may use it"
+                " --insecure if every machine there may use it"
             )
 
 
@@ -100,37 +109,38 @@ def _is_loopback(endpoint: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DetokArgs:
-    """Ids to texts (detok_proc)."""
+    """Detokenization, token ids to text (detok_proc)."""
 
-    stream_interval: int = flag(1, "text is sent every N tokens; the first piece at once")
+    stream_interval: int = flag(1, "tokens between two pieces of text; the first is sent at once")
 
     def validate(self) -> None:
-        positive("stream_interval", self.stream_interval)
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive("stream_interval", self.stream_interval)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchArgs:
-    """Start, stop, and what is shown (launcher.py)."""
+    """Start, stop and logging (launcher.py)."""
 
-    start_timeout: float = flag(600.0, "seconds until every process must be ready")
-    shutdown_timeout: float = flag(30.0, "seconds that running requests may go on after a signal")
+    start_timeout: float = flag(600.0, "seconds within which every process must be ready")
+    shutdown_timeout: float = flag(30.0, "seconds that open requests may go on after a signal")
     max_restarts: int = flag(
         10,
-        "how often one process that died is started again within five minutes; 0: any death ends"
-        " the server",
+        "restarts of one process within five minutes; 0: the first death ends the server",
     )
     watchdog_timeout: float = flag(
         120.0,
-        "seconds after which a process that does not answer, or a step that does not end, counts as"
-        " dead; 0: never",
+        "seconds after which a process that does not answer, or a step that does not end, is killed"
+        " and restarted; 0: never",
     )
     fault: str = flag(
-        "", "for tests: what goes wrong on purpose, for example kill:worker:after=100"
+        "", "faults to inject in tests, for example kill:worker:after=100", hidden=True
     )
-    log_level: str = flag("info", "how much to log", ("debug", "info", "warning", "error"))
-    no_status_line: bool = flag(False, "no live line of what the server does, on a terminal")
+    log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
+    no_status_line: bool = flag(False, "show no live status line on a terminal")
 
     def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
         if not self.start_timeout > 0:
             raise ConfigError("start_timeout must be positive")
         if not self.shutdown_timeout >= 0:
@@ -143,10 +153,10 @@ class LaunchArgs:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """All flags of a server. Never written to after start; `replace` makes a changed copy."""
+    """All flags of a server, one group per process. `replace` makes a changed copy."""
 
     model: ModelArgs = ModelArgs()
-    front_door: FrontDoorArgs = FrontDoorArgs()
+    frontend: FrontendArgs = FrontendArgs()
     scheduler: SchedulerArgs = SchedulerArgs()  # noqa: RUF009 - frozen, like the others
     worker: WorkerArgs = WorkerArgs()  # noqa: RUF009 - frozen, like the others
     detok: DetokArgs = DetokArgs()
@@ -159,22 +169,23 @@ class ServerConfig:
             group.validate()
 
     def groups(self) -> list[Any]:
-        """The groups of flags, one per process."""
+        """Return the groups of flags, one per process."""
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def replace(self, **flags: Any) -> "ServerConfig":
-        """A copy with some flags set, whichever group they belong to."""
+        """Return a copy with some fields set. Raise ConfigError for an unknown name."""
         groups = {}
         for field in dataclasses.fields(self):
             group = getattr(self, field.name)
-            own = {f.name: flags.pop(f.name) for f in dataclasses.fields(group) if f.name in flags}
-            groups[field.name] = dataclasses.replace(group, **own)
+            names = [f.name for f in dataclasses.fields(group) if f.name in flags]
+            changes = {name: flags.pop(name) for name in names}
+            groups[field.name] = dataclasses.replace(group, **changes)
         if flags:
             raise ConfigError(f"no such flag: {', '.join(sorted(flags))}")
         return ServerConfig(**groups)
 
     def to_argv(self) -> list[str]:
-        """The flags that make this config again, without those at their default."""
+        """Return the flags that reproduce this config, without those at their default."""
         argv = []
         for group in self.groups():
             for field in dataclasses.fields(group):
@@ -187,42 +198,89 @@ class ServerConfig:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of ServerConfig, and --config; absent ones stay out of the namespace."""
+    """Add every flag of ServerConfig, --config and --help-all; absent flags stay out of the result.
+
+    --help shows the flags that most operators need, --help-all all of them.
+    """
+    others: list[tuple[argparse.Action, str]] = []
+    parser.add_argument(
+        "--help-all", action=_HelpAll, nargs=0, others=others, help="show all flags of the server"
+    )
     parser.add_argument(
         "--config",
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE.yaml",
-        help="a map of the server's flags, as keys without the dashes; the command line wins",
+        help="YAML map of the server's flags, without dashes; the command line takes precedence",
     )
     for group in ServerConfig().groups():
         section = parser.add_argument_group((group.__doc__ or "").rstrip("."))
         for field in dataclasses.fields(group):
-            _add_flag(section, field)
+            action = _add_flag(section, field)
+            if field.metadata["hidden"]:
+                action.help = argparse.SUPPRESS
+            elif not field.metadata["basic"]:
+                others.append((action, action.help or ""))
+                action.help = argparse.SUPPRESS
 
 
-def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> None:
-    text = field.metadata["help"]
+class _HelpAll(argparse.Action):
+    """Shows the help of all flags, those that --help leaves out, too."""
+
+    def __init__(self, *args: Any, others: list[tuple[argparse.Action, str]], **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self._others = others
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self._others:
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
+def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
+    data = field.metadata
+    shown = help_text(field)
     if field.default not in (None, "", False):
-        text += f" (default: {field.default})"
-    keywords: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
+        shown += f" (default: {field.default})"
+    keywords: dict[str, Any] = {"help": shown, "default": argparse.SUPPRESS}
+    names = [flag_name(field.name)]
+    if data["alias_value"]:
+        section.add_argument(
+            flag_name(data["alias"]), action="store_const", dest=field.name,
+            const=data["alias_value"], default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+        )  # fmt: skip
+    elif data["alias"]:
+        names.append(flag_name(data["alias"]))
     if field.type is bool:
         keywords["action"] = "store_true"
     else:
         keywords["type"] = value_type(field.type)
-        if field.metadata["choices"]:
-            keywords["choices"] = field.metadata["choices"]
+        if data["choices"]:
+            keywords["choices"] = data["choices"]
         else:
             keywords["metavar"] = field.name.rsplit("_", 1)[-1].upper()
-    section.add_argument(flag_name(field.name), **keywords)
+    action: argparse.Action = section.add_argument(*names, **keywords)
+    return action
+
+
+def help_text(field: "dataclasses.Field[Any]") -> str:
+    """Return the help of a flag, with an alias that stands for a value, but without the default."""
+    text: str = field.metadata["help"]
+    if field.metadata["alias_value"]:
+        text += f"; {flag_name(field.metadata['alias'])}: {field.metadata['alias_value']}"
+    return text
 
 
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
-    """The validated config of the flags in a parsed command line; others are left alone. What it
-    does not say, the file of its --config does."""
-    known = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
-    of_file = read_config(namespace.config, known) if "config" in namespace else {}
-    given = {name: value for name, value in vars(namespace).items() if name in known}
-    config = ServerConfig().replace(**of_file | given)
+    """Return the validated config of a parsed command line, and of the file of its --config.
+
+    Names that are no flags of the server are ignored.
+    """
+    fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    aliases = {f.metadata["alias"]: f for f in fields.values() if f.metadata["alias"]}
+    from_file = read_config(namespace.config, fields | aliases) if "config" in namespace else {}
+    given = {name: value for name, value in vars(namespace).items() if name in fields}
+    config = ServerConfig().replace(**from_file | given)
     config.validate()
     return config

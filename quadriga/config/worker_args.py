@@ -1,25 +1,28 @@
-"""The flags of the worker."""
+"""WorkerArgs: the flags of worker_proc."""
 
 from dataclasses import dataclass
 
-from quadriga.config.flags import flag, positive
+from quadriga.config.flags import check_positive, flag
 from quadriga.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerArgs:
-    """Computing (worker_proc)."""
+    """Computation (worker_proc)."""
 
-    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", basic=True)
     dtype: str = flag(
         "auto",
         "auto: bfloat16 where it is multiplied fast (on a CPU by the native kernels), else float32",
         ("auto", "float32", "bfloat16", "float16"),
+        basic=True,
     )
     page_size: int = flag(16, "tokens in one KV page")
     max_total_tokens: int | None = flag(None, "size of the KV pool in tokens")
     mem_fraction_static: float | None = flag(
-        None, "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on cuda, 0.2 else)"
+        None,
+        "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on CUDA, 0.2 elsewhere)",
+        basic=True,
     )
     attention_backend: str = flag(
         "auto",
@@ -29,18 +32,19 @@ class WorkerArgs:
         ("auto", "native", "triton", "flash", "torch"),
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "decode steps of up to so many rows are CUDA graphs (default: --max-batch-size)"
+        None, "largest decode step, in rows, that runs as a CUDA graph (default: --max-batch-size)"
     )
-    disable_cuda_graph: bool = flag(False, "launch every kernel by itself, also in decode steps")
+    disable_cuda_graph: bool = flag(False, "launch every kernel by itself in decode steps, too")
     enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")
     enable_deterministic_inference: bool = flag(
-        False, "on CUDA: the same output to the last bit, whatever else is in the batch; slower"
+        False, "on CUDA: output that is bitwise the same whatever else is in the batch; slower"
     )
     quantization: str = flag(
         "none",
         "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
         " (gguf: with the very numbers of a quantised GGUF)",
         ("none", "int8", "int4", "gguf"),
+        basic=True,
     )
     kv_cache_dtype: str = flag(
         "auto",
@@ -48,25 +52,32 @@ class WorkerArgs:
         " CUDA)",
         ("auto", "int8", "fp8"),
     )
-    tp: int = flag(1, "processes over which each layer is spread, each with a device of its own")
-    worker_threads: int | None = flag(None, "CPU threads of the worker (default: by the cores)")
+    tp: int = flag(
+        1,
+        "tensor parallelism: processes that share each layer, one device each",
+        basic=True,
+    )
+    worker_threads: int | None = flag(
+        None, "CPU threads of the worker (default: by the number of cores)"
+    )
     no_affinity: bool = flag(
-        False, "every process may run on every core, also where the worker could have its own"
+        False, "let every process run on every core, even if the worker could have its own cores"
     )
 
     def validate(self) -> None:
-        positive("page_size", self.page_size)
-        positive("max_total_tokens", self.max_total_tokens)
-        positive("worker_threads", self.worker_threads)
-        positive("cuda_graph_max_bs", self.cuda_graph_max_bs)
-        positive("tp", self.tp)
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive("page_size", self.page_size)
+        check_positive("max_total_tokens", self.max_total_tokens)
+        check_positive("worker_threads", self.worker_threads)
+        check_positive("cuda_graph_max_bs", self.cuda_graph_max_bs)
+        check_positive("tp", self.tp)
         self._validate_tp()
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
         if self.kv_cache_dtype == "int8" and self.page_size % 16:
             raise ConfigError(
-                f"kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
+                "kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
                 f" {self.page_size})"
             )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
@@ -83,11 +94,11 @@ class WorkerArgs:
     def _validate_tp(self) -> None:
         if self.tp == 1:
             return
-        for what, asked in (
+        for feature, is_set in (
             ("attention_backend native", self.attention_backend == "native"),
             (f"quantization {self.quantization}", self.quantization != "none"),
             ("kv_cache_dtype int8", self.kv_cache_dtype == "int8"),
             ("enable_deterministic_inference", self.enable_deterministic_inference),
         ):
-            if asked:
-                raise ConfigError(f"tp is {self.tp}: {what} works with one process only")
+            if is_set:
+                raise ConfigError(f"tp is {self.tp}: {feature} works with one process only")

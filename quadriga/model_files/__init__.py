@@ -1,1 +1,1 @@
-"""Where models come from: directories, GGUF files, the Hub, the built-in one, random weights."""
+"""Sources of models: directories, GGUF files, the Hub, the built-in model, random weights."""

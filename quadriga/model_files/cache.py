@@ -1,4 +1,4 @@
-"""Our own cache directory: the built-in model's weights and what was read from GGUF headers."""
+"""Quadriga's cache directory: the built-in model's weights and the contents of GGUF headers."""
 
 import fcntl
 import os
@@ -12,32 +12,39 @@ from quadriga.errors import ModelError
 
 
 def cache_directory() -> Path:
-    """$QUADRIGA_CACHE, else $XDG_CACHE_HOME/quadriga, else ~/.cache/quadriga."""
-    if own := os.environ.get("QUADRIGA_CACHE"):
-        return Path(own).expanduser().absolute()
+    """Return $QUADRIGA_CACHE, else $XDG_CACHE_HOME/quadriga, else ~/.cache/quadriga."""
+    if directory := os.environ.get("QUADRIGA_CACHE"):
+        return Path(directory).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "quadriga"
 
 
 @contextmanager
-def alone(directory: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of a scratch directory's cache, so that the others find what this one made.
+def cache_lock(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a scratch directory's cache; the system releases it if its holder dies.
 
-    waiting: called once if another process holds it. The system releases it if its holder dies.
+    Args:
+        directory: the scratch directory.
+        on_wait: called once if another process holds the lock.
     """
     with (directory.parent / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A fresh directory on the cache's file system, gone afterwards; what is renamed out of it
-    appears in the cache whole or not at all. ModelError where the cache cannot be written."""
+    """Make a temporary directory on the cache's file system.
+
+    A file that is renamed out of it appears in the cache whole or not at all.
+
+    Raises:
+        ModelError: the cache cannot be written.
+    """
     cache = cache_directory()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -58,11 +65,11 @@ def scratch_directory() -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def publish_directory(made: Path, final: Path) -> None:
-    """Rename a finished directory into place; if another process was first, keep the other's."""
+def publish_directory(directory: Path, final: Path) -> None:
+    """Rename a finished directory into place, unless another process was first."""
     final.parent.mkdir(parents=True, exist_ok=True)
     try:
-        made.rename(final)
+        directory.rename(final)
     except OSError:
         if not final.is_dir():
             raise

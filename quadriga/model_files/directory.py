@@ -1,4 +1,4 @@
-"""What a usable model directory holds, and what is said about one that lacks something."""
+"""Check of a model directory, with a remedy for each missing file."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt"
 
 
 def find_problem(directory: Path, weights: bool) -> str | None:
-    """What is missing and what to do about it, in words that follow the directory's name."""
+    """Return what is missing and the remedy, worded to follow the directory's name; or None."""
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if ggufs:
@@ -22,7 +22,7 @@ def find_problem(directory: Path, weights: bool) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file. ModelError where it is broken."""
+    """Return the object in a JSON file, {} without a file. Raise ModelError if it is broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tells models apart by their files, without reading all of the weights."""
+"""Fingerprint of a model's files, without reading all of the weights."""
 
 import hashlib
 import json
@@ -8,16 +8,15 @@ from typing import Any
 
 from quadriga.errors import ModelError
 
+# The last bytes of each weights file: two trainings of one model differ there.
 TAIL_BYTES = 4096
-"""Of each file of weights: two trainings of one model differ there."""
 DIGITS = 16
 
 
 def fingerprint(config: dict[str, Any], tokenizer_dir: Path, weights: Path | None) -> str:
-    """Return a short text that is the same wherever the files of a model are.
+    """Return a short text that identifies a model, independent of the location of its files.
 
-    It depends on the configuration, the tokenizer, and of the files of weights on names, sizes and
-    last bytes.
+    It depends on the configuration, the tokenizer, and names, sizes and last bytes of the weights.
 
     Raises:
         ModelError: a file cannot be read.

@@ -1,8 +1,7 @@
-"""A GGUF's header, read once and kept as the files that a Hugging Face directory would have.
+"""A GGUF's header, converted once to the files of a Hugging Face directory.
 
-Reading the header takes seconds, for it holds the whole vocabulary; the files take milliseconds,
-and every process of every start reads only those. Source: the GGUF specification (ggml,
-docs/gguf.md).
+Reading the header takes seconds, since it holds the whole vocabulary; reading the files takes
+milliseconds. Source: the GGUF specification (ggml, docs/gguf.md).
 """
 
 import hashlib
@@ -19,26 +18,29 @@ from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
+# Part of the cache key: increase it when the written files change.
 EXPORT_VERSION = 1
-"""Part of the key: raise it when what is written changes."""
 
 TensorIndex = dict[str, dict[str, Any]]
 
 
 def header_files(path: Path) -> Path:
-    """A directory with config.json, generation_config.json, tokenizer.json,
-    tokenizer_config.json and tensors.json of the GGUF at `path`, made if it is not there yet.
+    """Return the directory of a GGUF's converted header, and make it if it does not exist.
 
+    It holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
     tensors.json: {name: {"type": "Q4_1", "shape": [outermost first], "offset": absolute in the
-    file, "bytes": count}}, names as in the GGUF. ModelError for a file that cannot be used.
+    file, "bytes": count}}, with the GGUF's names.
+
+    Raises:
+        ModelError: the file cannot be used.
     """
     directory = cache_directory() / "gguf-headers" / _key(path)
     if not directory.is_dir():
         with scratch_directory() as scratch:
-            made = scratch / "header"
-            made.mkdir()
-            _export(path, made)
-            publish_directory(made, directory)
+            header = scratch / "header"
+            header.mkdir()
+            _export(path, header)
+            publish_directory(header, directory)
     return directory
 
 
@@ -98,7 +100,11 @@ def _tensor_index(reader: "GGUFReader") -> TensorIndex:
 
 
 def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
-    """config.json in Hugging Face's keys. ModelError where the forward pass would be wrong."""
+    """Return config.json with Hugging Face's keys.
+
+    Raises:
+        ModelError: the forward pass of this model would be wrong.
+    """
     architecture = metadata["general.architecture"]
     if architecture not in _CONFIGS:
         raise ModelError(
@@ -106,12 +112,12 @@ def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, 
             f" {', '.join(_CONFIGS)})"
         )
     _refuse_unsupported(metadata, tensors, architecture)
-    own = {
+    values = {
         name.removeprefix(f"{architecture}."): value
         for name, value in metadata.items()
         if name.startswith(f"{architecture}.")
     }
-    config = _CONFIGS[architecture](own, tensors)
+    config = _CONFIGS[architecture](values, tensors)
     config["vocab_size"] = tensors["token_embd.weight"]["shape"][0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     for role in ("bos", "eos"):
@@ -135,38 +141,38 @@ def _refuse_unsupported(
         )
 
 
-def _like_llama(name: str, own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
-    """name: Llama, or one of those that are like it."""
-    heads = own["attention.head_count"]
+def _like_llama(name: str, values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """Return the config of Llama or of an architecture with the same keys."""
+    heads = values["attention.head_count"]
     return {
         "model_type": name.lower(),
         "architectures": [f"{name}ForCausalLM"],
-        "num_hidden_layers": own["block_count"],
-        "hidden_size": own["embedding_length"],
-        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": values["block_count"],
+        "hidden_size": values["embedding_length"],
+        "intermediate_size": values["feed_forward_length"],
         "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": own.get("attention.key_length", own["embedding_length"] // heads),
-        "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
-        "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
-        "max_position_embeddings": own["context_length"],
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length", values["embedding_length"] // heads),
+        "rope_theta": _decimal(values.get("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _decimal(values["attention.layer_norm_rms_epsilon"]),
+        "max_position_embeddings": values["context_length"],
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
 
 
-def _gpt2_config(own: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+def _gpt2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "n_layer": own["block_count"],
-        "n_embd": own["embedding_length"],
-        "n_inner": own["feed_forward_length"],
-        "n_head": own["attention.head_count"],
-        "n_positions": own["context_length"],
-        "n_ctx": own["context_length"],
-        "layer_norm_epsilon": _shortest(own["attention.layer_norm_epsilon"]),
+        "n_layer": values["block_count"],
+        "n_embd": values["embedding_length"],
+        "n_inner": values["feed_forward_length"],
+        "n_head": values["attention.head_count"],
+        "n_positions": values["context_length"],
+        "n_ctx": values["context_length"],
+        "layer_norm_epsilon": _decimal(values["attention.layer_norm_epsilon"]),
         "activation_function": "gelu_new",
     }
 
@@ -179,6 +185,6 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
 }
 
 
-def _shortest(value: float) -> float:
-    """The number that was meant: GGUF stores 1e-05 as a float32, 9.999999747378752e-06."""
+def _decimal(value: float) -> float:
+    """Return the decimal number of a float32: GGUF stores 1e-05 as 9.999999747378752e-06."""
     return float(f"{value:.7g}")

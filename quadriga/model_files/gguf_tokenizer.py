@@ -1,7 +1,7 @@
-"""tokenizer.json and tokenizer_config.json out of a GGUF's metadata.
+"""Conversion of a GGUF's metadata to tokenizer.json and tokenizer_config.json.
 
-Source: the GGUF specification (ggml, docs/gguf.md); the pre-tokenizers are those of the models'
-published tokenizer.json files. Byte-level BPE only.
+Byte-level BPE only. Source: the GGUF specification (ggml, docs/gguf.md); the pre-tokenizers are
+those of the models' published tokenizer.json files.
 """
 
 import json
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
+# Values of tokenizer.ggml.token_type.
 CONTROL, USER_DEFINED = 3, 4
-"""Values of tokenizer.ggml.token_type."""
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -24,19 +24,19 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+# Control tokens that end an answer, beside the header's only eos_token_id.
 _END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
-"""Control tokens that end an answer, whatever the header's one eos_token_id is."""
 
 
 def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
-    """Write both files. ModelError for a kind of tokenizer that is not known for certain."""
+    """Write both files. Raise ModelError for an unknown kind of tokenizer."""
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     text = json.dumps(_tokenizer_config(metadata), ensure_ascii=False, indent=1)
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
-    """The fast tokenizer that these metadata describe."""
+    """Build the fast tokenizer that the metadata describe. Raise ModelError if it is unknown."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     kind = metadata.get("tokenizer.ggml.model")
@@ -72,7 +72,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Every id that ends an answer: the header's own, and control tokens known by their names."""
+    """Return the ids that end an answer: the header's, and control tokens with known names."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     types = metadata.get("tokenizer.ggml.token_type", [])
     tokens = metadata.get("tokenizer.ggml.tokens", [])

@@ -1,4 +1,4 @@
-"""The GPT-2 family's architectures, so that --load-format dummy needs no files of theirs.
+"""Architectures of the GPT-2 family, so that --load-format dummy needs no files.
 
 Source of the numbers: Radford et al., "Language Models are Unsupervised Multitask Learners"
 (2019), table 2; for distilgpt2, Sanh et al., "DistilBERT" (2019).
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 
 class Gpt2Size(NamedTuple):
-    """Where the real weights live on the Hub, and what tells one size from another."""
+    """One size, with the Hub id of its weights."""
 
     hub_id: str
-    layers: int
+    num_layers: int
     hidden_size: int
-    heads: int
+    num_heads: int
 
 
 SIZES = {
@@ -27,19 +27,19 @@ END_OF_TEXT_ID = 50256
 
 
 def find_size(model: str) -> Gpt2Size | None:
-    """The size that a user names, with or without its organisation; None for any other model."""
+    """Return the size of a model name, with or without its organization; None if it is another."""
     by_hub_id = {size.hub_id: size for size in SIZES.values()}
     return SIZES.get(model) or by_hub_id.get(model)
 
 
 def hugging_face_config(size: Gpt2Size) -> dict[str, Any]:
-    """The contents of config.json for this size."""
+    """Return the contents of config.json for a size."""
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "n_layer": size.layers,
+        "n_layer": size.num_layers,
         "n_embd": size.hidden_size,
-        "n_head": size.heads,
+        "n_head": size.num_heads,
         "n_inner": None,
         "n_positions": 1024,
         "n_ctx": 1024,

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: the local cache first, then the network, within bounded time."""
+"""Models of the Hugging Face Hub: from the local cache, else from the network in bounded time."""
 
 import threading
 from collections.abc import Callable
@@ -9,19 +9,24 @@ from quadriga.errors import ModelError
 from quadriga.model_files.directory import find_problem
 from quadriga.model_files.gpt2_sizes import find_size
 
-ANSWER_SECONDS = 8.0
-"""So long may the Hub take to say whether it has a model; name resolution counts."""
+# Bounds the Hub's answer whether it has a model, name resolution included.
+ANSWER_TIMEOUT_S = 8.0
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
-_NOT_OURS = ["*/*", "consolidated*", "*.h5", "*.msgpack"]
+_IGNORED_FILES = ["*/*", "consolidated*", "*.h5", "*.msgpack"]
 
 ResultT = TypeVar("ResultT")
 
 
 def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
-    """The directory of a Hub model's snapshot; a cached one is used at once and offline.
+    """Return the directory of a Hub model's snapshot; a cached one is used without the network.
 
-    weights: *.safetensors are needed too. ModelError where the Hub does not answer within
-    seconds, does not have it, or has it in a form that cannot be served.
+    Args:
+        model: Hub id.
+        weights: fetch *.safetensors, too.
+        show_progress: show the library's progress bars.
+
+    Raises:
+        ModelError: the Hub does not answer in time, or has no such model.
     """
     cached = cached_snapshot(model)
     if cached is not None and find_problem(cached, weights) is None:
@@ -38,16 +43,16 @@ def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
         disable_progress_bars()
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        _within(ANSWER_SECONDS, lambda: HfApi().model_info(model, timeout=ANSWER_SECONDS / 2))
+        _within(ANSWER_TIMEOUT_S, lambda: HfApi().model_info(model, timeout=ANSWER_TIMEOUT_S / 2))
         return Path(
             snapshot_download(
                 model,
                 allow_patterns=patterns,
-                ignore_patterns=_NOT_OURS,
-                etag_timeout=ANSWER_SECONDS,
+                ignore_patterns=_IGNORED_FILES,
+                etag_timeout=ANSWER_TIMEOUT_S,
             )
         )
-    except Exception as error:  # of several HTTP libraries, by version
+    except Exception as error:  # the type depends on the HTTP library
         raise ModelError(
             f"cannot get {model!r}: it is no directory, .gguf file or built-in name, it is not in"
             f" the Hub's local cache, and the Hub says: {_one_line(error)}; {_remedy(model)}"
@@ -55,7 +60,7 @@ def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
 
 
 def cached_snapshot(model: str) -> Path | None:
-    """The snapshot in the local cache, complete or not; None if there is none."""
+    """Return the snapshot in the local cache, complete or not; None if there is none."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -67,24 +72,24 @@ def cached_snapshot(model: str) -> Path | None:
         return None
 
 
-def _within(seconds: float, ask: Callable[[], ResultT]) -> ResultT:
-    """The answer, or TimeoutError: no library option bounds the resolution of a name."""
+def _within(timeout_s: float, call: Callable[[], ResultT]) -> ResultT:
+    """Return the result of a call, or raise TimeoutError; no library option bounds DNS lookups."""
     results: list[ResultT] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            results.append(ask())
+            results.append(call())
         except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="hub", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_s)
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
+        raise TimeoutError(f"no answer within {timeout_s:.0f} s")
     return results[0]
 
 

@@ -1,7 +1,7 @@
-"""What --model names, resolved to files: a directory, a .gguf, a built-in name or a Hub id.
+"""Resolution of --model to files: a directory, a .gguf, a built-in name or a Hub id.
 
-The launcher resolves once, with progress, and starts its children with `ModelFiles.location`,
-which resolves to the same files at once and without a network.
+The launcher resolves once, with progress, and starts its children with `ModelFiles.location`, which
+resolves to the same files without a network.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Any
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
-from quadriga.model_files.builtin import builtin_weights, own_sampling
+from quadriga.model_files.builtin import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
@@ -20,14 +20,18 @@ from quadriga.model_files.hub import cached_snapshot, snapshot
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where everything about a model is.
+    """The files of a model.
 
-    name: what the user asked for. location: a --model value for the same files, at once and
-    offline. config: the contents of config.json, for a GGUF made from its header.
-    generation_config: {} where there is none. tokenizer_dir: holds tokenizer.json and
-    tokenizer_config.json. weights: a directory of *.safetensors or a .gguf file, None for random
-    weights. tensor_index: for a .gguf, the JSON file that gguf_header.header_files describes.
-    context_limit: --context-length. notes: lines for the person who starts the server.
+    Attributes:
+        name: the value of --model.
+        location: a value of --model that resolves to the same files without a network.
+        config: contents of config.json; for a GGUF, made from its header.
+        generation_config: contents of generation_config.json, or {}.
+        tokenizer_dir: directory of tokenizer.json and tokenizer_config.json.
+        weights: directory of *.safetensors or a .gguf file; None: random weights.
+        tensor_index: for a .gguf, the tensors.json of gguf_header.header_files.
+        context_limit: the value of --context-length.
+        notes: lines to print at the start of the server.
     """
 
     name: str
@@ -42,23 +46,23 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding; the tokenizer may know fewer ids."""
+        """Number of rows of the embedding; the tokenizer may have fewer ids."""
         return int(self.config["vocab_size"])
 
     @property
     def context_length(self) -> int:
-        """Tokens that a request may have, prompt and completion together."""
-        return self.context_limit or self.own_context_length
+        """Largest number of tokens of a request, prompt and completion together."""
+        return self.context_limit or self.model_context_length
 
     @property
-    def own_context_length(self) -> int:
-        """Tokens that the model was made for."""
+    def model_context_length(self) -> int:
+        """Number of tokens that the model was made for."""
         keys = ("max_position_embeddings", "n_positions", "n_ctx")
         return int(next(self.config[key] for key in keys if self.config.get(key)))
 
     @property
     def weights_bytes(self) -> int:
-        """Of the files of weights."""
+        """Total size of the weights files."""
         if self.weights is None:
             return 0
         files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
@@ -66,12 +70,12 @@ class ModelFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this model from others, wherever its files are. Raises ModelError."""
+        """Text that identifies the model, independent of the location of its files."""
         return fingerprint(self.config, self.tokenizer_dir, self.weights)
 
     @property
     def attention_window(self) -> int | None:
-        """The last tokens that are attended to; None: all of them."""
+        """Number of last tokens that are attended to; None: all."""
         if not self.config.get("use_sliding_window", True):
             return None
         window = self.config.get("sliding_window")
@@ -79,7 +83,7 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a text, of config.json and generation_config.json together."""
+        """Ids that end a text, from config.json and generation_config.json."""
         ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
@@ -88,10 +92,15 @@ class ModelFiles:
 
 
 def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
-    """Find the model, fetching it where needed.
+    """Find a model, and fetch it if needed.
 
-    show_progress: draw progress bars on stderr for what is fetched. ModelError: it cannot be
-    found, fetched or used; ConfigError: --context-length is longer than the model's own.
+    Args:
+        args: --model and its companions.
+        show_progress: draw progress bars on stderr.
+
+    Raises:
+        ModelError: the model cannot be found, fetched or used.
+        ConfigError: --context-length is longer than the model's own.
     """
     files = replace(_find(args, show_progress), context_limit=args.context_length)
     _check_config(files)
@@ -129,7 +138,7 @@ def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
         location=str(path),
         config=read_json(header / "config.json"),
         generation_config=read_json(header / "generation_config.json")
-        | ({} if dummy else own_sampling(path)),
+        | ({} if dummy else builtin_sampling(path)),
         tokenizer_dir=header,
         weights=None if dummy else path,
         tensor_index=None if dummy else header / "tensors.json",
@@ -170,14 +179,13 @@ def _dummy_gpt2(name: str, size: gpt2_sizes.Gpt2Size, show_progress: bool) -> Mo
 
 
 def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFiles:
-    """Random weights do not care whose text they see, so that the built-in's tokenizer will do;
-    the ids that end a text must then be this tokenizer's."""
+    """Add the built-in model's tokenizer, and its end-of-text ids, to random weights."""
     stand_in = _from_gguf(BUILTIN_MODEL, builtin_weights(show_progress), dummy=True)
-    own_size = files.config.get("vocab_size")
-    if isinstance(own_size, int) and own_size < stand_in.vocab_size:
+    vocab_size = files.config.get("vocab_size")
+    if isinstance(vocab_size, int) and vocab_size < stand_in.vocab_size:
         raise ModelError(
             f"{files.location} has no tokenizer.json, and the tokenizer of {BUILTIN_MODEL} cannot"
-            f" stand in: it has {stand_in.vocab_size} ids, the model only {own_size}"
+            f" stand in: it has {stand_in.vocab_size} ids, the model only {vocab_size}"
         )
     special = {key: stand_in.config[key] for key in ("bos_token_id", "eos_token_id")}
     note = f"{files.name} has no tokenizer here: the tokenizer of {BUILTIN_MODEL} stands in"
@@ -192,16 +200,16 @@ def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFil
 
 def _check_config(files: ModelFiles) -> None:
     try:
-        own, _ = files.own_context_length, files.vocab_size
+        context_length, _ = files.model_context_length, files.vocab_size
     except (KeyError, StopIteration, TypeError, ValueError):
         raise ModelError(
             f"the config.json of {files.location} has no vocab_size or no max_position_embeddings:"
             " it is not a text model's"
         ) from None
-    if files.context_limit is not None and files.context_limit > own:
+    if files.context_limit is not None and files.context_limit > context_length:
         raise ConfigError(
-            f"--context-length is {files.context_limit}, but the context of {files.name} is {own}"
-            " tokens; leave the flag out or give at most that"
+            f"--context-length is {files.context_limit}, but the context of {files.name} is"
+            f" {context_length} tokens; leave the flag out or give at most that"
         )
     window = files.attention_window
     if window is not None and window < files.context_length:

@@ -1,4 +1,4 @@
-"""Loading a tokenizer: the one thing that the front door and the detokenizer do alike."""
+"""Loading of a tokenizer, for the frontend and the detokenizer."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
-    """The tokenizer of `directory`/tokenizer.json, without truncation and padding.
+    """Load `directory`/tokenizer.json, without truncation and padding.
 
-    Its own thread pool is off: our processes bring their own threads. ModelError where the file
-    cannot be read.
+    The library's thread pool is switched off: the processes have threads of their own.
+
+    Raises:
+        ModelError: the file cannot be read.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer

@@ -1,1 +1,1 @@
-"""What each process of the server uses to run as a child of the launcher."""
+"""The frame of a process that the launcher starts, and its use of the system."""

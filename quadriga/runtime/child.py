@@ -1,13 +1,13 @@
-"""What every child process does: signals, ready or fatal report, the lifeline, logging.
+"""The frame of every child process: its control channel, signals, logging and exit codes.
 
-The lifeline is a socket pair that a child inherits from the launcher. Upwards go reports, one
-JSON object a line; downwards go orders, one word a line. Its end tells each side at once that the
-other has died, however that happened: the launcher sees which child is gone, and a child whose
-launcher is gone removes the run directory and leaves. One that is stopped by a signal then goes on
-for that (quadriga/runtime/parent_death.py).
+The control channel is a socket pair that a child inherits from the launcher. Reports go up, one
+JSON object per line; commands go down, one word per line. The end of the channel reports a death at
+once: the launcher sees which child died, and a child whose launcher died removes the run directory
+and exits. A child that was stopped by a signal is continued for that (parent_death.py).
 """
 
 import argparse
+import enum
 import faulthandler
 import json
 import logging
@@ -29,68 +29,88 @@ from quadriga import clock
 from quadriga.config import server_config as configuration
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.runtime.cpu_affinity import keep_to, shares
+from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
 from quadriga.runtime.terminal import drop_unwritten, line_start
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.sockets import close_all
 
+# Exit codes of the launcher and its children, documented in README.md.
 EXIT_OK = 0
 EXIT_USAGE = 2
 EXIT_START_FAILED = 3
 EXIT_CHILD_DIED = 4
 EXIT_FORCED = 5
 EXIT_LAUNCHER_DIED = 6
-"""Exit codes of launcher and children, documented in README.md."""
 
-DRAIN = "drain"
-ABORT = "abort"
-FAIL = "fail"
-BEAT = "beat"
-REPLACED = "replaced"
-"""Orders of the launcher: finish and leave; end every request and leave; tell the clients why;
-say that you are there; a process of this name has died, and another one is ready."""
-NICENESS = 10
-"""Of a process that gives way."""
+LOW_PRIORITY_NICENESS = 10
+# A child that receives it logs the stacks of its threads.
 DUMP_SIGNAL = signal.SIGUSR1
-"""Makes a child write the stacks of its threads to the log."""
+
+
+class Command(enum.Enum):
+    """What the launcher asks of a child.
+
+    Attributes:
+        DRAIN: finish open requests, then exit.
+        ABORT: end every request with the argument as the reason, then exit.
+        FAIL: tell the clients the argument, which says why the server ends, and exit.
+        HEARTBEAT: answer at once.
+        RESTARTED: the process named by the argument died, and its successor is ready.
+    """
+
+    DRAIN = "drain"
+    ABORT = "abort"
+    FAIL = "fail"
+    HEARTBEAT = "beat"
+    RESTARTED = "restarted"
 
 
 class ControlChannel:
-    """A child's end of the pair. Orders are read by a thread, so that a busy process sees EOF."""
+    """A child's end of the control channel.
+
+    A thread reads the commands, so that a busy process notices the launcher's death, too.
+
+    Args:
+        connection: the inherited socket; None: the process was started by hand.
+        run_dir: directory to remove when the launcher dies.
+    """
 
     def __init__(self, connection: socket.socket | None, run_dir: Path) -> None:
         self._connection = connection
         self._run_dir = run_dir
-        self._orders: deque[tuple[str, str]] = deque()
+        self._commands: deque[tuple[Command, str]] = deque()
         self._wake_receive, self._wake_send = socket.socketpair()
-        self._attended = False
+        self._answers_in_loop = False
         self._sending = threading.Lock()
         if connection is not None:
-            threading.Thread(target=self._read, name="lifeline", daemon=True).start()
+            threading.Thread(target=self._read, name="control", daemon=True).start()
 
     def fileno(self) -> int:
-        """Readable when an order waits; for a poller."""
+        """Return a descriptor that is readable when a command waits."""
         return self._wake_receive.fileno()
 
-    def attend(self) -> None:
-        """From now on `read_commands` is called whenever there is something: the launcher is
-        answered there, so that it sees that this process goes on, not only that it exists."""
-        self._attended = True
+    def answer_in_loop(self) -> None:
+        """Answer heartbeats in `read_commands` from now on.
 
-    def read_commands(self) -> list[tuple[str, str]]:
-        """The (order, argument) pairs that have come."""
-        orders = []
-        while self._orders:
+        The main loop must call it whenever `fileno` is readable. So the launcher sees that the
+        loop runs, and not only that the process exists.
+        """
+        self._answers_in_loop = True
+
+    def read_commands(self) -> list[tuple[Command, str]]:
+        """Return the commands that have arrived, each with its argument."""
+        commands: list[tuple[Command, str]] = []
+        while self._commands:
             self._wake_receive.recv(1)
-            order, argument = self._orders.popleft()
-            if order == BEAT:
+            command, argument = self._commands.popleft()
+            if command is Command.HEARTBEAT:
                 self.report("beat")
             else:
-                orders.append((order, argument))
-        return orders
+                commands.append((command, argument))
+        return commands
 
     def report(self, kind: str, **values: Any) -> None:
-        """Tell the launcher; without one, tell the person at the terminal."""
+        """Send a report to the launcher; without one, log it."""
         if self._connection is None:
             logging.info("%s %s", kind, json.dumps(values))
             return
@@ -98,73 +118,78 @@ class ControlChannel:
             with self._sending:
                 self._connection.sendall(json.dumps({"report": kind, **values}).encode() + b"\n")
         except OSError:
-            self._leave()
+            self._exit_without_launcher()
 
     def _read(self) -> None:
         assert self._connection is not None
-        with self._connection.makefile("r", encoding="utf-8") as lines:
-            try:
-                for line in lines:
-                    order, _, argument = line.rstrip("\n").partition(" ")
-                    if order == BEAT and not self._attended:
-                        self.report("beat")
-                        continue
-                    self._orders.append((order, argument))
-                    self._wake_send.send(b"!")
-            except OSError:
-                pass
-        self._leave()
+        with self._connection.makefile("r", encoding="utf-8") as lines, suppress(OSError):
+            for line in lines:
+                word, _, argument = line.rstrip("\n").partition(" ")
+                command = Command(word)
+                if command is Command.HEARTBEAT and not self._answers_in_loop:
+                    self.report("beat")
+                    continue
+                self._commands.append((command, argument))
+                self._wake_send.send(b"!")
+        self._exit_without_launcher()
 
-    def _leave(self) -> None:
+    def _exit_without_launcher(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         os._exit(EXIT_LAUNCHER_DIED)
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What a process body gets to work with. again: another one of its name was there before."""
+    """What the body of a process works with.
+
+    Attributes:
+        is_restart: the process takes the place of one that died.
+    """
 
     config: ServerConfig
     endpoints: Endpoints
     control: ControlChannel
-    again: bool = False
+    is_restart: bool = False
 
-    def ready(self, **facts: Any) -> None:
-        """This process can serve; `facts` go into the launcher's start lines."""
-        self.control.report("ready", pid=os.getpid(), **facts)
+    def ready(self, **info: Any) -> None:
+        """Report that this process serves; `info` is shown in the launcher's start lines."""
+        self.control.report("ready", pid=os.getpid(), **info)
 
     def phase(self, what: str, seconds: float) -> None:
-        """A phase of the start is over."""
+        """Report the end of a phase of the start."""
         self.control.report("phase", what=what, seconds=round(seconds, 3))
 
 
 def run_child(name: str, body: Callable[[Child], None], low_priority: bool = False) -> None:
-    """The main of every `python -m <name>`: parse flags, run `body`, report what went wrong.
+    """Run `python -m <name>`: parse flags, run `body`, report what went wrong.
 
-    low_priority: to the worker, wherever both want a core.
+    Args:
+        name: the process.
+        body: the work of the process; it returns when the process has finished.
+        low_priority: leave a core to the worker if both need it.
     """
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     arguments = _parse(name)
     if arguments.clock_offset is not None:
         clock.use_offset(arguments.clock_offset)
-    control = ControlChannel(_inherited(arguments.lifeline_fd), Path(arguments.run_dir))
+    control = ControlChannel(_inherited(arguments.control_fd), Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
         _set_up_logging(name, config.launch.log_level)
-        if arguments.lifeline_fd is not None:
+        if arguments.control_fd is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         if low_priority:
-            os.nice(NICENESS)
-            keep_to(shares(config.worker).others)
-        body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.again))
+            os.nice(LOW_PRIORITY_NICENESS)
+            pin_to(plan_cpus(config.worker).others)
+        body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.is_restart))
     except KeyboardInterrupt:
         pass
     except QuadrigaError as error:
         _fatal(control, f"{type(error).__name__}: {error}")
     except Exception as error:
-        with suppress(OSError):  # of a log that takes nothing
+        with suppress(OSError):  # the log is on a full disk
             traceback.print_exc()
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
@@ -181,9 +206,11 @@ def _fatal(control: ControlChannel, message: str) -> None:
 def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {name}")
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
-    parser.add_argument("--lifeline-fd", type=int, help="inherited socket to the launcher")
-    parser.add_argument("--clock-offset", type=float, help="of the server's clock (quadriga/clock)")
-    parser.add_argument("--again", action="store_true", help="in place of one that died")
+    parser.add_argument("--control-fd", type=int, help="inherited socket to the launcher")
+    parser.add_argument(
+        "--clock-offset", type=float, help="offset of the server's clock, in seconds"
+    )
+    parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""How the processes share out a CPU's cores: where there are enough, the worker has its own."""
+"""Assignment of CPU cores to the processes: if there are enough, the worker has its own."""
 
 import math
 import os
@@ -9,66 +9,73 @@ from pathlib import Path
 
 from quadriga.config.worker_args import WorkerArgs
 
+# Numbers of logical CPUs.
 Cpus = frozenset[int]
-"""Numbers of logical CPUs."""
 
-SPARED = ((64, 4), (16, 2), (4, 1))
-"""With so many cores or more, so many are left to the processes beside the worker. Of fewer none
-can be spared: all share all."""
+# (cores of the machine, cores left to the other processes); with fewer, all processes share all.
+SPARE_CORES = ((64, 4), (16, 2), (4, 1))
 TOPOLOGY = Path("/sys/devices/system/cpu")
+# A container's CPU time in microseconds per period, for cgroups v2 and v1; v1 has the period in a
+# file of its own.
 QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-"""Of a container: microseconds of CPU time it may have, and in how many (the second has a file of
-its own, in the older form)."""
-CARD = Path("/dev/nvidiactl")
+GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """threads: of each worker process. worker, others: the CPUs that they keep to; empty where
-    everybody may run everywhere."""
+    """Threads and CPUs of the processes.
+
+    Attributes:
+        threads: number of threads of each worker process.
+        worker: CPUs of the worker; empty: every process may run on every CPU.
+        others: CPUs of the other processes.
+    """
 
     threads: int
     worker: Cpus = frozenset()
     others: Cpus = frozenset()
 
 
-def shares(args: WorkerArgs) -> CpuPlan:
-    """On this machine, of what this process is allowed to use. Where a system has no places for
-    processes (macOS, Windows), everybody may run everywhere."""
-    found = share_out(_cores(_allowed()), _quota(), args)
-    return found if hasattr(os, "sched_setaffinity") else CpuPlan(found.threads)
+def plan_cpus(args: WorkerArgs) -> CpuPlan:
+    """Return the plan for the CPUs that this process may use.
+
+    Systems without CPU affinity (macOS) get the number of threads only.
+    """
+    plan = assign_cpus(_cores(_allowed()), _quota(), args)
+    return plan if hasattr(os, "sched_setaffinity") else CpuPlan(plan.threads)
 
 
-def share_out(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> CpuPlan:
-    """cores: the CPUs of each. quota: so many CPUs' time a container may have."""
+def assign_cpus(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> CpuPlan:
+    """Assign cores to the worker and to the other processes.
+
+    Args:
+        cores: the logical CPUs of each core.
+        quota: number of CPUs whose time a container may use.
+        args: number of threads and processes, device, and --no-affinity.
+    """
     usable = max(1, math.floor(min(len(cores), quota)))
-    spared = next((spared for least, spared in SPARED if usable >= least), 0)
-    threads = args.worker_threads or max(1, (usable - spared) // args.tp)
-    taken = threads * args.tp
-    # With less time than cores it is the time that is short, and nothing is gained by places.
-    if (
-        args.no_affinity
-        or on_a_card(args)
-        or not spared
-        or usable < len(cores)
-        or taken >= len(cores)
-    ):
+    spare = next((spare for minimum, spare in SPARE_CORES if usable >= minimum), 0)
+    threads = args.worker_threads or max(1, (usable - spare) // args.tp)
+    num_taken = threads * args.tp
+    # If a quota grants less time than there are cores, affinity gains nothing.
+    shares_all = not spare or usable < len(cores) or num_taken >= len(cores)
+    if args.no_affinity or runs_on_gpu(args) or shares_all:
         return CpuPlan(threads)
-    return CpuPlan(threads, _together(cores[-taken:]), _together(cores[:-taken]))
+    return CpuPlan(threads, _union(cores[-num_taken:]), _union(cores[:-num_taken]))
 
 
-def on_a_card(args: WorkerArgs) -> bool:
-    """The worker computes there, as far as can be told before torch is loaded."""
-    return args.device not in ("cpu", "auto") or (args.device == "auto" and CARD.exists())
+def runs_on_gpu(args: WorkerArgs) -> bool:
+    """Return whether the worker will run on a GPU, as far as is known before torch is loaded."""
+    return args.device not in ("cpu", "auto") or (args.device == "auto" and GPU_DEVICE.exists())
 
 
-def keep_to(cpus: Cpus) -> None:
-    """This process, with the threads that it starts from now on."""
+def pin_to(cpus: Cpus) -> None:
+    """Pin this process, and the threads that it starts from now on, to CPUs; none: any CPU."""
     if cpus:
         os.sched_setaffinity(0, cpus)
 
 
-def _together(cores: Iterable[Cpus]) -> Cpus:
+def _union(cores: Iterable[Cpus]) -> Cpus:
     return frozenset().union(*cores)
 
 
@@ -79,7 +86,7 @@ def _allowed() -> Cpus:
 
 
 def _cores(allowed: Cpus) -> list[Cpus]:
-    """The allowed CPUs, by the cores whose hardware threads they are."""
+    """Return the allowed CPUs of each core."""
     cores = dict.fromkeys(_siblings(cpu) & allowed for cpu in sorted(allowed))
     return list(cores)
 
@@ -93,16 +100,16 @@ def _siblings(cpu: int) -> Cpus:
 
 
 def parse_cpus(text: str) -> list[int]:
-    """0-2,8 as Linux writes it. ValueError for anything else."""
-    found: list[int] = []
+    """Parse a list of CPUs as Linux writes it, such as 0-2,8. Raise ValueError for other text."""
+    cpus: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus
 
 
-def show_cpus(cpus: Cpus) -> str:
-    """The other way round."""
+def format_cpus(cpus: Cpus) -> str:
+    """Write CPUs as Linux does, such as 0-2,8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][-1] == cpu - 1:
@@ -113,7 +120,7 @@ def show_cpus(cpus: Cpus) -> str:
 
 
 def _quota() -> float:
-    """CPUs' time that a container may have; infinite outside one."""
+    """Return the number of CPUs whose time a container may use; infinite outside of one."""
     new, old = QUOTAS
     try:
         if new.exists():

@@ -1,7 +1,6 @@
-"""--fault: things that go wrong on purpose, for tests. docs/reliability.md has the list.
+"""Fault injection for tests (--fault); docs/reliability.md lists the faults.
 
-A fault sits between a process and the socket on which its work comes. Without the flag nothing of
-this module is in the way.
+Faults act between a process and the socket of its messages; without the flag no code here runs.
 """
 
 import os
@@ -18,28 +17,34 @@ from quadriga.wire.sockets import Inbox
 MessageT = TypeVar("MessageT")
 
 
-def _strikes(fault: Fault, number: int, message: object) -> bool:
+def _triggers(fault: Fault, number: int, message: object) -> bool:
     if fault.token is not None:
         new = message.new if isinstance(message, StepPlan) else []
-        return any(fault.token == unpack_ids(one.token_ids[:4])[0] for one in new)
+        return any(fault.token == unpack_ids(slot.token_ids[:4])[0] for slot in new)
     return number == fault.after if fault.after else number % fault.every == 0
 
 
-class _Faults:
-    """What is to go wrong in one process. retract: does what only the scheduler can."""
+class _FaultInjector:
+    """Applies the faults of one process.
+
+    Args:
+        faults: the process's faults.
+        retract: retracts a request; for the scheduler only.
+    """
 
     def __init__(self, faults: list[Fault], retract: Callable[[], None]) -> None:
         self._faults = faults
         self._retract = retract
         self._number = 0
 
-    def let_through(self, message: object) -> bool:
+    def passes(self, message: object) -> bool:
+        """Count a message, apply the faults that it triggers; return whether it is delivered."""
         self._number += 1
         number = self._number
-        return all(self._strike(f) for f in self._faults if _strikes(f, number, message))
+        return all(self._inject(f) for f in self._faults if _triggers(f, number, message))
 
-    def _strike(self, fault: Fault) -> bool:
-        """Whether the message gets through all the same."""
+    def _inject(self, fault: Fault) -> bool:
+        """Inject a fault; return whether the message is still delivered."""
         if fault.kind in SIGNALS:
             os.kill(os.getpid(), signal.Signals[SIGNALS[fault.kind]])
         elif fault.kind == "delay":
@@ -49,49 +54,50 @@ class _Faults:
         return fault.kind != "drop"
 
 
-def _nothing() -> None:
-    """Nobody asks another process than the scheduler to retract."""
-
-
 class FaultyInbox(Generic[MessageT]):
-    """An inbox whose messages meet faults on their way."""
+    """An inbox whose messages trigger faults."""
 
-    def __init__(self, inbox: "Inbox[MessageT]", faults: _Faults) -> None:
+    def __init__(self, inbox: "Inbox[MessageT]", faults: _FaultInjector) -> None:
         self.socket = inbox.socket
         self._inbox = inbox
         self._faults = faults
 
     def receive(self) -> MessageT:
-        while not self._faults.let_through(message := self._inbox.receive()):
+        """Block for the next message that is delivered."""
+        while not self._faults.passes(message := self._inbox.receive()):
             pass
         return message
 
-    def drain(self, most: int = 1 << 30) -> Iterator[MessageT]:
-        return filter(self._faults.let_through, self._inbox.drain(most))
+    def drain(self, max_messages: int = 1 << 30) -> Iterator[MessageT]:
+        """Yield the messages that have arrived and are delivered, without blocking."""
+        return filter(self._faults.passes, self._inbox.drain(max_messages))
 
 
 def faulty_inbox(
-    inbox: "Inbox[MessageT]", process: str, text: str, retract: Callable[[], None] = _nothing
+    inbox: "Inbox[MessageT]",
+    process: str,
+    text: str,
+    retract: Callable[[], None] = lambda: None,
 ) -> "Inbox[MessageT] | FaultyInbox[MessageT]":
-    """The inbox itself, where --fault says nothing of this process."""
-    faults = _of(process, text)
-    return FaultyInbox(inbox, _Faults(faults, retract)) if faults else inbox
+    """Return the inbox with the faults of --fault, or the inbox itself if this process has none."""
+    faults = _faults_of(process, text)
+    return FaultyInbox(inbox, _FaultInjector(faults, retract)) if faults else inbox
 
 
 def faulty_callback(
     callback: Callable[[MessageT], None], process: str, text: str
 ) -> Callable[[MessageT], None]:
-    """The same for a process that is called with each message."""
-    if not _of(process, text):
+    """Return the callback with the faults of --fault, or itself if this process has none."""
+    if not _faults_of(process, text):
         return callback
-    faults = _Faults(_of(process, text), _nothing)
+    faults = _FaultInjector(_faults_of(process, text), lambda: None)
 
     def deliver(message: MessageT) -> None:
-        if faults.let_through(message):
+        if faults.passes(message):
             callback(message)
 
     return deliver
 
 
-def _of(process: str, text: str) -> list[Fault]:
+def _faults_of(process: str, text: str) -> list[Fault]:
     return [fault for fault in parse_faults(text) if fault.process == process]

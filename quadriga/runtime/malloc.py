@@ -1,29 +1,28 @@
-"""The C library's heap: two settings of glibc; nothing happens where the C library is another."""
+"""Settings of glibc's malloc; no effect with another C library."""
 
 import ctypes
 import sys
 
+# From glibc's malloc.h.
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-"""Of glibc's malloc.h."""
 MMAP_BYTES = 1 << 20
 
 
 def use_one_heap() -> None:
-    """Have all threads share a heap. Call before a second thread starts.
+    """Make all threads share one heap. Call it before a second thread starts.
 
-    glibc gives each thread a heap of its own. Grammars are compiled by one thread, and freed by
-    another with what their texts have added to them; the holes that this left were not filled
-    again, and every grammar that came for the first time cost the worker 5 KB for good.
+    glibc gives each thread a heap. Grammars are compiled by one thread and freed by another, which
+    left holes that were never reused: each new grammar cost the worker 5 KB for good.
     """
     _set_option(M_ARENA_MAX, 1)
 
 
 def map_large_blocks() -> None:
-    """Have blocks of MMAP_BYTES and more mapped alone, so that freeing them gives memory back.
+    """Map blocks of MMAP_BYTES and more separately, so that freeing them returns their memory.
 
-    Left to itself, glibc takes blocks of up to 32 MB from the heap once some have been freed, and
-    a heap only shrinks from its end.
+    By default, glibc takes blocks of up to 32 MB from the heap once some have been freed, and a
+    heap shrinks only at its end.
     """
     _set_option(M_MMAP_THRESHOLD, MMAP_BYTES)
 

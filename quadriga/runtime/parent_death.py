@@ -1,4 +1,4 @@
-"""A signal from the kernel when the parent of this process dies, even to one that is stopped."""
+"""A signal from the kernel when the parent process dies; it reaches stopped processes, too."""
 
 import ctypes
 import signal
@@ -9,15 +9,14 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def signal_at_parents_death(number: signal.Signals) -> None:
-    """Have this process sent a signal when the thread that started it ends; on Linux only.
+    """Send this process a signal when the thread that started it ends; on Linux only.
 
-    It outlasts an exec, so that it can be called between fork and exec. Not inherited by forks.
+    The setting survives an exec, so that it can be made between fork and exec; forks lose it.
     """
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def continue_at_parents_death() -> None:
-    """Have this process go on, if it is stopped, when its parent dies: so that it can see that the
-    parent is gone, clean up and leave."""
+    """Continue this process, if it is stopped, when its parent dies, so that it can clean up."""
     signal_at_parents_death(signal.SIGCONT)

@@ -1,19 +1,18 @@
-"""The terminal at which a server was started: lines in it, and one below them that changes.
+"""The terminal of a server: log lines, and a status line below them that changes.
 
-The changing line ends with the cursor at its beginning. Whoever writes another line clears it
-first; it comes again with the next change.
+The status line ends with the cursor at its start. A log line clears it first; it appears again with
+its next change.
 """
 
 import os
 import sys
 
 CLEAR = "\r\x1b[K"
-STDERR = 2
-"""Its file descriptor."""
+STDERR_FD = 2
 
 
-def is_ours() -> bool:
-    """Whether standard error is a terminal in whose foreground this process runs."""
+def is_foreground() -> bool:
+    """Return whether standard error is a terminal and this process runs in its foreground."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return False
     try:
@@ -23,41 +22,44 @@ def is_ours() -> bool:
 
 
 def open_if_closed() -> None:
-    """Give standard error a place that takes everything, if this process was started without one:
-    else the number 2 would become that of some socket."""
+    """Open standard error on /dev/null if this process was started without it.
+
+    Descriptor 2 would otherwise become that of some socket.
+    """
     if sys.stderr is None:
-        while (fd := os.open(os.devnull, os.O_RDWR)) < STDERR:
+        while (fd := os.open(os.devnull, os.O_RDWR)) < STDERR_FD:
             pass
-        if fd > STDERR:
+        if fd > STDERR_FD:
             os.close(fd)
-        os.set_inheritable(STDERR, True)
-        sys.stderr = open(STDERR, "w", closefd=False)  # noqa: SIM115
+        os.set_inheritable(STDERR_FD, True)
+        sys.stderr = open(STDERR_FD, "w", closefd=False)  # noqa: SIM115
 
 
 def drop_unwritten() -> None:
-    """Forget what standard error did not take, on a full disk or where its reader has left. Python
-    would try it once more at the end, and exit with another code when that fails."""
+    """Discard what could not be written to standard error, on a full disk or a closed pipe.
+
+    Python would flush it again at exit, and change the exit code when that fails.
+    """
     try:
         sys.stderr.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR_FD)
 
 
 def line_start() -> str:
-    """What stands before a line on standard error."""
+    """Return the prefix of a line on standard error; it clears the status line."""
     return CLEAR if sys.stderr.isatty() else ""
 
 
-class ChangingLine:
-    """The line below the others. A terminal that takes nothing, as after Ctrl-S, is left alone: it
-    holds up nobody."""
+class TransientLine:
+    """The status line. A terminal that accepts no output, as after Ctrl-S, blocks nothing."""
 
     def __init__(self, terminal: str) -> None:
-        # An open file of its own: not to block must not become a property of everybody's.
+        # A separate open file: O_NONBLOCK would otherwise apply to every user of the terminal.
         self._fd = os.open(terminal, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
 
     def show(self, text: str) -> None:
-        """In place of what it was; cut off at the terminal's width."""
+        """Replace the line's text, cut off at the terminal's width."""
         try:
             width = os.get_terminal_size(self._fd).columns
             cut = text[: width - 1] if width else text
@@ -66,6 +68,6 @@ class ChangingLine:
             return
 
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """Clear the line."""
         self.show("")
         os.close(self._fd)

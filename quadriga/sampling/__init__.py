@@ -1,4 +1,4 @@
-"""Sampling parameters and grammars, with the checks of both."""
+"""Sampling parameters and grammars, with their limits and checks."""
 
 from quadriga.sampling.params import SamplingParams
 

@@ -1,26 +1,31 @@
-"""SamplingParams: how tokens are chosen, when to stop, and what is told about them.
+"""SamplingParams: how tokens are sampled, when generation stops, and which logprobs come back.
 
-docs/sampling.md has the table of all of them, with who else has them and how. Their ranges are
-held by `quadriga/sampling/validation.py`.
+docs/sampling.md has the table of all parameters, with those of other servers. Their ranges are in
+limits.py.
 """
 
+import json
 import secrets
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from quadriga.sampling.validation import MAX_SEED as MAX_SEED
-from quadriga.sampling.validation import check_params
+from quadriga.errors import InvalidRequest
+from quadriga.sampling.limits import MAX_SEED
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW_TEMPERATURE = 1e-5
+# The fields that hold a grammar; a request may give one of them at most.
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 
 T = TypeVar("T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has that leaves these open. The values here are OpenAI's, and change
-    nothing about the model's own distribution."""
+    """Values for the parameters that a request leaves open.
+
+    The defaults of this class are OpenAI's; they leave the model's distribution unchanged.
+    """
 
     temperature: float = 1.0
     top_k: int = -1
@@ -35,57 +40,61 @@ NEUTRAL = SamplingDefaults()
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Sampling and stopping of one request. On the wire a map; absent fields take the defaults.
+    """Sampling and stopping of one request: a map on the wire, whose absent fields are defaults.
 
-    How a token is chosen. None: as the server was started (--sampling-defaults), which is the
-    model's own generation_config.json or else the value in parentheses.
+    Attributes of sampling. None takes the server's default (--sampling-defaults), which is the
+    value in the model's generation_config.json, or else the one in parentheses:
 
-    temperature: 0 (below 1e-5) is greedy; at most 1e6 (1).
-    top_k: sample from the k likeliest tokens; -1 or 0 is off (-1).
-    top_p: sample from the smallest set of tokens whose probability reaches top_p, in (0, 1] (1).
-    min_p: drop tokens less than min_p times as likely as the likeliest, in [0, 1] (0).
-    repetition_penalty: divides the positive and multiplies the negative logits of every token
-        that is in the prompt or was generated, in [0.001, 2] (1).
-    frequency_penalty: taken from a token's logit for each time it was generated, in [-2, 2].
-    presence_penalty: taken once from the logit of every token that was generated, in [-2, 2].
-    logit_bias: added to the logits of these ids, each in [-100, 100].
-    allowed_token_ids: no other ids are generated. None: all may be.
-    bad_words: texts that are not generated: the last token of one is barred where the tokens
-        before it stand there already.
-    seed: the same seed, prompt and parameters give the same tokens; 0 <= seed < 2^63.
-        None: the front door draws one. Choice i of `n` has the seed plus i.
+        temperature: 0 to 1e6 (1); below 1e-5 sampling is greedy.
+        top_k: sample from the k likeliest tokens; -1 and 0 are off (-1).
+        top_p: sample from the smallest set of tokens whose probability reaches top_p, in (0, 1]
+            (1).
+        min_p: drop tokens less than min_p times as likely as the likeliest, in [0, 1] (0).
+        repetition_penalty: divides the positive and multiplies the negative logits of every token
+            in the prompt and in the output, in [0.001, 2] (1).
+        frequency_penalty: is subtracted from a token's logit once per occurrence in the output,
+            in [-2, 2].
+        presence_penalty: is subtracted once from the logit of every token in the output, in
+            [-2, 2].
+        logit_bias: is added to the logits of these ids, each in [-100, 100].
+        allowed_token_ids: restricts sampling to these ids. None: no restriction.
+        bad_words: texts that are not generated: the last token of a text is masked wherever its
+            other tokens precede.
+        seed: the same seed, prompt and parameters give the same tokens; 0 <= seed < 2^63.
+            None: drawn at random. Choice i of `n` has the seed plus i.
 
-    When it ends.
+    Attributes of stopping:
 
-    max_new_tokens: at most so many tokens are generated (>= 1). None: 128, or as many as the
-        model's context leaves, whichever is smaller.
-    min_new_tokens: so many tokens are generated before a stop token may be, and before stop
-        strings are looked for.
-    stop: strings that end the text; they are not part of it.
-    stop_token_ids: ids that end the generation, beside the model's own end-of-text ids.
-    stop_regex: regular expressions that end the text as stop strings do, at the first character
-        that completes a match; a match has at most 256 characters.
-    include_stop_str_in_output: what stopped the text is the end of it, a stop token's text too.
-    no_stop_trim: the same, by SGLang's name.
-    ignore_eos: the model's own end-of-text ids do not stop; stop_token_ids still do.
+        max_new_tokens: largest number of generated tokens (>= 1). None: 128, or what the model's
+            context leaves if that is less.
+        min_new_tokens: number of generated tokens before which stop tokens are masked and stop
+            strings are not searched for.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: ids that end generation, beside the model's own end-of-text ids.
+        stop_regex: regular expressions that end the text as stop strings do, at the first
+            character that completes a match; a match has at most 256 characters.
+        include_stop_str_in_output: keep the stop string or stop token's text at the end.
+        no_stop_trim: the same, by SGLang's name.
+        ignore_eos: the model's own end-of-text ids do not stop; stop_token_ids still do.
 
-    What the text must be. One of these at most; a stop token comes only where the text may end.
+    Attributes of structured output. At most one; a stop token is allowed only where the text may
+    end:
 
-    json_schema: JSON of this schema, which is JSON text or a map.
-    regex: a match of this regular expression, in the dialect of Rust's regex crate.
-    ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
-    choice: one of these texts.
-    structural_tag: free text in which structures follow triggers, {"structures": [{"begin",
-        "schema", "end"}], "triggers": […]}: JSON text or a map.
+        json_schema: JSON of this schema, which is JSON text or a map.
+        regex: a match of this regular expression, in the dialect of Rust's regex crate.
+        ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
+        choice: one of these texts.
+        structural_tag: free text in which structures follow triggers, {"structures": [{"begin",
+            "schema", "end"}], "triggers": […]}: JSON text or a map.
 
-    What comes back.
+    Attributes of the answer:
 
-    skip_special_tokens: special tokens leave no text.
-    n: so many choices, each with an index; their prompt is computed once.
-    logprobs: the log-probability of each generated token and of this many of the likeliest
-        ones, 0 to 20, of the model's own distribution, before anything above changes it.
-        None: none.
-    prompt_logprobs: the same of the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        n: number of choices, each with an index; their prompt is computed once.
+        logprobs: number of the likeliest tokens, 0 to 20, whose log-probabilities come with each
+            generated token and its own. They are those of the model's own distribution, before
+            the parameters above change it. None: no logprobs.
+        prompt_logprobs: the same for the prompt's tokens.
     """
 
     max_new_tokens: int | None = None
@@ -119,22 +128,21 @@ class SamplingParams(
 
     @property
     def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
         return _as_list(self.stop)
 
     @property
     def stop_regexes(self) -> list[str]:
+        """`stop_regex` as a list."""
         return _as_list(self.stop_regex)
 
     @property
     def keeps_stop(self) -> bool:
+        """Whether the stop string stays in the text."""
         return self.include_stop_str_in_output or self.no_stop_trim
 
-    def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequest for the first value out of its range."""
-        check_params(self, vocab_size)
-
     def filled(self, defaults: SamplingDefaults = NEUTRAL) -> "SamplingParams":
-        """A copy in which nothing is None that `defaults` has."""
+        """Return a copy in which `defaults` replace None."""
         left_open = {
             name: getattr(defaults, name)
             for name in defaults.__struct_fields__
@@ -143,15 +151,52 @@ class SamplingParams(
         return msgspec.structs.replace(self, **left_open) if left_open else self
 
     def with_seed(self) -> "SamplingParams":
-        """A copy with a seed, so that a request that has to be sent again gives the same."""
+        """Return a copy with a seed, so that a request that is sent again gives the same tokens."""
         if self.seed is not None:
             return self
         return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED))
 
 
+class Grammar(NamedTuple):
+    """A grammar as a client gives it.
+
+    Attributes:
+        kind: one of GRAMMAR_FIELDS.
+        text: the grammar; JSON for a schema and for choices.
+    """
+
+    kind: str
+    text: str
+
+
+def grammar_of(params: SamplingParams) -> Grammar | None:
+    """Return the grammar that a request asks for.
+
+    Raises:
+        InvalidRequest: a schema cannot be written as JSON.
+    """
+    for kind in GRAMMAR_FIELDS:
+        value = getattr(params, kind)
+        if value is not None:
+            return Grammar(kind, value if isinstance(value, str) else _as_json(kind, value))
+    return None
+
+
+def without_grammar(params: SamplingParams) -> SamplingParams:
+    """Return a copy without the grammar."""
+    return msgspec.structs.replace(params, **dict.fromkeys(GRAMMAR_FIELDS))
+
+
 def given(value: T | None, neutral: T) -> T:
-    """A parameter's value, or the neutral one where it was left open."""
+    """Return a parameter's value, or the neutral one if it is None."""
     return neutral if value is None else value
+
+
+def _as_json(kind: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{kind} cannot be written as JSON: {error}", kind) from None
 
 
 def _as_list(value: str | list[str]) -> list[str]:

@@ -1,8 +1,7 @@
-"""stop_regex: which regular expressions are taken, alike at the front door and in detok_proc.
+"""Compilation of stop_regex, the same in the frontend and in detok_proc.
 
-The `regex` package searches with a time limit, and can say where a match has begun that further
-text may complete; no linear-time library that we know of does the latter, without which a stream
-would have to be held back by the longest possible match.
+The `regex` package searches with a time limit and reports partial matches. No known linear-time
+library does the latter; without it, a stream would be held back by the longest possible match.
 """
 
 import math
@@ -14,17 +13,20 @@ from quadriga.errors import InvalidRequest
 if TYPE_CHECKING:
     import regex
 
-MAX_MATCH = 256
-"""Characters that a match may have, at most."""
+MAX_MATCH_CHARS = 256
 MAX_REPEATS = 1000
+# Searching the empty text takes microseconds, unless the expression recurses without end.
 EMPTY_SEARCH_TIMEOUT_S = 0.02
-"""A search of the empty text takes microseconds, unless the expression calls itself without end."""
 _REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 def compile_stop_regex(pattern: str) -> "regex.Pattern[str]":
-    """Raises InvalidRequest for one that is malformed, matches the empty string, or repeats too
-    often: compiling takes time and memory in proportion to nested repeats."""
+    """Compile a stop expression.
+
+    Raises:
+        InvalidRequest: the expression is malformed, matches the empty string, or repeats too
+            often; compiling takes time and memory in proportion to nested repeats.
+    """
     import regex
 
     repeats = math.prod(

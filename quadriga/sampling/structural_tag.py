@@ -1,5 +1,6 @@
-"""Free text in which, after a trigger, one of some structures must follow: a structural tag, as
-SGLang and vLLM call it. Here it becomes a grammar in llguidance's Lark.
+"""Structural tags, as SGLang and vLLM call them, converted to grammars in llguidance's Lark.
+
+A structural tag is free text in which each trigger must be continued by one of some structures.
 """
 
 import json
@@ -15,8 +16,13 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 class Structure(msgspec.Struct, forbid_unknown_fields=True):
-    """begin: its first characters, of which a trigger is the beginning; schema: of the JSON after
-    them; end: what comes after that."""
+    """A text that starts with a trigger and holds JSON.
+
+    Attributes:
+        begin: first characters; they start with a trigger.
+        end: characters after the JSON.
+        schema: schema of the JSON between `begin` and `end`.
+    """
 
     begin: str
     end: str
@@ -24,7 +30,7 @@ class Structure(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """triggers: texts after which one of the structures that begin so must go on."""
+    """Structures, and the triggers after which one of them must continue."""
 
     structures: list[Structure]
     triggers: list[str]
@@ -32,7 +38,7 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_structural_tag(text: str) -> StructuralTag:
-    """ValueError that says what is wrong with it."""
+    """Parse a structural tag. Raise ValueError that says what is wrong with it."""
     try:
         tag = msgspec.json.decode(text, type=StructuralTag)
     except msgspec.DecodeError as error:
@@ -43,21 +49,28 @@ def read_structural_tag(text: str) -> StructuralTag:
         if not any(trigger and structure.begin.startswith(trigger) for trigger in tag.triggers):
             raise ValueError(f"no trigger is the beginning of {structure.begin!r}")
     for trigger in tag.triggers:
-        if not _of(trigger, tag.structures):
+        if not _structures_after(trigger, tag.structures):
             raise ValueError(f"no structure begins with the trigger {trigger!r}")
     return tag
 
 
 def to_lark(tag: StructuralTag, vocabulary: "LLTokenizer", json_options: dict[str, Any]) -> str:
-    """json_options: llguidance's, for each schema. What stands in a text where the vocabulary has a
-    special token is that token, and no text that looks like it."""
+    """Return the tag as a Lark grammar.
+
+    Text for which the vocabulary has a special token becomes that token.
+
+    Args:
+        tag: the structural tag.
+        vocabulary: llguidance's tokenizer.
+        json_options: llguidance's options for each schema.
+    """
     calls = " | ".join(f"call_{number}" for number in range(len(tag.triggers)))
     lines = ["%llguidance {}", f"start: ({calls} | other)* TEXT", f"TEXT: {ANY_TEXT}"]
     lines.append(f"other: TEXT {_other_special_tokens(tag, vocabulary)}")
     for number, trigger in enumerate(tag.triggers):
         lead, *rest = _pieces(trigger, vocabulary)
         ways = []
-        for way, structure in enumerate(_of(trigger, tag.structures)):
+        for way, structure in enumerate(_structures_after(trigger, tag.structures)):
             begin = " ".join(_pieces(structure.begin[len(trigger) :], vocabulary))
             end = " ".join(_pieces(structure.end, vocabulary))
             schema = json.dumps(structure.schema | {"x-guidance": json_options})
@@ -70,12 +83,12 @@ def to_lark(tag: StructuralTag, vocabulary: "LLTokenizer", json_options: dict[st
     return "\n".join(lines) + "\n"
 
 
-def _of(trigger: str, structures: list[Structure]) -> list[Structure]:
+def _structures_after(trigger: str, structures: list[Structure]) -> list[Structure]:
     return [structure for structure in structures if structure.begin.startswith(trigger)]
 
 
 def _pieces(text: str, vocabulary: "LLTokenizer") -> list[str]:
-    """A text as Lark: strings, and special tokens by their ids."""
+    """Return a text as Lark terms: strings, and special tokens by their ids."""
     pieces, plain = [], b""
     for token in vocabulary.tokenize_str(text, parse_special=True):
         if vocabulary.is_special_token(token):
@@ -92,10 +105,10 @@ def _string(plain: bytes) -> Iterator[str]:
 
 
 def _other_special_tokens(tag: StructuralTag, vocabulary: "LLTokenizer") -> str:
-    """Free text may have all but those that begin a structure or end the text."""
-    barred = set(vocabulary.eos_tokens)
+    """Return the special tokens that free text may have: none that starts a structure or ends."""
+    masked = set(vocabulary.eos_tokens)
     for trigger in tag.triggers:
-        barred.add(vocabulary.tokenize_str(trigger, parse_special=True)[0])
-    ids = [i for i in range(vocabulary.vocab_size) if vocabulary.is_special_token(i)]
-    free = ",".join(str(i) for i in ids if i not in barred)
+        masked.add(vocabulary.tokenize_str(trigger, parse_special=True)[0])
+    ids = filter(vocabulary.is_special_token, range(vocabulary.vocab_size))
+    free = ",".join(str(token_id) for token_id in ids if token_id not in masked)
     return f"<[{free}]>" if free else ""

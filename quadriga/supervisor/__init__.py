@@ -1,1 +1,1 @@
-"""Starts, watches and restarts the processes; used by launcher.py."""
+"""Start, supervision and restart of the server's processes, for launcher.py."""

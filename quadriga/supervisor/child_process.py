@@ -1,6 +1,14 @@
-"""A process of the server as the launcher sees it: the other end of quadriga/runtime/child.py."""
+"""A process of the server, seen from the launcher; quadriga/runtime/child.py is the other end.
+
+STARTING --ready--> READY --stop_for_reload--> RELOADING
+    |                 |                            |
+    +---kill_hung-----+--------> HUNG              |
+    |                 |           |                |
+    +-----------------+-----------+----------------+---close--> EXITED
+"""
 
 import contextlib
+import enum
 import json
 import os
 import signal
@@ -10,121 +18,169 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quadriga import clock
 from quadriga.clock import Countdown
-from quadriga.runtime.child import DUMP_SIGNAL
+from quadriga.runtime.child import DUMP_SIGNAL, Command
 from quadriga.runtime.parent_death import continue_at_parents_death
 
-EXIT_GRACE = 5.0
-"""Seconds between the end of a child's lifeline and the end of the child."""
-DUMP_SECONDS = 0.3
-"""For a process that hangs to write down where."""
+# Seconds between the end of a child's control channel and the end of the child.
+EXIT_GRACE_S = 5.0
+STACK_DUMP_S = 0.3
+
+
+class ChildState(enum.Enum):
+    """State of a process; the module's docstring has the transitions."""
+
+    STARTING = enum.auto()
+    READY = enum.auto()
+    HUNG = enum.auto()
+    RELOADING = enum.auto()
+    EXITED = enum.auto()
+
+
+class StuckReport(NamedTuple):
+    """A process reports that another one is stuck."""
+
+    process: str
+    reason: str
+
+
+class Exit(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        state: the state in which it ended.
+        code: exit code, or a negative signal number.
+        reason: its own last report, the watchdog's reason, a signal, or an exit code, in words.
+    """
+
+    state: ChildState
+    code: int
+    reason: str
 
 
 @dataclass
 class ChildProcess:
-    """A process of the server, seen from above.
+    """A process of the server and its control channel.
 
-    asked_at: since when it owes the watchdog an answer, by the watchdog's clock. stuck: whom it has
-    reported to be stuck, and why. replaced: why it was put down. reloads: it was ended to be
-    started again. is_another: it has the place of one that died.
+    Attributes:
+        is_restart: it takes the place of one that died.
+        info: what it reported when it was ready.
+        phases: the phases of its start, with their durations.
+        pinged_at: watchdog time of the ping that it has not answered; None: it owes no answer.
     """
 
     name: str
     process: "subprocess.Popen[bytes]"
     control: socket.socket
-    ready: dict[str, Any] | None = None
-    fatal: str = ""
+    is_restart: bool = False
+    state: ChildState = ChildState.STARTING
+    info: dict[str, Any] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
-    asked_at: float | None = None
-    stuck: tuple[str, str] | None = None
-    replaced: str = ""
-    reloads: bool = False
-    is_another: bool = False
-    _partial: bytes = b""
+    pinged_at: float | None = None
+    _error: str = ""
+    _partial_line: bytes = b""
 
-    def read_reports(self) -> bool:
-        """Take in what it reported. False at the end of the lifeline: it has died or left."""
+    @property
+    def is_running(self) -> bool:
+        """Whether it starts or serves; False once it was killed or has exited."""
+        return self.state in (ChildState.STARTING, ChildState.READY)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves."""
+        return self.state is ChildState.READY
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether its exit has been handled."""
+        return self.state is ChildState.EXITED
+
+    def receive(self) -> list[StuckReport] | None:
+        """Process its reports; return those about other processes.
+
+        Returns:
+            None at the end of the control channel: the process has exited.
+        """
         try:
             data = self.control.recv(65536)
         except OSError:
             data = b""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            self._take_report(json.loads(line))
-        return bool(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        reports = [self._on_report(json.loads(line)) for line in lines]
+        return [report for report in reports if report is not None] if data else None
 
-    def _take_report(self, report: dict[str, Any]) -> None:
-        kind = report.pop("report")
-        if kind == "ready":
-            self.ready = report
-        elif kind == "fatal":
-            self.fatal = report["message"]
-        elif kind == "beat":
-            self.asked_at = None
-        elif kind == "stuck":
-            self.stuck = (report["process"], report["why"])
-        elif kind == "phase":
-            self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
+    def _on_report(self, report: dict[str, Any]) -> StuckReport | None:
+        match report.pop("report"):
+            case "ready":
+                self.info = report
+                if self.state is ChildState.STARTING:
+                    self.state = ChildState.READY
+            case "fatal":
+                if self.state is not ChildState.HUNG:
+                    self._error = report["message"]
+            case "beat":
+                self.pinged_at = None
+            case "phase":
+                self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
+            case "stuck":
+                return StuckReport(report["process"], report["why"])
+        return None
 
-    def order(self, word: str, argument: str = "") -> None:
-        """Send an order; a child that is gone cannot follow it."""
-        try:
-            self.control.sendall(f"{word} {' '.join(argument.split())}\n".encode())
-        except OSError:
-            return
+    def send(self, command: Command, argument: str = "") -> None:
+        """Send a command; nothing happens if the process has exited."""
+        with contextlib.suppress(OSError):
+            self.control.sendall(f"{command.value} {' '.join(argument.split())}\n".encode())
 
-    def kill_hung(self, why: str) -> None:
-        """End it, after it has written to the log where each of its threads stands, if it can. One
-        that was stopped by a signal has to go on for that."""
-        self.replaced = why
+    def kill_hung(self, reason: str) -> None:
+        """Kill it after it has had time to log the stacks of its threads.
+
+        A process that was stopped by a signal is continued for that.
+        """
+        self.state, self._error = ChildState.HUNG, f"hung: {reason}"
         os.kill(self.process.pid, DUMP_SIGNAL)
         os.kill(self.process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(DUMP_SECONDS)
+            self.process.wait(STACK_DUMP_S)
         self.process.kill()
 
-    def ends_within(self, countdown: Countdown) -> bool:
-        """Wait for its end, or for that of the countdown; return whether it has ended."""
+    def stop_for_reload(self) -> None:
+        """Kill it, to be restarted at once; nothing happens unless it runs."""
+        if self.is_running:
+            self.state = ChildState.RELOADING
+            self.process.kill()
+
+    def close(self) -> Exit:
+        """Close the control channel at its end, wait for the exit, and return how it ended."""
+        self.control.close()
+        state, self.state = self.state, ChildState.EXITED
+        try:
+            code = self.process.wait(EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return Exit(state, code, self._error or killed or f"exited with code {code}")
+
+    def exits_within(self, countdown: Countdown) -> bool:
+        """Wait until it exits or the countdown ends; return whether it has exited."""
         while self.process.poll() is None and (seconds := countdown.left_to_wait()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
         return self.process.poll() is not None
 
-    @property
-    def left(self) -> bool:
-        """Its lifeline has ended."""
-        return self.control.fileno() < 0
 
-    @property
-    def refused_to_start(self) -> bool:
-        """It ended by its own decision before it was ready: it would do so again."""
-        return self.ready is None and not self.replaced and self.process.wait(EXIT_GRACE) >= 0
-
-    def how_it_ended(self) -> str:
-        """In words: its own last report, a signal, or an exit code."""
-        try:
-            code = self.process.wait(EXIT_GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        if self.replaced:
-            return self.replaced
-        if self.fatal:
-            return self.fatal
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
-
-
-def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[str]) -> ChildProcess:
+def start_child(
+    name: str, run_dir: Path, flags: list[str], python_path: list[str], is_restart: bool
+) -> ChildProcess:
     """Start `python -m name` in a session of its own, so that no terminal's signals reach it."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", name, "--run-dir", str(run_dir)]
-    command += ["--lifeline-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}", *flags]
+    command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
+    command += [*(["--is-restart"] if is_restart else []), *flags]
     path = os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         command,
@@ -135,4 +191,4 @@ def start_child(name: str, run_dir: Path, flags: list[str], python_path: list[st
         preexec_fn=continue_at_parents_death,
     )
     theirs.close()
-    return ChildProcess(name, process, ours)
+    return ChildProcess(name, process, ours, is_restart)

@@ -1,4 +1,4 @@
-"""The processes of a server as the launcher sees them, and what happens to them."""
+"""The supervisor: starts the processes of a server, watches them and restarts those that die."""
 
 import contextlib
 import enum
@@ -17,21 +17,24 @@ from pathlib import Path
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import EXIT_OK, REPLACED
+from quadriga.runtime.child import EXIT_OK, Command
 from quadriga.runtime.terminal import line_start
-from quadriga.supervisor.child_process import EXIT_GRACE, ChildProcess, start_child
-from quadriga.supervisor.restart_policy import Restarts
-from quadriga.supervisor.watchdog import Watchdog
+from quadriga.supervisor.child_process import ChildProcess, ChildState, Exit, start_child
+from quadriga.supervisor.restart import RestartPolicy, Watchdog
 
 START_RETRY_S = 1.0
-"""Until a process is tried again that the system could not start."""
 
 
 class SupervisorEvent(enum.Enum):
-    """What happened, beside a death. STARTED: a process that had died runs again, not yet ready.
-    STOP and RELOAD: a person's signals."""
+    """What happened, beside a `Death`.
 
-    STARTED = enum.auto()
+    Attributes:
+        RESTARTED: a process that had died runs again, but is not ready yet.
+        STOP, RELOAD: the launcher received a signal.
+        TIMEOUT: the timeout of `next_event` is over.
+    """
+
+    RESTARTED = enum.auto()
     STOP = enum.auto()
     RELOAD = enum.auto()
     TIMEOUT = enum.auto()
@@ -39,20 +42,30 @@ class SupervisorEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process ended. how: in words. delay: seconds until it may be started again; None: it must
-    not be. in_order: it left by its own decision, having finished."""
+    """A process exited.
+
+    Attributes:
+        name: the process.
+        reason: how it ended, in words.
+        restart_delay_s: seconds until it may be restarted; None: it must not be.
+        is_clean: it had finished its work.
+    """
 
     name: str
-    how: str
-    delay: float | None
-    in_order: bool
+    reason: str
+    restart_delay_s: float | None
+    is_clean: bool
 
 
 class Supervisor:
-    """Starts processes, watches them and says what happens. Iterates over all that were started.
+    """Starts processes, watches them and reports events. Iterates over all started processes.
 
-    python_path: where the processes' own packages are. final: those that are not started again, for
-    what dies with them is lost. informed: the one that is told when another was replaced.
+    Args:
+        flags: command line flags of every process.
+        python_path: directories of the processes' packages.
+        args: limits of restarts and of the watchdog.
+        no_restart: processes that are not restarted, since their state cannot be rebuilt.
+        notify_on_restart: process that is notified when another one was restarted.
     """
 
     def __init__(
@@ -60,25 +73,25 @@ class Supervisor:
         flags: list[str],
         python_path: list[str],
         args: LaunchArgs,
-        final: list[str],
+        no_restart: list[str],
         notify_on_restart: str,
     ) -> None:
         self._flags = flags
         self._python_path = python_path
-        self._final = final
-        self._informed = notify_on_restart
+        self._no_restart = no_restart
+        self._notify_on_restart = notify_on_restart
         self._children: dict[str, ChildProcess] = {}
-        self._due: dict[str, float] = {}
-        self._restarts = Restarts(args.max_restarts)
+        self._restart_at: dict[str, float] = {}
+        self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
         self._signals = self._catch_signals()
         self._had_terminal = _has_terminal()
-        # Once signals are caught: one that came before would leave it behind.
+        # Made once signals are caught: an earlier signal would leave it behind.
         self._run_dir = _make_run_dir()
 
     def _catch_signals(self) -> socket.socket:
-        """Readable when a person's signal came; its number is the byte."""
+        """Return a socket from which the numbers of received signals can be read, one per byte."""
         signals, wakeup = socket.socketpair()
         signals.setblocking(False)
         wakeup.setblocking(False)
@@ -97,123 +110,116 @@ class Supervisor:
 
     @property
     def not_ready(self) -> list[str]:
-        return [child.name for child in self if child.left or not child.ready]
+        """Names of the processes that do not serve."""
+        return [child.name for child in self if not child.is_ready]
 
     @property
-    def all_ready(self) -> bool:
-        return not self.not_ready
-
-    @property
-    def all_left(self) -> bool:
-        """Every process has ended, and none is to be started again."""
-        return not self._due and all(child.left for child in self)
+    def all_exited(self) -> bool:
+        """Whether every process has exited and none is to be restarted."""
+        return not self._restart_at and all(child.has_exited for child in self)
 
     def start(self, name: str) -> None:
-        is_another = name in self._children
-        flags = ["--again", *self._flags] if is_another else self._flags
-        child = start_child(name, self._run_dir, flags, self._python_path)
-        child.is_another = is_another
+        """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
+        is_restart = name in self._children
+        child = start_child(name, self._run_dir, self._flags, self._python_path, is_restart)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
 
-    def start_later(self, name: str, delay: float) -> None:
-        """In so many seconds, if `next_event` is called by then."""
-        self._due[name] = time.monotonic() + delay
+    def start_later(self, name: str, delay_s: float) -> None:
+        """Restart a process in `next_event` once the delay is over."""
+        self._restart_at[name] = time.monotonic() + delay_s
 
-    def spare(self, name: str) -> None:
-        """If it is not there, or only about to be, it need not come."""
-        self._due.pop(name, None)
+    def cancel_start(self, name: str) -> None:
+        """Cancel the start of a process that is not ready yet."""
+        self._restart_at.pop(name, None)
         child = self._children.get(name)
-        if child is not None and not child.left and child.ready is None:
+        if child is not None and child.state is ChildState.STARTING:
             child.process.kill()
 
     # --- events -----------------------------------------------------------------------------------
 
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
-        """Wait for what happens next, at most until the timeout; None for a report, a question of
-        the watchdog, or a look at the timeout."""
+        """Wait for the next event, at most until the timeout.
+
+        Returns:
+            None after a report or a ping, and in between so that a suspension of this process
+            does not use up the timeout.
+        """
         if timeout is not None and not timeout.left():
             return SupervisorEvent.TIMEOUT
         now = time.monotonic()
-        for name, due in self._due.items():
-            if now >= due:
-                return self._start_due(name, now)
-        for child in self._watchdog.ask(c for c in self if not c.left):
-            self._replace(child, "it does not answer")
+        for name, restart_at in self._restart_at.items():
+            if now >= restart_at:
+                return self._restart(name, now)
+        for child in self._watchdog.check(child for child in self if child.is_running):
+            self._kill_hung(child, "it does not answer")
         for key, _ in self._selector.select(self._seconds_to_wait(timeout, now)):
             if key.data is None:
-                return self._take_signal()
-            return self._take_reports(key.data)
+                return self._on_signal()
+            return self._on_reports(key.data)
         return None
 
-    def _start_due(self, name: str, now: float) -> SupervisorEvent | None:
-        """Start it; where the system has no room for a process now, try again later."""
+    def _restart(self, name: str, now: float) -> SupervisorEvent | None:
+        """Restart a process; try again later if the system has no room for a process."""
         try:
             self.start(name)
         except OSError as error:
             say(f"{name} cannot be started now ({error}): tried again in {START_RETRY_S:g} s")
-            self._due[name] = now + START_RETRY_S
+            self._restart_at[name] = now + START_RETRY_S
             return None
-        del self._due[name]
-        return SupervisorEvent.STARTED
+        del self._restart_at[name]
+        return SupervisorEvent.RESTARTED
 
     def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
-        waits = [max(0.0, due - now) for due in self._due.values()]
+        waits = [max(0.0, restart_at - now) for restart_at in self._restart_at.values()]
         if timeout is not None:
             waits.append(timeout.left_to_wait())
         if (seconds := self._watchdog.seconds_to_next()) is not None:
             waits.append(seconds)
         return min(waits, default=None)
 
-    def _take_signal(self) -> SupervisorEvent:
+    def _on_signal(self) -> SupervisorEvent:
         numbers = set(self._signals.recv(4096))
-        hung_up = self._had_terminal and not _has_terminal()
-        return (
-            SupervisorEvent.RELOAD
-            if numbers == {signal.SIGHUP} and not hung_up
-            else SupervisorEvent.STOP
-        )
+        # A terminal that is closed sends SIGHUP, too.
+        lost_terminal = self._had_terminal and not _has_terminal()
+        is_reload = numbers == {signal.SIGHUP} and not lost_terminal
+        return SupervisorEvent.RELOAD if is_reload else SupervisorEvent.STOP
 
-    def _take_reports(self, child: ChildProcess) -> Death | None:
-        was_ready = child.ready is not None
-        if not child.read_reports():
-            return self._death_of(child)
-        if child.ready is not None and not was_ready and child.is_another:
-            say(f"{child.name} is there again, {time.monotonic() - child.started_at:.1f} s later")
-            self._children[self._informed].order(REPLACED, child.name)
-        if child.stuck is not None:
-            (name, why), child.stuck = child.stuck, None
-            stuck = self._children[name]
-            if stuck.ready is not None and not stuck.left:
-                self._replace(stuck, why)
+    def _on_reports(self, child: ChildProcess) -> Death | None:
+        was_ready = child.is_ready
+        reports = child.receive()
+        if reports is None:
+            self._selector.unregister(child.control)
+            return self._death_of(child.name, child.close())
+        if child.is_ready and not was_ready and child.is_restart:
+            say(f"{child.name} is ready again after {time.monotonic() - child.started_at:.1f} s")
+            self._children[self._notify_on_restart].send(Command.RESTARTED, child.name)
+        for report in reports:
+            if self._children[report.process].is_ready:
+                self._kill_hung(self._children[report.process], report.reason)
         return None
 
-    def _replace(self, child: ChildProcess, why: str) -> None:
-        if not child.replaced:
-            say(f"{child.name} hangs: {why}. Its stacks, if it can still write them, and its end:")
-            child.kill_hung(f"hung: {why}")
+    def _kill_hung(self, child: ChildProcess, reason: str) -> None:
+        say(f"{child.name} hangs: {reason}. It is killed; the stacks of its threads, if it can:")
+        child.kill_hung(reason)
 
-    def _death_of(self, child: ChildProcess) -> Death:
-        self._selector.unregister(child.control)
-        child.control.close()
-        how, name = child.how_it_ended(), child.name
-        delay: float | None = None
-        if child.reloads:
-            delay = 0.0
-        elif name not in self._final and not child.refused_to_start:
-            delay = self._restarts.delay_after_death(name, time.monotonic())
-            if delay is None and self._restarts.most:
-                how += f", more than {self._restarts.most} times within five minutes"
-        return Death(name, how, delay, child.process.wait(EXIT_GRACE) == EXIT_OK)
+    def _death_of(self, name: str, exit_: Exit) -> Death:
+        reason = exit_.reason
+        # A process that exits by itself before it is ready would do so again.
+        refused = exit_.state is ChildState.STARTING and exit_.code >= 0
+        delay_s: float | None = None
+        if exit_.state is ChildState.RELOADING:
+            delay_s = 0.0
+        elif name not in self._no_restart and not refused:
+            delay_s = self._policy.delay_after_death(name, time.monotonic())
+            if delay_s is None and self._policy.max_restarts:
+                reason += f", more than {self._policy.max_restarts} times within five minutes"
+        return Death(name, reason, delay_s, exit_.code == EXIT_OK)
 
-    def reload(self, name: str) -> None:
-        """End a process; it is to be started again as if it had died."""
-        self._children[name].reloads = True
-        self._children[name].process.kill()
+    # --- stop -------------------------------------------------------------------------------------
 
-    # --- the end ----------------------------------------------------------------------------------
-
-    def leave_nothing_behind(self) -> None:
+    def clean_up(self) -> None:
+        """Kill every process that still runs and remove the run directory."""
         signal.set_wakeup_fd(-1)
         for child in self:
             if child.process.poll() is None:
@@ -224,7 +230,7 @@ class Supervisor:
 
 
 def _make_run_dir() -> Path:
-    """The directory of a run's sockets and, by default, its journal. Raises ConfigError."""
+    """Make the directory of a run's sockets and, by default, its journal. Raise ConfigError."""
     try:
         return Path(tempfile.mkdtemp(prefix="quadriga-"))
     except OSError as error:
@@ -235,7 +241,7 @@ def _make_run_dir() -> Path:
 
 
 def _has_terminal() -> bool:
-    """A terminal that is closed sends the same signal as a person who wants a reload."""
+    """Return whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -244,7 +250,6 @@ def _has_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """A line for the person who runs the server. A log that takes nothing, as on a full disk, is no
-    reason to end the server."""
+    """Print a line on standard error; a full disk or a closed pipe must not end the server."""
     with contextlib.suppress(OSError):
         print(f"{line_start()}{text}", file=sys.stderr, flush=True)

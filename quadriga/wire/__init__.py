@@ -1,1 +1,1 @@
-"""Sockets, keys, addresses and the messages between the processes."""
+"""Sockets, keys, addresses and messages of the links between processes."""

@@ -1,10 +1,10 @@
-"""The bounds of a chat: work is done for each turn, so that their number counts, not only bytes.
+"""Checks of a chat's size, by the web gateway and the frontend.
 
-Called where a chat enters: by the web gateway and by the front door.
+Each turn costs work, so that the number of turns is bounded, not only the number of bytes.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.public import (
@@ -19,20 +19,20 @@ from quadriga.wire.messages.public import (
 
 
 class Turn(Protocol):
-    """What is checked of a turn: of the ring's ChatMessage, and of the web gateway's Message."""
+    """The checked fields of ChatMessage and of the web gateway's Message."""
 
     @property
     def role(self) -> str: ...
     @property
     def name(self) -> str | None: ...
     @property
-    def tool_calls(self) -> Sequence[Any] | None: ...
+    def tool_calls(self) -> Sequence[object] | None: ...
     @property
     def tool_call_id(self) -> str | None: ...
 
 
 def check_chat(messages: Sequence[Turn]) -> None:
-    """Raise InvalidRequest for a chat without turns, or over one of the bounds."""
+    """Raise InvalidRequest for a chat without turns or over one of the bounds."""
     if not messages:
         raise _refused("has no turns: a chat needs at least one")
     check_num_turns(len(messages))
@@ -46,17 +46,17 @@ def check_chat(messages: Sequence[Turn]) -> None:
 
 
 def check_num_turns(num_turns: int) -> None:
-    """Raise InvalidRequest for too many, before they are looked at one by one."""
+    """Raise InvalidRequest for too many turns, before each of them is checked."""
     _check_count(num_turns, "turns", MAX_TURNS, "prompt")
 
 
 def check_num_tools(num_tools: int) -> None:
-    """Raise InvalidRequest for too many."""
+    """Raise InvalidRequest for too many tools."""
     _check_count(num_tools, "functions", MAX_TOOLS, "tools")
 
 
 def check_chat_options(options: ChatOptions) -> None:
-    """Raise InvalidRequest for more tools or variables than a chat template is given."""
+    """Raise InvalidRequest for too many tools or template variables."""
     check_num_tools(len(options.tools))
     _check_count(len(options.template_args), "variables", MAX_TEMPLATE_ARGS, "template_args")
     _check_keys(options.template_args)
@@ -87,5 +87,5 @@ def _check_count(count: int, what: str, most: int, field: str) -> None:
         )
 
 
-def _refused(why: str) -> InvalidRequest:
-    return InvalidRequest(f"prompt {why}", "prompt")
+def _refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"prompt {reason}", "prompt")

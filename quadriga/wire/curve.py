@@ -2,11 +2,10 @@
 
 A server's directory, made by `quadriga keygen DIR NAME…`:
 
-    server.key_secret, server.key    the server's own pair; the second is public
-    clients/NAME.key                 the public key of each client that may connect: remove the
-                                     file, and the key is revoked
-    hand-out/NAME/                   what that client needs, its own directory: client.key_secret
-                                     and server.key
+    server.key_secret, server.key    the server's key pair; the second is public
+    clients/NAME.key                 public key of a client that may connect; removing the file
+                                     revokes it
+    hand-out/NAME/                   directory for that client: client.key_secret and server.key
 """
 
 import math
@@ -27,12 +26,12 @@ from quadriga.wire.sockets import AsyncPort
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
 ALLOWED, HAND_OUT = "clients", "hand-out"
-RECHECK_S = 1.0
-"""A key that is not known has the files looked through again at most so often."""
+# An unknown key triggers a new look at the files at most this often.
+RECHECK_INTERVAL_S = 1.0
 
 
 class KeyPair(NamedTuple):
-    """Both in Z85, 40 characters."""
+    """Public and secret key in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes
@@ -42,7 +41,7 @@ class KeyPair(NamedTuple):
 
 
 def make_server_keys(directory: Path) -> bool:
-    """Make the server's directory with its pair. False where the pair is there already."""
+    """Make the server's directory and key pair; return False if the pair exists."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / ALLOWED).mkdir(mode=0o700, exist_ok=True)
     if (directory / (SERVER + SECRET)).exists():
@@ -52,8 +51,11 @@ def make_server_keys(directory: Path) -> bool:
 
 
 def make_client_keys(directory: Path, name: str) -> Path:
-    """Make a client's pair, allow it at the server, and return the directory to hand out. Raises
-    ConfigError for a name that cannot be one, or that has a key already."""
+    """Make a client's key pair, allow it at the server, and return the directory to hand out.
+
+    Raises:
+        ConfigError: the name cannot be a file's, or it has a key already.
+    """
     allowed = directory / ALLOWED / (name + PUBLIC)
     if not name or name in (".", "..") or os.sep in name:
         raise ConfigError(f"a client is called {name!r}: give it a name that can be a file's")
@@ -74,7 +76,7 @@ def _make_pair(directory: Path, name: str) -> None:
 
 
 def load_pair(directory: Path, name: str) -> KeyPair:
-    """Raises ConfigError where there is no such pair."""
+    """Load a key pair. Raise ConfigError if there is none."""
     path = directory / (name + SECRET)
     try:
         public, secret = zmq.auth.load_certificate(path)
@@ -86,31 +88,31 @@ def load_pair(directory: Path, name: str) -> KeyPair:
 
 
 class AllowList:
-    """The clients' public keys in a server's directory, as they are there now. A process of the
-    server itself, the web gateway, has the server's own key.
+    """The public keys of a server's directory that may connect, including the server's own key.
 
-    A question costs two calls of stat: of the directory, whose time changes with a file that is
-    added or removed, and of the file that the key was read from, which may have been overwritten.
+    The web gateway connects with the server's key. A lookup costs two calls of stat: one of the
+    directory, whose time changes when a file is added or removed, and one of the key's file, which
+    may have been overwritten.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / ALLOWED
-        self._own = load_pair(directory, SERVER).public
+        self._server_key = load_pair(directory, SERVER).public
         self._files: dict[str, KeyFile] = {}
         self._by_key: dict[bytes, KeyFile] = {}
         self._directory_stamp = -1
         self._read_at = -math.inf
 
     def __contains__(self, public_key: bytes) -> bool:
-        if public_key == self._own:
+        if public_key == self._server_key:
             return True
         try:
             if self._directory.stat().st_mtime_ns != self._directory_stamp:
                 self._read()
             file = self._by_key.get(public_key)
             if file is None:
-                # Perhaps of a file that was overwritten; strangers must not have all read at will.
-                if time.monotonic() - self._read_at >= RECHECK_S:
+                # A file may have been overwritten; the interval bounds the work for strangers.
+                if time.monotonic() - self._read_at >= RECHECK_INTERVAL_S:
                     self._read()
             elif _stamp(file.path) != file.stamp:
                 self._read()
@@ -119,7 +121,7 @@ class AllowList:
         return public_key in self._by_key
 
     def _read(self) -> None:
-        """Read the files that are new or have changed. Raises OSError without the directory."""
+        """Read the files that are new or have changed. Raise OSError without the directory."""
         self._read_at = time.monotonic()
         self._directory_stamp = self._directory.stat().st_mtime_ns
         known, self._files = self._files, {}
@@ -133,7 +135,7 @@ class AllowList:
 
 
 class KeyFile(NamedTuple):
-    """A client's public key, b"" where the file has none, and what tells that it has changed."""
+    """A client's public key, b"" if the file has none, and the file's stamp (`_stamp`)."""
 
     path: str
     stamp: tuple[int, ...]
@@ -141,12 +143,12 @@ class KeyFile(NamedTuple):
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Return what changes when a file is overwritten or replaced; () where there is none."""
+    """Return values that change when a file is overwritten or replaced; () without a file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _public_key(path: str) -> bytes:
@@ -160,10 +162,17 @@ def _public_key(path: str) -> bytes:
 
 
 def secure_client(socket: "zmq.Socket[bytes]", directory: Path) -> None:
-    """Before the socket connects. directory: what was handed out to a client, or the server's own.
-    Raises ConfigError."""
-    own = CLIENT if (directory / (CLIENT + SECRET)).exists() else SERVER
-    pair, server = load_pair(directory, own), directory / (SERVER + PUBLIC)
+    """Set a client's keys on a socket that has not connected yet.
+
+    Args:
+        socket: the socket.
+        directory: directory that was handed out to the client, or the server's own.
+
+    Raises:
+        ConfigError: a key is missing.
+    """
+    name = CLIENT if (directory / (CLIENT + SECRET)).exists() else SERVER
+    pair, server = load_pair(directory, name), directory / (SERVER + PUBLIC)
     try:
         socket.curve_serverkey = zmq.auth.load_certificate(server)[0]
     except (OSError, ValueError) as error:
@@ -172,9 +181,9 @@ def secure_client(socket: "zmq.Socket[bytes]", directory: Path) -> None:
 
 
 class Guard:
-    """The server's side: its keys, and who may connect. Needs a running event loop.
+    """The server's keys and its authentication of clients. Needs a running event loop.
 
-    Make it before the socket is bound: without it nobody is let in. Raises ConfigError.
+    Make it before the socket is bound. Raises ConfigError if the server has no keys.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -185,11 +194,11 @@ class Guard:
         self._authenticator.configure_curve_callback("*", self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a key may connect; the library asks."""
+        """Return whether a key may connect; called by zmq.auth."""
         return key in self._allowed
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before the socket is bound."""
+        """Set the server's keys on a socket that is not bound yet."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._pair
 
@@ -199,11 +208,17 @@ class Guard:
         on_frames: Callable[[list[bytes]], None],
         on_revoked: Callable[[bytes], None],
     ) -> AsyncPort:
-        """A port that drops the messages of keys that were revoked after they had connected;
-        on_revoked is called with the address of each."""
+        """Return a port that drops messages of clients whose key was revoked while connected.
+
+        Args:
+            socket: the public socket.
+            on_frames: called with the frames of each other message.
+            on_revoked: called with the client's address for each dropped message.
+        """
         return _CheckedPort(socket, on_frames, self._allowed, on_revoked)
 
     def close(self) -> None:
+        """Stop authenticating."""
         self._authenticator.stop()
 
 

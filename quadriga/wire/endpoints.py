@@ -1,4 +1,4 @@
-"""The table of links: who binds, who connects, where. Everyone binds its own inbox."""
+"""Addresses of the links between processes. Each process binds its own inbox."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of one run's inner links, ipc sockets in its private directory.
+    """Addresses of a run's inner links: ipc sockets in its private directory.
 
     | link       | binds          | connects                      | carries            |
     |------------|----------------|-------------------------------|--------------------|
@@ -24,24 +24,29 @@ class Endpoints:
 
     @property
     def scheduler(self) -> str:
+        """Address of the scheduler's messages."""
         return self._ipc("scheduler")
 
     @property
     def worker(self) -> str:
+        """Address of the worker, or of its rank 0."""
         return self.rank(0)
 
     def rank(self, rank: int) -> str:
-        """Of another rank of a worker that is several processes: it hears what rank 0 hears."""
+        """Return the address of a TP rank, which receives every message that rank 0 receives."""
         return self._ipc(f"worker-{rank}")
 
     @property
     def results(self) -> str:
+        """Address of the worker's results, at the scheduler."""
         return self._ipc("results")
 
     @property
     def detok(self) -> str:
+        """Address of the detokenizer."""
         return self._ipc("detok")
 
     @property
     def delivery(self) -> str:
+        """Address of messages to clients, at the frontend."""
         return self._ipc("delivery")

@@ -1,6 +1,6 @@
-"""ZeroMQ patterns and the codec.
+"""ZeroMQ sockets of the links, and the codec.
 
-Inner links are PUSH/PULL without a high-water mark: admission bounds what is under way. Every
+Inner links are PUSH/PULL without a high-water mark: admission bounds the messages on them. Every
 socket gets its linger at creation, so that closing never hangs on unsent data.
 """
 
@@ -17,20 +17,21 @@ from quadriga.errors import AddressInUse, ConfigError
 from quadriga.wire.messages.public import MAX_FRAME_BYTES
 
 LINGER_MS = 2000
-CLIENT_QUEUE_MESSAGES = 4096
-"""Messages that wait at a client to be read by it."""
-ROUTER_QUEUE_MESSAGES = 64
-"""Messages of one client that wait in the ROUTER, in each direction: libzmq bounds their number and
-not their bytes. What is more waits in clients.py, where the bytes are known, or at the client."""
+MAX_CLIENT_MESSAGES = 4096
+# Messages of one client in the ROUTER, in each direction. libzmq bounds their number, not their
+# bytes: further ones wait in tokenizer_proc/clients.py, which bounds the bytes, or at the client.
+MAX_ROUTER_MESSAGES = 64
+# Time for receiving before the event loop runs its other callbacks.
 RECEIVE_BUDGET_S = 0.005
-"""Messages are received for so long before the event loop turns to something else."""
 HEARTBEAT_MS = 5000
 RECONNECT_MS = 20
+NO_LIMIT = 1 << 30
+# A plain int: comparing with the enum member runs Python code.
 POLLIN = int(zmq.POLLIN)
-"""As a plain number, which is compared without enum's code."""
 
+# ZeroMQ's exception, for modules that do not import zmq.
 SocketError = zmq.ZMQError
-"""What ZeroMQ raises, for files that do not import it."""
+Prepare = Callable[["zmq.Socket[bytes]"], None]
 
 MessageT = TypeVar("MessageT")
 _encoder = msgspec.msgpack.Encoder()
@@ -48,12 +49,13 @@ class Inbox(Generic[MessageT]):
 
     def receive(self) -> MessageT:
         """Block for the next message."""
-        return self._decode(self.socket.recv())
+        message: MessageT = self._decode(self.socket.recv())
+        return message
 
-    def drain(self, most: int = 1 << 30) -> Iterator[MessageT]:
-        """What has arrived, at most so many messages, without blocking."""
-        for _ in range(most):
-            if not _has_come(self.socket):
+    def drain(self, max_messages: int = NO_LIMIT) -> Iterator[MessageT]:
+        """Yield the messages that have arrived, without blocking."""
+        for _ in range(max_messages):
+            if not _is_readable(self.socket):
                 return
             yield self._decode(self.socket.recv(zmq.NOBLOCK))
 
@@ -73,42 +75,40 @@ class Outbox:
         return socket
 
     def renew(self) -> None:
-        """Whoever listens there is another one: what is sent from now on reaches it, and what was
-        not sent yet need not."""
+        """Reconnect after the peer was restarted; unsent messages are discarded."""
         self.socket.close(linger=0)
         self.socket = self._connected()
 
     def send(self, message: msgspec.Struct) -> None:
+        """Encode a message and send it."""
         self.socket.send(encode(message))
 
     def send_frames(self, *frames: bytes) -> None:
+        """Send a multipart message."""
         self.socket.send_multipart(frames)
 
 
 def bind_frames(address: str) -> "zmq.Socket[bytes]":
-    """A bound PULL socket for multipart messages that nobody needs to decode."""
+    """Bind a PULL socket for multipart messages that are passed on without decoding."""
     socket = _socket(zmq.PULL)
     socket.rcvhwm = 0
     _bind(socket, address)
     return socket
 
 
-Prepare = Callable[["zmq.Socket[bytes]"], None]
-"""What is to be done with a socket before it is bound or connected."""
+def bind_public(address: str, prepare: Prepare = lambda _: None) -> "zmq.Socket[bytes]":
+    """Bind the public ROUTER. Sending to an unreachable or full client is an error.
 
-
-def _leave_it(socket: "zmq.Socket[bytes]") -> None:
-    """Nothing is to be done."""
-
-
-def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[bytes]":
-    """The public ROUTER: an unreachable or a full client is an error, not a silent drop."""
+    Args:
+        address: the endpoint.
+        prepare: called with the socket before it is bound.
+    """
     socket = _socket(zmq.ROUTER)
     prepare(socket)
     socket.router_mandatory = True
     socket.router_handover = True
-    socket.sndhwm = ROUTER_QUEUE_MESSAGES
-    socket.rcvhwm = ROUTER_QUEUE_MESSAGES
+    socket.sndhwm = MAX_ROUTER_MESSAGES
+    socket.rcvhwm = MAX_ROUTER_MESSAGES
     socket.maxmsgsize = 2 * MAX_FRAME_BYTES
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
@@ -117,19 +117,28 @@ def bind_front_door(address: str, prepare: Prepare = _leave_it) -> "zmq.Socket[b
     return socket
 
 
-def connect_front_door(
-    address: str, routing_id: bytes, prepare: Prepare = _leave_it
+def connect_public(
+    address: str, routing_id: bytes, prepare: Prepare = lambda _: None
 ) -> "zmq.Socket[bytes]":
-    """A client's DEALER, with an address of its own that survives a reconnect."""
+    """Connect a client's DEALER.
+
+    Args:
+        address: the endpoint.
+        routing_id: address of the client at the server; it survives a reconnect.
+        prepare: called with the socket before it connects.
+
+    Raises:
+        ConfigError: the endpoint is not an address.
+    """
     socket = _socket(zmq.DEALER)
     prepare(socket)
     socket.setsockopt(zmq.ROUTING_ID, routing_id)
     socket.sndhwm = 0
-    socket.rcvhwm = CLIENT_QUEUE_MESSAGES
+    socket.rcvhwm = MAX_CLIENT_MESSAGES
     socket.reconnect_ivl = RECONNECT_MS
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
-    socket.handshake_ivl = HEARTBEAT_MS  # ZeroMQ's own 30 s are a long time to wait for a dead one
+    socket.handshake_ivl = HEARTBEAT_MS  # ZeroMQ's default is 30 s
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -138,9 +147,12 @@ def connect_front_door(
     return socket
 
 
-def _has_come(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether there is something to receive. To find out by receiving is an exception, and that of
-    a process that runs once in a step, whose code is out of the caches by then, takes 100 us."""
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Return whether a message can be received.
+
+    Trying to receive raises an exception instead, which takes 100 us in a process that runs once
+    per step, since its code has left the caches.
+    """
     return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
 
@@ -172,29 +184,35 @@ class Poller:
             self._poller.register(getattr(source, "socket", source), zmq.POLLIN)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """timeout: seconds, rounded up to milliseconds; None waits for ever. False where nothing
-        came."""
+        """Wait until a source is readable; return False at the timeout.
+
+        Args:
+            timeout: seconds, rounded up to milliseconds; None: no timeout.
+        """
         return bool(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
 
 
 class AsyncPort:
     """Multipart send and receive of one socket on an asyncio loop, without a task per message.
 
-    ZeroMQ's file descriptor is edge-triggered and shared by both directions, so whoever sends
-    must look for received messages again afterwards; `_pump` is scheduled for that.
+    ZeroMQ's file descriptor is edge-triggered and shared by both directions, so that every send
+    must be followed by a check for received messages; `_pump` is scheduled for that.
 
-    first: called before messages are received.
+    Args:
+        socket: the socket.
+        on_frames: called with the frames of each message.
+        before_receive: called before messages are received.
     """
 
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
         on_frames: Callable[[list[bytes]], None],
-        first: Callable[[], None] = lambda: None,
+        before_receive: Callable[[], None] = lambda: None,
     ) -> None:
         self.socket = socket
         self._on_frames = on_frames
-        self._first = first
+        self._before_receive = before_receive
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._file_descriptor = int(socket.getsockopt(zmq.FD))
@@ -202,7 +220,11 @@ class AsyncPort:
         self._schedule()
 
     def send(self, *frames: bytes) -> bool:
-        """False where the peer does not read (its queue is full). Unreachable where it is gone."""
+        """Send a message; return False if the peer's queue is full.
+
+        Raises:
+            Unreachable: the peer of a ROUTER is not connected.
+        """
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
             return True
@@ -215,11 +237,11 @@ class AsyncPort:
         finally:
             self._schedule()
 
-    def close(self, linger: float | None = None) -> None:
-        """linger: seconds that unsent messages may take."""
+    def close(self, linger_s: float | None = None) -> None:
+        """Close the socket; unsent messages have `linger_s` seconds, or LINGER_MS if None."""
         if not self.socket.closed:
             self._loop.remove_reader(self._file_descriptor)
-            self.socket.close(linger=None if linger is None else int(linger * 1000))
+            self.socket.close(linger=None if linger_s is None else int(linger_s * 1000))
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -228,31 +250,30 @@ class AsyncPort:
 
     def _pump(self) -> None:
         self._scheduled = False
-        self._first()
+        self._before_receive()
         self.receive(budget_s=RECEIVE_BUDGET_S)
 
-    def receive(self, most: int = 64, budget_s: float = math.inf) -> None:
-        """Take in what has come, for at most so many messages and seconds; the rest of it a little
-        later."""
-        began = time.monotonic()
-        for _ in range(most):
-            if time.monotonic() - began > budget_s:
+    def receive(self, max_messages: int = 64, budget_s: float = math.inf) -> None:
+        """Process received messages within these bounds; the rest follows in the next iteration."""
+        started_at = time.monotonic()
+        for _ in range(max_messages):
+            if time.monotonic() - started_at > budget_s:
                 break
-            if self.socket.closed or not _has_come(self.socket):
+            if self.socket.closed or not _is_readable(self.socket):
                 return
             if frames := self._next():
-                self._take(frames)
+                self._process(frames)
         self._schedule()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _process(self, frames: list[bytes]) -> None:
         try:
             self._on_frames(frames)
         except BaseException:
-            self._schedule()  # what has come behind it raises no other event
+            self._schedule()  # further messages trigger no event of their own
             raise
 
     def _next(self) -> list[bytes]:
-        """The frames of a message that has come; none where it is to be dropped."""
+        """Receive a message; return no frames if it must be dropped."""
         return self.socket.recv_multipart(zmq.NOBLOCK)
 
 

@@ -21,7 +21,7 @@ def collect_info(args: SchedulerArgs, ready: WorkerReady | None, core: Scheduler
         "batching": args.batching,
         "schedule_policy": args.schedule_policy,
         "fair_clients": args.fair_clients,
-        "prefix_cache": args.prefix_cache,
+        "prefix_cache": not args.disable_radix_cache,
         "chunked_prefill_size": args.chunk_size(ready.prefill_tokens) if ready else None,
     }
     if ready is not None:

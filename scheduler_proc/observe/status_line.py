@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quadriga.runtime.terminal import ChangingLine
+from quadriga.runtime.terminal import TransientLine
 from quadriga.wire.messages.public import InfoValues
 
 INTERVAL_S = 1.0  # shortest time between two lines
@@ -97,7 +97,7 @@ class TerminalStatusLine(StatusLine):
     """A status line on the terminal of standard error."""
 
     def __init__(self, info: Callable[[], InfoValues]) -> None:
-        self._line = ChangingLine(os.ttyname(sys.stderr.fileno()))
+        self._line = TransientLine(os.ttyname(sys.stderr.fileno()))
         super().__init__(self._line.show, info)
 
     def close(self) -> None:

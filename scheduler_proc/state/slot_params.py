@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import NEUTRAL, SamplingParams, given
-from quadriga.sampling.validation import MAX_SEED
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import SlotSamplingParams

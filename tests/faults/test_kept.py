@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.client.request_handle import Handle
+from quadriga.client.request_handle import RequestHandle
 from tests.server import Server, running_server, settle, wait_until
 
 RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
@@ -26,7 +26,7 @@ def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-def submit_all(client: AsyncClient) -> list[Handle]:
+def submit_all(client: AsyncClient) -> list[RequestHandle]:
     """Greedy and seeded ones, streams and not, one choice and three."""
     return [
         client.submit(
@@ -44,8 +44,8 @@ def submit_all(client: AsyncClient) -> list[Handle]:
     ]
 
 
-async def results(handles: list[Handle]) -> list[tuple[list[int], str]]:
-    async def one(handle: Handle) -> Completion:
+async def results(handles: list[RequestHandle]) -> list[tuple[list[int], str]]:
+    async def one(handle: RequestHandle) -> Completion:
         return await asyncio.wait_for(handle.completion(), PATIENCE)
 
     ended = await asyncio.gather(*map(one, handles))

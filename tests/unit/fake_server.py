@@ -30,10 +30,15 @@ from quadriga.wire.messages.public import (
 
 
 class FakeServer(threading.Thread):
-    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered, and
-    "endless" gets two with every turn until its client aborts it.
+    """Answers every prompt with two tokens.
 
-    keys: a server's directory; who does not know its public key gets nothing."""
+    A text with "refuse" is refused, one with "silent" is not answered, and one with "endless" gets
+    two tokens per turn until its client aborts it.
+
+    Args:
+        endpoint: address to bind.
+        keys: a server's directory of keys.
+    """
 
     def __init__(self, endpoint: str, keys: Path | None = None) -> None:
         super().__init__(daemon=True)
@@ -44,7 +49,7 @@ class FakeServer(threading.Thread):
         self.stopping = False
         self._keys = keys
         self._endless: dict[bytes, Chunk] = {}
-        self._socket = sockets.bind_front_door(endpoint, self._prepare)
+        self._socket = sockets.bind_public(endpoint, self._prepare)
 
     def _prepare(self, socket: "zmq.Socket[bytes]") -> None:
         if self._keys is not None:
@@ -83,9 +88,10 @@ class FakeServer(threading.Thread):
             case Abort():
                 self.aborts += 1
                 return None
-            case _:
+            case Generate():
                 self.requests.append(message)
                 return self._complete(message)
+        return None
 
     def _complete(self, request: Generate) -> msgspec.Struct | None:
         if any(word in str(request.prompt) for word in ("silent", "endless")):

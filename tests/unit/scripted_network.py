@@ -41,9 +41,9 @@ class Network:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(link, "sockets", self)
-        patch.setattr(link, "ConnectionWatch", SlowClientGuard)
+        patch.setattr(link, "ConnectionWatch", Watch)
 
-    def connect_front_door(
+    def connect_public(
         self, address: str, routing_id: bytes, prepare: Callable[["Socket"], None]
     ) -> "Socket":
         socket = Socket(self, routing_id)
@@ -104,7 +104,7 @@ class Socket:
         self.outbound: deque[bytes] = deque()
         self.inbound: deque[bytes] = deque()
         self.cable: Cable | None = None
-        self.watch: SlowClientGuard | None = None
+        self.watch: Watch | None = None
         self.port: Port | None = None
         self.closed = self.is_jammed = False
 
@@ -125,10 +125,10 @@ class Socket:
         if self.watch is not None:
             self.watch.tell(event)
 
-    def close(self, linger: float | None = None) -> None:
+    def close(self, linger_s: float | None = None) -> None:
         self.closed = True
         if self.cable is not None:
-            if linger:  # what was sent still arrives
+            if linger_s:  # what was sent still arrives
                 while self.outbound and self.cable.is_ready and not self.cable.door.is_frozen:
                     self.cable.door.take(self.identity, self.outbound.popleft())
             self.cable.cut()
@@ -186,12 +186,12 @@ class Port:
         self,
         socket: Socket,
         on_frames: Callable[[list[bytes]], None],
-        first: Callable[[], None],
+        before_receive: Callable[[], None],
     ) -> None:
         self.socket = socket
         socket.port = self
         self._on_frames = on_frames
-        self._first = first
+        self._before_receive = before_receive
 
     def send(self, frame: bytes) -> bool:
         socket = self.socket
@@ -202,26 +202,26 @@ class Port:
             socket.cable.move()
         return True
 
-    def close(self, linger: float | None = None) -> None:
+    def close(self, linger_s: float | None = None) -> None:
         if not self.socket.closed:
-            self.socket.close(linger)
+            self.socket.close(linger_s)
 
     def wake(self) -> None:
         asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        self._first()
+        self._before_receive()
         self.receive()
 
-    def receive(self, most: int = 64) -> None:
-        for _ in range(most):
+    def receive(self, max_messages: int = 64) -> None:
+        for _ in range(max_messages):
             if self.socket.closed or not self.socket.inbound:
                 return
             self._on_frames([self.socket.inbound.popleft()])
         self.wake()
 
 
-class SlowClientGuard:
+class Watch:
     """Stands for ConnectionWatch."""
 
     def __init__(
@@ -238,9 +238,9 @@ class SlowClientGuard:
 
     def tell(self, event: str) -> None:
         self._events.append(event)
-        asyncio.get_running_loop().call_soon(self.look)
+        asyncio.get_running_loop().call_soon(self.process)
 
-    def look(self) -> None:
+    def process(self) -> None:
         while self._events and not self._closed:
             self._call[self._events.popleft()]()
 

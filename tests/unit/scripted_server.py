@@ -164,8 +164,7 @@ class Door:
         self._instance = uuid.uuid4().hex
 
     def lost(self, client: bytes) -> None:
-        """A connection ended. A door that still serves gives up the requests of a client that is
-        not back."""
+        """Abort the requests of a client that is not back, if this frontend still serves."""
         server = self._server
         if server.door is self and server.network.cable_of(client) is None:
             for name, request in list(server.requests.items()):

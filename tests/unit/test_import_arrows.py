@@ -3,13 +3,13 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc")
-COMMANDS = ROOT / "quadriga" / "cli" / "main.py"
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
@@ -48,8 +48,7 @@ def test_no_process_imports_another(folder: str) -> None:
 
 def test_quadriga_imports_no_process_and_nothing_heavy() -> None:
     for path in files("quadriga"):
-        allowed = {"launcher", "bench"} if path == COMMANDS else set()
-        assert not roots_of(path) & ({*PROCESSES, "bench", "tests", "launcher"} - allowed), path
+        assert not roots_of(path) & {*PROCESSES, "bench", "tests", "launcher"}, path
         assert not roots_of(path) & HEAVY, path
 
 
@@ -83,7 +82,7 @@ LAYERS = {
     "client": {"errors", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
-    "cli": {"errors", "sampling", "wire", "config", "client"},
+    "cli": {"errors", "sampling", "wire", "config", "client", "__version__"},
 }
 """What each part of quadriga/ may import of the others."""
 
@@ -94,6 +93,16 @@ def test_layers_inside_quadriga(layer: str) -> None:
     for path in paths:
         parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("quadriga.")}
         assert parts <= LAYERS[layer] | {layer}, path
+
+
+def test_no_modules_of_quadriga_import_each_other() -> None:
+    paths = {path.relative_to(ROOT).with_suffix(""): path for path in files("quadriga")}
+    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    graph = {
+        name: imports_of(path) & (modules.keys() - {name, "quadriga"})
+        for name, path in modules.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize(

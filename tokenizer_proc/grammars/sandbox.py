@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from quadriga.runtime.parent_death import signal_at_parents_death
 from quadriga.sampling.grammar import (
-    Grammar,
     check_begins,
     compile_grammar,
     load_vocabulary,
     to_library_form,
 )
+from quadriga.sampling.params import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

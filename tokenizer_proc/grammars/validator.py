@@ -12,7 +12,7 @@ from functools import partial
 
 from quadriga.errors import InvalidRequest, QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar
+from quadriga.sampling.params import Grammar
 
 NUM_CHECKERS = 2
 # Distinct grammars that may wait, of new requests and of requests that were admitted before.

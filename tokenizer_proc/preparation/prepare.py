@@ -10,12 +10,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar, grammar_of, without_grammar
-from quadriga.sampling.params import NEUTRAL, SamplingDefaults, SamplingParams
+from quadriga.sampling.params import (
+    NEUTRAL,
+    Grammar,
+    SamplingDefaults,
+    SamplingParams,
+    grammar_of,
+    without_grammar,
+)
 from quadriga.sampling.stop_regex import compile_stop_regex
+from quadriga.sampling.validation import validate_params
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
@@ -70,7 +77,7 @@ def decode_outcome(data: bytes) -> Outcome:
 class Preparer:
     """Check, render, encode and fit messages. It has no state, so that forks may share it."""
 
-    def __init__(self, args: FrontDoorArgs, model: ModelFiles, encoder: Encoder) -> None:
+    def __init__(self, args: FrontendArgs, model: ModelFiles, encoder: Encoder) -> None:
         self._args = args
         self._model = model
         self._encoder = encoder
@@ -99,7 +106,7 @@ class Preparer:
         """
         model, params, args = self._model, message.params, self._args
         validation.check_urgency(message)
-        params.validate(model.vocab_size)
+        validate_params(params, model.vocab_size)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
         grammar = grammar_of(params)
@@ -166,7 +173,7 @@ def sampling_defaults(source: str, generation_config: dict[str, Any]) -> Samplin
     }
     try:
         defaults = msgspec.convert(fields, SamplingDefaults)
-        SamplingParams().filled(defaults).validate(vocab_size=1)
+        validate_params(SamplingParams().filled(defaults), vocab_size=1)
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ConfigError(
             f"the model's generation_config.json cannot be used: {error};"

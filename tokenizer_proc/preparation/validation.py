@@ -9,14 +9,13 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
-from quadriga.sampling.validation import MAX_SEED
+from quadriga.sampling.validation import check_number
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 
 MAX_REQUEST_ID_CHARS = 128
-# The smallest priority is -MAX_PRIORITY.
-MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 7 * 24 * 3600
 # So many bytes hold the first fields of every message whose request_id is not too long.
 NUM_PEEKED_BYTES = 1024
@@ -86,11 +85,7 @@ def check_request_id(request_id: str) -> None:
 
 def check_urgency(message: Generate) -> None:
     """Raise InvalidRequest for a priority or a timeout out of range."""
-    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
-        raise InvalidRequest(
-            f"priority is {message.priority}: it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}",
-            "priority",
-        )
+    check_number("priority", message.priority)
     _check_timeout("queue_timeout", message.queue_timeout)
     _check_timeout("timeout", message.timeout)
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quadriga.runtime.cpu_affinity import Cpus, keep_to
+from quadriga.runtime.cpu_affinity import Cpus, pin_to
 from worker_proc.system.large_pages import LARGE_PAGE, in_large_pages
 
 ALIGNMENT_BYTES = 64
@@ -83,7 +83,7 @@ class KVPools:
             thread.start()
 
     def _prefault(self, cpus: Cpus) -> None:
-        keep_to(cpus)
+        pin_to(cpus)
         ahead = PREFAULT_AHEAD_BYTES // len(self.layers) // LARGE_PAGE
         ahead = max(ahead, 1) * LARGE_PAGE
         done = 0

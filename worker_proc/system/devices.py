@@ -8,7 +8,7 @@ import torch
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.runtime.cpu_affinity import CpuPlan, keep_to, shares
+from quadriga.runtime.cpu_affinity import CpuPlan, pin_to, plan_cpus
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,8 +86,8 @@ def take_cores(args: WorkerArgs) -> CpuPlan:
 
     Call it before torch computes anything, as its threads inherit the cores of the first one.
     """
-    plan = shares(args)
-    keep_to(plan.worker)
+    plan = plan_cpus(args)
+    pin_to(plan.worker)
     torch.set_num_threads(plan.threads)
     return plan
 

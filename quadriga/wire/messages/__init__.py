@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary, one module per link.
+"""Every message between processes, one module per link.
 
 A frame is one msgpack array `[tag, *fields]`. Lists of token ids, slots, counts and pages travel
 as little-endian int32 bytes (`arrays.py`). Times are Unix seconds of the clock that all processes

@@ -1,31 +1,31 @@
-"""Lists of numbers, as they travel: little-endian bytes, 4 to a number."""
+"""Packing of number lists: little-endian, 4 bytes each."""
 
 import sys
 from array import array
 from collections.abc import Iterable
 from typing import Any
 
+# Type codes of the array module.
 INT32, FLOAT32 = "i", "f"
-"""Type codes of the array module."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Integers as int32 bytes. OverflowError where one does not fit."""
+    """Pack integers as int32. Raise OverflowError if one does not fit."""
     return _pack(INT32, ids)
 
 
 def unpack_ids(data: bytes) -> "array[int]":
-    """The inverse of pack_ids. ValueError where the length is no multiple of 4."""
+    """Unpack int32 numbers. Raise ValueError if the length is not a multiple of 4."""
     return _unpack(INT32, data)
 
 
 def pack_floats(values: Iterable[float]) -> bytes:
-    """Numbers as float32 bytes."""
+    """Pack numbers as float32."""
     return _pack(FLOAT32, values)
 
 
 def unpack_floats(data: bytes) -> "array[float]":
-    """The inverse of pack_floats. ValueError where the length is no multiple of 4."""
+    """Unpack float32 numbers. Raise ValueError if the length is not a multiple of 4."""
     return _unpack(FLOAT32, data)
 
 

@@ -1,15 +1,21 @@
-"""Log-probabilities of tokens: between the inner processes by id, for clients with their texts.
+"""Log-probabilities of tokens: by id between the processes, with texts for clients.
 
-They are natural logarithms, of the model's own distribution: before temperature, penalties, bias
-and masks.
+They are natural logarithms of the model's own distribution, before temperature, penalties, bias and
+masks.
 """
 
 import msgspec
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):
-    """values: float32 [tokens], of each token itself. top_ids: int32, top_values: float32
-    [tokens, width], the likeliest at its place, likeliest first."""
+    """Log-probabilities of tokens and of the likeliest tokens at their positions.
+
+    Attributes:
+        values: float32 [tokens], of each token itself.
+        width: number of likeliest tokens per position.
+        top_ids: int32 [tokens, width], likeliest first.
+        top_values: float32 [tokens, width].
+    """
 
     values: bytes
     width: int
@@ -18,26 +24,36 @@ class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Of some of the tokens that a step sampled. rows: int32 [tokens], the place of each among all
-    tokens of the message; -1: nobody waits for it any more."""
+    """Log-probabilities of some of the tokens that a step sampled.
+
+    Attributes:
+        rows: int32 [tokens], index of each among all tokens of the message; -1: its request ended.
+        block: the log-probabilities.
+    """
 
     rows: bytes
     block: LogprobBlock
 
 
 class PromptPiece(msgspec.Struct, array_like=True, frozen=True):
-    """Of the tokens of a prompt that follow those which came before. row: of the plan."""
+    """Log-probabilities of the next tokens of a prompt, computed by a row of the plan."""
 
     row: int
     block: LogprobBlock
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
-    """For a client. values: float32 [tokens]; top_ids: int32, top_values: float32 [tokens, width],
-    likeliest first; pieces, top_pieces: the bytes of each of these ids, which may be half a
-    character.
+    """Log-probabilities for a client.
 
-    The first token of a prompt has no probability: there value and top_values are NaN, top_ids -1.
+    The first token of a prompt has none: its value and top_values are NaN, its top_ids -1.
+
+    Attributes:
+        values: float32 [tokens], of each token itself.
+        width: number of likeliest tokens per position.
+        top_ids: int32 [tokens, width], likeliest first.
+        top_values: float32 [tokens, width].
+        pieces: text of each token in bytes, which may be a part of a character.
+        top_pieces: texts of `top_ids`.
     """
 
     values: bytes
@@ -49,7 +65,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """token_ids: int32 [tokens], the whole prompt."""
+    """Log-probabilities of the whole prompt `token_ids` (int32 [tokens])."""
 
     token_ids: bytes
     logprobs: Logprobs

@@ -10,15 +10,13 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 
 PROTOCOL_VERSION = 1
+# A larger public frame is refused with an error; one of twice this size ends the connection.
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""A larger public frame is refused by name; twice as much ends the connection."""
+# Bounds of one chat, which quadriga/wire/chat_limits.py checks.
 MAX_TURNS = 4096
-"""Of one chat. These bounds, with those below, are held by quadriga/wire/chat_limits.py."""
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 256
-"""Of a turn's name and tool_call_id."""
 MAX_TOOL_CALLS = 4096
-"""Of all turns of a chat."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
 
@@ -27,9 +25,12 @@ MAX_TEMPLATE_ARGS = 64
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
-    """One turn of a chat; a map on the wire. What is not empty reaches the chat template.
+    """One turn of a chat; a map on the wire. Empty fields are not passed to the chat template.
 
-    tool_calls: of an assistant's turn; tool_call_id and name: of a tool's answer.
+    Attributes:
+        name: name of the tool that answers.
+        tool_calls: tool calls of an assistant's turn.
+        tool_call_id: id of the call that a tool answers.
     """
 
     role: str
@@ -40,10 +41,11 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
 
 
 class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a chat template is given beside the messages; a map on the wire.
+    """Input of a chat template beside the messages; a map on the wire.
 
-    tools: JSON schemas of functions, as OpenAI writes them. template_args: further variables of
-    the template, for example enable_thinking.
+    Attributes:
+        tools: JSON schemas of functions in OpenAI's form.
+        template_args: further variables of the template, for example enable_thinking.
     """
 
     tools: list[dict[str, Any]] = []
@@ -53,20 +55,21 @@ class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     """Ask for one completion.
 
-    prompt: a string, or a chat as a list of ChatMessage maps.
-    stream: chunks as tokens come; else one chunk at the end.
-    truncate_prompt: keep the last tokens of a prompt that is longer than the context; None: as
-        the server was started (--allow-auto-truncate).
-    prompt_token_ids: int32 bytes, instead of a prompt, which is then empty: nothing is encoded.
-    priority: larger goes first, -1000 to 1000, where the server schedules by priority.
-    queue_timeout: seconds until the request must have been admitted; timeout: until it must have
-        ended. Both count from its arrival and end it with deadline_exceeded. None: as the server
-        was started (--queue-timeout, --request-timeout).
-    chat: for the chat template, where the prompt is a chat.
-    clamp_max_new_tokens: where the context leaves less than max_new_tokens, that much is generated
-        instead of an error.
-    resent: it was sent before, over a connection that was lost. Where the request is known it goes
-        on; a Replay comes before anything else of it, an empty one where it begins anew.
+    Attributes:
+        prompt: a string, or a chat as a list of ChatMessage maps.
+        stream: send chunks as tokens come; False: one chunk at the end.
+        truncate_prompt: keep the last tokens of a prompt that is longer than the context; None:
+            the server's --allow-auto-truncate.
+        prompt_token_ids: int32 bytes, in place of a prompt, which is then empty.
+        priority: -1000 to 1000, the largest first, if the server schedules by priority.
+        queue_timeout: seconds from arrival until the request must be admitted; then it ends with
+            deadline_exceeded. None: the server's --queue-timeout.
+        timeout: the same until its end. None: the server's --request-timeout.
+        chat: input of the chat template, if the prompt is a chat.
+        clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
+            instead of failing.
+        resent: the client has sent the request before, over a connection that was lost. A known
+            request continues; a Replay precedes its other messages, empty if it starts anew.
     """
 
     version: int
@@ -85,27 +88,27 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End a request of this client; an empty id ends all of them. Unknown ids are ignored."""
+    """Abort a request of this client, or all if the id is empty. Unknown ids are ignored."""
 
     version: int
     request_id: str
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
-    """Answered at once by the front door with a Pong."""
+    """Ask for a Pong, which the frontend sends at once."""
 
     version: int
 
 
 class GetInfo(msgspec.Struct, tag="get_info", array_like=True, frozen=True):
-    """Answered with an Info that has travelled the whole ring."""
+    """Ask for an Info, which is collected from all processes."""
 
     version: int
     request_id: str
 
 
 class Tokenize(msgspec.Struct, tag="tokenize", array_like=True, frozen=True):
-    """Answered by the front door with the Tokens that a Generate of this prompt would have."""
+    """Ask for the Tokens that a Generate of this prompt would have."""
 
     version: int
     request_id: str
@@ -114,7 +117,7 @@ class Tokenize(msgspec.Struct, tag="tokenize", array_like=True, frozen=True):
 
 
 class Detokenize(msgspec.Struct, tag="detokenize", array_like=True, frozen=True):
-    """Answered by the front door with a Text. token_ids: int32 bytes."""
+    """Ask for the Text of token ids (int32 bytes)."""
 
     version: int
     request_id: str
@@ -123,8 +126,10 @@ class Detokenize(msgspec.Struct, tag="detokenize", array_like=True, frozen=True)
 
 
 class FlushCache(msgspec.Struct, tag="flush_cache", array_like=True, frozen=True):
-    """Forget cached prefixes that nobody uses now. Answered with an Info that has travelled the
-    whole ring, with `flushed_pages` beside its other values."""
+    """Drop cached prefixes that no request uses.
+
+    The answer is an Info with the additional value `flushed_pages`.
+    """
 
     version: int
     request_id: str
@@ -137,9 +142,12 @@ ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | Flus
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
-    """code: as in quadriga/errors.py; field: the request's field that is to blame, or "".
+    """An error on the wire.
 
-    retry_after: seconds after which it may pay to try again, where the server was too busy.
+    Attributes:
+        code: `code` of a class in quadriga/errors.py.
+        field: the request's field that is wrong, or "".
+        retry_after: seconds after which a retry may succeed, if the server was too busy.
     """
 
     code: str
@@ -149,17 +157,17 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: QuadrigaError) -> "ErrorInfo":
-        """How an exception travels."""
+        """Return the wire form of an exception."""
         field, retry_after = getattr(error, "field", ""), getattr(error, "retry_after", None)
         return cls(error.code, str(error), field, retry_after)
 
     def exception(self) -> QuadrigaError:
-        """The exception that travelled."""
+        """Return the exception of this error."""
         return errors.from_code(self.code, self.message, self.field, self.retry_after)
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens. cached_tokens: how many of the prompt came from the prefix cache."""
+    """Numbers of tokens; `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -167,7 +175,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageTimes(msgspec.Struct, array_like=True, frozen=True):
-    """When the request passed each stage, in Unix seconds; 0.0 where it never came there."""
+    """Unix time at which the request reached each stage; 0.0 for a stage that it did not reach."""
 
     received: float
     tokenized: float
@@ -177,9 +185,11 @@ class StageTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class End(msgspec.Struct, array_like=True, frozen=True):
-    """The one terminal message of a request, in its last chunk.
+    """The only terminal message of a request, in its last chunk.
 
-    finish_reason: stop, length, abort or error; matched_stop: the stop string or token id.
+    Attributes:
+        finish_reason: stop, length, abort or error.
+        matched_stop: stop string or stop token id that ended the text.
     """
 
     finish_reason: str
@@ -190,10 +200,12 @@ class End(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
-    """What is new of one request.
+    """New text and tokens of one request.
 
-    text_offset: characters of this choice's text that were sent before.
-    token_ids: int32 bytes; token_times: for each of them, the end of the step that gave it.
+    Attributes:
+        text_offset: number of characters of this choice's text that were sent before.
+        token_ids: int32 bytes.
+        token_times: end of the step that sampled each token, in Unix seconds.
     """
 
     request_id: str
@@ -205,10 +217,12 @@ class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Chunk(PlainChunk, array_like=True, frozen=True):
-    """A chunk with what only some requests ask for; the fields stay off the wire for the others.
+    """A chunk with the optional fields, which are left out on the wire unless requested.
 
-    index: of the choice, where `n` were asked for: each has chunks and an end of its own.
-    logprobs: of token_ids. prompt_logprobs: in the first chunk of choice 0.
+    Attributes:
+        index: index of the choice; each choice of `n` has its own chunks and end.
+        logprobs: logprobs of `token_ids`.
+        prompt_logprobs: logprobs of the prompt, in the first chunk of choice 0.
     """
 
     index: int = 0
@@ -217,40 +231,42 @@ class Chunk(PlainChunk, array_like=True, frozen=True):
 
 
 class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """All that is new for one client after one step, as a client reads it."""
+    """Everything new for one client after one step, in the form that a client reads."""
 
     chunks: list[Chunk]
 
 
 class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """The same as it is sent: a PlainChunk where it says all."""
+    """Chunks in the form that the server sends, with a PlainChunk where it suffices."""
 
     chunks: list[PlainChunk]
 
 
 class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """Requests from their first token on, as a client reads it: each chunk has offset 0 and all
-    text and ids of its choice up to now, in place of what came before. What follows goes on there.
+    """Requests from their first token on, in the form that a client reads.
+
+    Each chunk has offset 0 and replaces everything before it of its choice; later chunks continue
+    from there.
     """
 
     chunks: list[Chunk]
 
 
 class SentReplay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """The same as it is sent: a PlainChunk where it says all."""
+    """A Replay in the form that the server sends, with a PlainChunk where it suffices."""
 
     chunks: list[PlainChunk]
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A message that never entered; the terminal message of its request, if it had an id."""
+    """Refusal of a message; the terminal message of its request, if it has an id."""
 
     request_id: str
     error: ErrorInfo
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
-    """instance: drawn anew at each start of the server."""
+    """Answer to Ping. `instance` is drawn anew at each start of the server."""
 
     version: int
     instance: str
@@ -258,35 +274,35 @@ class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
 
 
 class Probe(msgspec.Struct, tag="probe", array_like=True, frozen=True):
-    """Nothing to do: it lets the server find out whether the client is still there."""
+    """A message to be ignored; sending it shows the server whether the client is connected."""
 
 
 class ServerGone(msgspec.Struct, tag="server_gone", array_like=True, frozen=True):
-    """The server ends or cut this client off: each of the client's open requests ends with this."""
+    """The server ends or disconnects this client, whose open requests end with this error."""
 
     error: ErrorInfo
 
 
+# Numbers, texts, and maps of them.
 InfoValues = dict[str, Any]
-"""Numbers, texts, and maps of them."""
 
 
 class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """`values` is a map; its keys are listed in docs/protocol.md."""
+    """Gauges and counters of the server; docs/protocol.md lists the keys of `values`."""
 
     request_id: str
     values: InfoValues
 
 
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
-    """The answer to Tokenize. token_ids: int32 bytes."""
+    """Answer to Tokenize; `token_ids` are int32 bytes."""
 
     request_id: str
     token_ids: bytes
 
 
 class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):
-    """The answer to Detokenize."""
+    """Answer to Detokenize."""
 
     request_id: str
     text: str

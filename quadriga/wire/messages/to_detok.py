@@ -1,7 +1,7 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
-What detok_proc sends on is three frames: the client's address, the public message as it will be
-sent, already encoded, and a Delivered. All three are empty where nothing follows.
+detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
+Three empty frames are the last ones.
 """
 
 import msgspec
@@ -11,8 +11,13 @@ from quadriga.wire.messages.public import ErrorInfo, Info
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt whose log-probabilities a client asked for. token_ids: int32 bytes, all of it;
-    width: of the likeliest; blocks: for all tokens but the first, in order."""
+    """A prompt with its log-probabilities.
+
+    Attributes:
+        token_ids: the whole prompt, int32 bytes.
+        width: number of likeliest tokens per position.
+        blocks: log-probabilities of all tokens but the first, in order.
+    """
 
     token_ids: bytes
     width: int
@@ -20,11 +25,14 @@ class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StreamStart(msgspec.Struct, array_like=True, frozen=True):
-    """A request gave its first token: what the detokenizer must know of it from now on.
+    """Start of a stream: what the detokenizer needs of a request that has its first token.
 
-    index: of the choice, where several were asked for. keeps_stop: what stops the text is its end.
-    min_new_tokens: so many tokens cannot stop the text. logprobs: how many of the likeliest tokens
-    its client wants to know; None: not even the token's own log-probability.
+    Attributes:
+        index: index of the choice.
+        keeps_stop: the stop string stays in the text.
+        min_new_tokens: number of tokens that cannot stop the text.
+        logprobs: number of likeliest tokens per position; None: no logprobs.
+        prompt: the prompt, if its log-probabilities were requested.
     """
 
     seq: int
@@ -42,10 +50,7 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
-    """A request ends, for `finish_reason`; the detokenizer adds the time and sends the End.
-
-    prompt_tokens: int; the count of completion tokens is the detokenizer's own.
-    """
+    """End of a stream; the detokenizer adds times and the number of completion tokens."""
 
     seq: int
     client: bytes
@@ -63,9 +68,12 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
-    """All of a request up to now, for a detokenizer that has not seen it, or a client that has
-    missed some of it. token_ids: what was generated; logprobs: of these tokens, in order, where
-    they are told; closing: None where it goes on.
+    """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
+
+    Attributes:
+        token_ids: generated tokens, int32 bytes.
+        logprobs: log-probabilities of these tokens in order, if requested.
+        closing: end of the request; None: it continues.
     """
 
     opening: StreamStart
@@ -75,14 +83,15 @@ class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
-    """What one step gave: `replayed` and `opened` first, then token_ids[i] for seqs[i], then
-    `closed`.
+    """Output of one step. Its parts apply in this order: replayed, opened, token_ids, closed.
 
-    seqs: int64s would do; they are plain ints because a server may live long.
-    time: the end of the step in Unix seconds, the time of each of its tokens.
-    logprobs: of those tokens whose clients asked for them; its rows are places in `seqs`.
-    waiting: requests in the waiting queue. session: that of the DetokReady; what belongs to another
-    one is stale.
+    Attributes:
+        time: end of the step, in Unix seconds; the time of each of its tokens.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+        logprobs: log-probabilities that were requested; rows are indices into `seqs`.
+        waiting: number of requests in the waiting queue.
+        session: session of the DetokReady; a message of another session is stale.
     """
 
     time: float
@@ -97,7 +106,7 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
 
 
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """An Info on its way to its client."""
+    """An Info for a client."""
 
     client: bytes
     info: Info
@@ -108,20 +117,22 @@ class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, froze
 
 
 class Drained(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
-    """Every request has ended, and the front door is to know that it has heard of all."""
+    """Every request has ended; the frontend learns that it has received all ends."""
 
 
 class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
-    """Nothing follows: leave."""
+    """Exit; no message follows."""
 
 
 class Delivered(msgspec.Struct, array_like=True, frozen=True):
-    """What the front door must know of a message that it hands out unread.
+    """What the frontend needs of a message that it passes on without decoding.
 
-    ended: ids of the client's requests that it ends, each as often as choices of it end. waiting:
-    requests in the waiting queue, where the message tells. settled: the scheduler's numbers of
-    those, of any client, whose ends have come with this message or with one before it. inspected:
-    the message is the answer to an Inspect.
+    Attributes:
+        ended: ids of the client's requests that end, once per choice that ends.
+        waiting: number of requests in the waiting queue, if it is known.
+        settled: the scheduler's numbers of requests of any client whose ends have been delivered
+            with this message or earlier.
+        inspected: the message answers an InfoRequest.
     """
 
     ended: list[str] = []

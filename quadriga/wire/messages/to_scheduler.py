@@ -35,13 +35,16 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     frontend_retry: bool = False
 
 
+# Who aborts a request.
 CLIENT, CLIENT_LOST, SERVER_STOPPING = "client", "client_lost", "server_stopping"
-"""By whose doing a request is aborted."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End one request of a client, or with an empty id all of them. by: CLIENT, which asked for
-    it, or CLIENT_LOST, where it is gone or was cut off."""
+    """Abort one request of a client, or all of them if the id is empty.
+
+    Attributes:
+        by: CLIENT if the client asked for it, CLIENT_LOST if it is gone or was disconnected.
+    """
 
     client: bytes
     request_id: str
@@ -49,31 +52,32 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
-    """The detokenizer met a stop string in these requests."""
+    """The detokenizer found a stop string in these requests."""
 
     seqs: list[int]
 
 
 class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
-    """A detokenizer that knows no text. session: drawn by it; what is for another one is stale."""
+    """A new detokenizer without any text; messages for another session are stale."""
 
     session: int
 
 
 class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The front door has the ends of these requests."""
+    """The frontend has received the ends of these requests."""
 
     seqs: list[int]
 
 
 class FrontendRestarted(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
-    """The one before it died, perhaps with ends that nobody was told of."""
+    """The frontend was restarted; ends that its predecessor had received may be lost."""
 
 
 class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
-    """A client's GetInfo, on its way round the ring: each process adds what it knows.
+    """A client's GetInfo on its way through the processes, each of which adds its values.
 
-    flush_cache: forget the cached prefixes that nobody uses before that.
+    Attributes:
+        flush_cache: drop the cached prefixes that no request uses first.
     """
 
     client: bytes
@@ -83,15 +87,15 @@ class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
-    """Nothing new will come: finish what is there, then say Drained."""
+    """Finish the open requests, then answer Drained; no request follows."""
 
 
 class Shutdown(msgspec.Struct, tag="leave", array_like=True, frozen=True):
-    """The clients have everything, and the front door leaves: so does everybody."""
+    """Exit: the clients have everything, and the frontend exits."""
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
-    """End every request now, for this reason."""
+    """Abort every request now, for this reason."""
 
     reason: str
 

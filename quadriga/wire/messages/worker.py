@@ -7,20 +7,25 @@ from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
 
 # --- scheduler_proc -> worker_proc ----------------------------------------------------------------
 
+# ForwardMode on the wire.
 EXTEND, DECODE, MIXED = 0, 1, 2
-"""ForwardMode on the wire."""
 
 
 class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """What a slot's tokens are chosen by beyond NewSlot's own fields, as in SamplingParams.
+    """Sampling parameters of a slot beyond NewSlot's fields, as in SamplingParams.
 
-    num_prompt: how many of its tokens are the prompt; the others were generated. The rules depend
-    on the known tokens and on nothing else, so that a request goes on in another slot as before.
-    bias_ids: int32, bias: float32 [ids]; allowed_ids: int32, empty: all; bad_words: token ids
-    (int32) of each; stop_ids: int32, not sampled before min_new_tokens were, and only where the
-    grammar may end. grammar: the key of one that the worker has compiled, or empty.
-    jumps: forced tokens are taken without a step each.
-    logprobs, prompt_logprobs: how many of the likeliest tokens are told; None: nothing is.
+    Their effect depends on the known tokens only, so that a request can continue in another slot.
+
+    Attributes:
+        num_prompt: number of prompt tokens; the other tokens were generated.
+        bias_ids: int32 [ids].
+        bias: float32 [ids].
+        allowed_ids: int32 [ids]; empty: all ids.
+        bad_words: token ids (int32) of each.
+        stop_ids: int32 [ids]; masked before min_new_tokens, and where the grammar may not end.
+        logprobs, prompt_logprobs: number of likeliest tokens per position; None: no logprobs.
+        grammar: key of a grammar that the worker has compiled, or empty.
+        jumps: take forced tokens without a step each.
     """
 
     num_prompt: int
@@ -43,9 +48,11 @@ class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
 class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     """A request enters a slot.
 
-    token_ids: every token known so far (int32 bytes); computed: how many of them are in the KV
-    pages already; pages: its page table (int32 bytes), long enough for the tokens known so far.
-    rules: None where the fields before it say all.
+    Attributes:
+        token_ids: all known tokens, int32 bytes.
+        computed: number of tokens whose KV is in the pages already.
+        pages: page table, int32 bytes, with room for the known tokens.
+        rules: further sampling parameters; None: the other fields suffice.
     """
 
     slot: int
@@ -60,19 +67,19 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
-    """One forward step, as deltas against what the worker keeps of each slot.
+    """One forward step, as changes to the worker's state of each slot.
 
-    The worker first forgets `released`, then takes in `new`, appends to page tables what `grown`
-    says (int32 bytes: slot, page, slot, page, ...), then computes for row i the next num_tokens[i]
-    tokens of slots[i]. A row whose computed tokens reach all that is known of its slot samples one
-    token, which the worker keeps as that slot's next input. Where its grammar forced tokens to
-    follow, of which the plan may not know, the slot's next row computes them, too, as far as its
-    pages hold.
+    The worker frees the slots in `released`, fills those in `new`, and appends the pages in `grown`
+    (int32 bytes: slot, page, slot, page, …). Then row i computes the next num_tokens[i] tokens of
+    slots[i]. A row that reaches the last known token of its slot samples one token, which is the
+    slot's next input. If the grammar forces tokens after it, of which the plan may not know, the
+    slot's next row computes them, too, as far as its pages reach.
 
-    Pages may be shared: a row reads what an earlier plan, or an earlier row of this same plan,
-    computed. So every row's keys and values of a layer are written before any row attends.
+    Pages may be shared: a row may read what an earlier plan, or an earlier row of this plan,
+    computes. So all rows write the keys and values of a layer before any row attends.
 
-    session: that of the WorkerReady; another worker's plans are not run.
+    Attributes:
+        session: session of the WorkerReady; plans of another session are not run.
     """
 
     step: int
@@ -86,13 +93,13 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class CompileGrammar(msgspec.Struct, tag="compile", array_like=True, frozen=True):
-    """Compile a grammar beside the steps, answer with GrammarReady, and keep it."""
+    """Compile a grammar in parallel to the steps, keep it, and answer with GrammarReady."""
 
     grammar: GrammarForm
 
 
 class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
-    """No slot has this grammar, and none will before it is compiled again."""
+    """Discard a grammar that no slot uses."""
 
     key: bytes
 
@@ -102,7 +109,7 @@ class ResetWorker(msgspec.Struct, tag="scheduler", array_like=True, frozen=True)
 
 
 class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
-    """Nothing follows; leave."""
+    """Exit; no message follows."""
 
 
 WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | ResetWorker | StopWorker
@@ -112,10 +119,11 @@ WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | ResetWorker | StopWo
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The KV pool as it came out, and what computes. Pages are numbered 0 to num_pages - 1.
+    """Size of the KV pool, and what computes. Pages are numbered 0 to num_pages - 1.
 
-    prefill_tokens: of prompts in one step, from where on more of them bring no higher rate.
-    session: drawn by the worker when nothing is in its slots; what belongs to another one is stale.
+    Attributes:
+        prefill_tokens: number of prompt tokens in one step beyond which the rate does not rise.
+        session: drawn by the worker when its slots are empty; messages of another one are stale.
     """
 
     num_pages: int
@@ -130,7 +138,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
-    """Slots may have this grammar now, unless there is an error: then it is not kept."""
+    """A grammar can be used by slots; with an error, it was not kept."""
 
     key: bytes
     error: str = ""
@@ -138,26 +146,31 @@ class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
 
 
 class FailedRow(msgspec.Struct, array_like=True, frozen=True):
-    """A row of a plan whose request cannot go on. Its token means nothing."""
+    """A row of a plan whose request cannot continue; its token is invalid."""
 
     row: int
     error: str
 
 
 class ForcedRow(msgspec.Struct, array_like=True, frozen=True):
-    """A row of a plan whose grammar lets nothing but these tokens (int32 bytes) follow the one that
-    was sampled. They are known of its slot from now on."""
+    """A row of a plan whose grammar forces these tokens (int32 bytes) after the sampled one.
+
+    They are known tokens of the slot from now on.
+    """
 
     row: int
     token_ids: bytes
 
 
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
-    """Tokens of a step, one per row of its plan (int32 bytes), -1 for a row that did not sample.
+    """Result of a step.
 
-    began, ended: Unix seconds around forward and sampling.
-    logprobs, prompt_logprobs: for the slots whose rules ask for them. failed: rows for which the
-    grammar had no token; forced: rows for which it leaves more than one token no choice.
+    Attributes:
+        token_ids: int32 bytes, one per row of the plan; -1 for a row that did not sample.
+        began, ended: Unix seconds around forward and sampling.
+        logprobs, prompt_logprobs: log-probabilities that slots request.
+        failed: rows whose grammar allows no token.
+        forced: rows whose grammar forces further tokens.
     """
 
     step: int

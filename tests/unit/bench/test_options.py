@@ -38,7 +38,7 @@ def test_keys_are_for_the_running_server_or_for_its_own() -> None:
     assert parse(remote).curve_dir == ""
     own = parse(["--curve-dir", "keys"])
     assert own.server is not None
-    assert own.curve_dir == own.server.front_door.curve_dir == "keys"
+    assert own.curve_dir == own.server.frontend.curve_dir == "keys"
 
 
 def test_the_load_is_what_the_flags_say() -> None:
@@ -171,7 +171,11 @@ def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
 @pytest.mark.parametrize("command", [["-m", "bench.serving"], ["bench/serving.py"]])
 def test_both_ways_to_start_it_work(command: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *command, "--help-all"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for flag in ("--pretok", "--prompt-repeats", "--cuda-graph", "--tokenize-workers"):
         assert flag in done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.request_handle import Handle
+from quadriga.client.request_handle import RequestHandle
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -46,7 +46,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
         client = AsyncClient("tcp://scripted", CONNECT_S, RECONNECT_S)
         await test(client, Server(network, random.Random(2)))
         await client.close()
-        assert not len(client._pending)
+        assert not len(client._inflight)
         assert not network.open_sockets
 
     return lambda test: virtual_time.run(asyncio.wait_for(whole(test), 1000))
@@ -249,7 +249,7 @@ def test_every_reader_of_a_handle_ends_when_it_ends_or_is_left(
         await asyncio.sleep(1)
         handle.abort()
         assert await asyncio.gather(*readers) == [0, 0]
-        with pytest.raises(RequestAborted, match="left"):
+        with pytest.raises(RequestAborted, match="aborted"):
             await whole
 
     play(test)
@@ -260,7 +260,7 @@ def test_every_reader_of_a_handle_ends_when_it_ends_or_is_left(
 
 async def refused_when_sent_again(
     client: AsyncClient, server: Server, prompt: str = "a", **options: Any
-) -> Handle:
+) -> RequestHandle:
     """A request that was accepted; the next front door does not know it, and has no room."""
     server.start()
     await client.connect()
@@ -478,7 +478,8 @@ def test_a_request_that_the_next_server_finds_too_large_fails_alone(
 def test_no_prompts_give_no_completions_and_are_no_prompt(play: Callable[[Play], None]) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
         server.start()
-        assert await client.generate([]) == []
+        no_prompts: list[str] = []
+        assert await client.generate(no_prompts) == []
         for call in (anext(client.stream([])), client.tokenize([])):
             with pytest.raises(InvalidRequest, match="a list of 0 prompts") as caught:
                 await call
@@ -491,7 +492,7 @@ def test_the_prompts_before_a_wrong_one_are_aborted(play: Callable[[Play], None]
     async def test(client: AsyncClient, server: Server) -> None:
         server.start()
         with pytest.raises(InvalidRequest):
-            await client.generate([SILENT, SILENT, [object()]])  # type: ignore[list-item]
+            await client.generate([SILENT, SILENT, [object()]])  # type: ignore[arg-type]
         await asyncio.sleep(SHORT_S)
         assert [request.ends for request in server.requests.values()] == [{0: "abort"}] * 2
 

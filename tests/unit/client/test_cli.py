@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import quadriga
 from bench.client.server import free_port
 from quadriga.cli import chat
+from quadriga.cli import main as cli
 from quadriga.cli.main import main
 from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
 from quadriga.sampling.params import SamplingParams
@@ -106,7 +109,7 @@ def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) ->
         (["bench", "--help"], ["what is sent:", "when it is sent:", "what comes out:"]),
         (
             ["serve", "--help"],
-            ["quadriga serve [FLAGS]", "--config", "What runs when (scheduler_proc):"],
+            ["quadriga serve [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
         ),
     ],
 )
@@ -118,6 +121,21 @@ def test_help_is_in_groups(
     text = capsys.readouterr().out
     assert stop.value.code == 0
     assert all(word in text for word in shown), text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"quadriga {quadriga.__version__}\n"
+
+
+def test_an_installation_that_does_not_register_a_command_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
+    monkeypatch.setattr(cli, "PYPROJECT", tmp_path / "none.toml")
+    with pytest.raises(SystemExit, match=r"command serve; install it again.*pip install -e"):
+        main(["serve", "--help"])
 
 
 @pytest.fixture

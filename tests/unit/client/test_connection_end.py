@@ -7,7 +7,7 @@ import uuid
 
 import zmq
 
-from quadriga.client.connection import Connection, Events
+from quadriga.client.connection import Connection, ConnectionEvents
 from quadriga.wire.messages.public import PROTOCOL_VERSION, Ping, Pong, Refused, ServerMessage
 from quadriga.wire.messages.public import ErrorInfo as Error
 from quadriga.wire.sockets import encode
@@ -38,14 +38,14 @@ async def listen(endpoint: str, gone: threading.Thread) -> list[str]:
         heard.append("interrupted")
         interrupted.set()
 
-    events = Events(take, interrupt, lambda: None, lambda why: None)
+    events = ConnectionEvents(take, interrupt, lambda: None, lambda why: None)
     connection = Connection(endpoint, uuid.uuid4(), events, reconnect_timeout=5)
     await connection.open(10)
     connection.send(Ping(PROTOCOL_VERSION))
     gone.join(10)
     time.sleep(0.2)  # the client is busy with something else while the connection ends
     await asyncio.wait_for(interrupted.wait(), 10)
-    await connection.close(linger=0)
+    await connection.close(linger_s=0)
     return heard
 
 

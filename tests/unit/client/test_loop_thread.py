@@ -87,10 +87,9 @@ async def add(one: int, two: int) -> int:
 
 def test_results_and_errors_come_back(loop: LoopThread) -> None:
     assert loop.run(lambda: add(1, 2)) == 3
-    numbers = []
+    numbers: list[int] = []
     with pytest.raises(ValueError, match="that was the last"):
-        for number in loop.iterate(count(100)):
-            numbers.append(number)
+        numbers.extend(loop.iterate(count(100)))
     assert numbers == list(range(100))
 
 

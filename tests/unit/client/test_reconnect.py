@@ -32,7 +32,7 @@ from quadriga.wire.messages.public import (
     StageTimes,
     Usage,
 )
-from quadriga.wire.sockets import AsyncPort, bind_front_door, encode
+from quadriga.wire.sockets import AsyncPort, bind_public, encode
 
 PATIENCE = 20.0
 
@@ -52,7 +52,7 @@ class ScriptedDoor:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                return cls(bind_front_door(endpoint))
+                return cls(bind_public(endpoint))
             except AddressInUse:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.005)
@@ -71,7 +71,7 @@ class ScriptedDoor:
         return await asyncio.wait_for(self._messages.get(), PATIENCE)
 
     def close(self) -> None:
-        self._port.close(linger=0.5)
+        self._port.close(linger_s=0.5)
 
 
 def chunk(request_id: str, offset: int, text: str, ids: list[int], end: End | None = None) -> Chunk:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.request_handle import Handle
+from quadriga.client.request_handle import RequestHandle
 from quadriga.client.search import MAX_PAUSE_S
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
@@ -54,7 +54,7 @@ class World:
         self.client = AsyncClient(
             "tcp://scripted", self.connect_timeout, reconnect_timeout=chosen.uniform(0.5, 6)
         )
-        self.handles: list[Handle] = []
+        self.handles: list[RequestHandle] = []
         self.outcomes: list[str] = []
         self.under_way: set[asyncio.Task[Any]] = set()
 
@@ -66,7 +66,7 @@ class World:
         await asyncio.wait_for(asyncio.gather(chaos, *calls), MAX_WAIT_S)
         await self._finds_calm_server()
         await self.client.close()
-        assert not len(self.client._pending)
+        assert not len(self.client._inflight)
         assert not self.client._connection._search.is_running
         assert not self.client._connection._waiters
         assert not self.network.open_sockets
@@ -163,8 +163,7 @@ class World:
     # --- the calls --------------------------------------------------------------------------------
 
     async def _call(self) -> None:
-        """One call, which is perhaps cancelled, must end in its time and with a result or a named
-        error."""
+        """Make a call, perhaps cancel it; it must end in time with a result or a named error."""
         loop, chosen = asyncio.get_running_loop(), self.chosen
         await asyncio.sleep(chosen.choice([0, chosen.uniform(0, CHAOS_S)]))
         kinds: list[Callable[[float | None], Coroutine[Any, Any, None]]] = [
@@ -215,7 +214,8 @@ class World:
         completions = await self.client.generate([*prompts], params, timeout=timeout)
         for prompt, completion in zip(prompts, completions, strict=True):
             check(completion, prompt, params)
-        assert await self.client.generate([], params) == []
+        no_prompts: list[str] = []
+        assert await self.client.generate(no_prompts, params) == []
 
     async def _stream(self, timeout: float | None) -> None:
         prompt, params = self._ask(timeout)

@@ -2,10 +2,14 @@
 
 import argparse
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 from quadriga.config import server_config as configuration
+from quadriga.config.__main__ import markdown
+from quadriga.config.flags import flag_name
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 
@@ -25,7 +29,7 @@ def test_flags_reach_their_group_and_come_back_as_the_same_command_line() -> Non
             "--mem-fraction-static", "0.5", "--stream-interval", "8"]  # fmt: skip
     config = parse(*argv)
     assert config.model.model == "gpt2"
-    assert config.front_door.allow_auto_truncate
+    assert config.frontend.allow_auto_truncate
     assert config.scheduler.max_batch_size == 3
     assert config.worker.mem_fraction_static == 0.5
     assert config.to_argv() == argv[:3] + argv[3:]
@@ -72,7 +76,6 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
         ("--chunked-prefill-size 0", "must be positive, or -1"),
         ("--chunked-prefill-size -2", r"must be positive, or -1 for whole prompts \(it is -2\)"),
         ("--max-total-tokens 100 --page-size 16", "page_size 16 does not divide it; 96 would fit"),
-        ("--decode-first --batch-mode alternate", "--decode-first contradicts"),
         ("--batching static --batch-mode alternate", "contradicts --batch-mode alternate"),
         ("--batching static --decode-first", "contradicts --batch-mode decode-first"),
         ("--schedule-policy lpm --disable-radix-cache", "needs the prefix cache"),
@@ -91,6 +94,34 @@ def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse(*flags.split())
+
+
+@pytest.mark.parametrize("flag", ["--disable-radix-cache", "--no-prefix-cache"])
+def test_the_prefix_cache_is_switched_off_by_either_name(flag: str) -> None:
+    config = parse(flag)
+    assert config.scheduler.disable_radix_cache
+    assert config.to_argv() == ["--disable-radix-cache"]
+
+
+def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        parse(flag)
+    return set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+def test_help_shows_what_most_need_and_help_all_every_flag_but_faults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
+    flags = {flag_name(field.name) for field in fields}
+    shown = help_of("--help", capsys) & flags
+    assert 10 <= len(shown) <= 15 and {"--model", "--host", "--tp"} <= shown
+    assert flags - help_of("--help-all", capsys) == {"--fault"}
+
+
+def test_the_page_of_all_flags_is_current() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+    assert page.read_text() == markdown(), "python -m quadriga.config --markdown writes it"
 
 
 def test_decode_first_and_static_batching_are_modes() -> None:

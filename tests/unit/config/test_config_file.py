@@ -36,12 +36,21 @@ def test_keys_are_flags_without_their_dashes(file: Path) -> None:
     api-key: 12345
     """
     found = read(file, text)
-    assert (found.model.model, found.front_door.request_timeout) == ("gpt2", 30.0)
+    assert (found.model.model, found.frontend.request_timeout) == ("gpt2", 30.0)
     assert (found.scheduler.max_batch_size, found.scheduler.max_running_requests) == (8, 9)
     assert (found.http.no_http, found.scheduler.fair_clients) == (True, False)
     assert found.http.origins == ["http://a.example", "http://b.example"]
     assert found.http.api_keys == ["12345"]
     assert found.worker.worker_threads is None
+
+
+def test_aliases_are_keys(file: Path) -> None:
+    found = read(file, "decode-first: true\nno-prefix-cache: true")
+    assert (found.scheduler.batch_mode, found.scheduler.disable_radix_cache) == (
+        "decode-first",
+        True,
+    )
+    assert read(file, "decode-first: false").scheduler.batch_mode == "mixed"
 
 
 def test_the_command_line_wins(file: Path) -> None:
@@ -58,12 +67,12 @@ def test_an_empty_file_says_nothing(file: Path) -> None:
     [
         ("max-batchsize: 3", "there is no flag 'max-batchsize'; near it: max-batch-size"),
         ("1: 3", "there is no flag 1$"),
-        ("max-batch-size: many", "max-batch-size is 'many': it must be a whole number"),
-        ("max-batch-size: true", "max-batch-size is True: it must be a whole number"),
+        ("max-batch-size: many", "max-batch-size is 'many': Expected `int`, got `str`"),
+        ("max-batch-size: true", "max-batch-size is True: Expected `int`, got `bool`"),
         ("max-batch-size: 0", "max_batch_size must be positive"),
-        ("start-timeout: soon", "start-timeout is 'soon': it must be a number"),
-        ("no-http: 1", "no-http is 1: it must be true or false"),
-        ("model: {a: b}", "model is {'a': 'b'}: it must be a text"),
+        ("start-timeout: soon", "start-timeout is 'soon': Expected `float`, got `str`"),
+        ("no-http: 1", "no-http is 1: Expected `bool`, got `int`"),
+        ("model: {a: b}", "model is {'a': 'b'}: Expected `str`, got `object`"),
         ("dtype: float8", "dtype is 'float8': it must be one of auto, float32"),
         ("- port", "must be a map of flags"),
         ("a: [", "server.yaml is no YAML: while parsing"),

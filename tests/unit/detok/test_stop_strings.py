@@ -19,7 +19,7 @@ from detok_proc.stop_regexes import (
 )
 from detok_proc.stop_strings import StopStrings
 from quadriga.errors import InvalidRequest
-from quadriga.sampling.stop_regex import MAX_MATCH, compile_stop_regex
+from quadriga.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
 
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -189,7 +189,7 @@ def test_a_match_longer_than_the_limit_is_not_seen_and_little_is_held_back() -> 
     stops = StopStrings([], ["a[^z]*z"])
     sent, matched = stops.push("a" + "b" * 600 + "z")
     assert matched is None
-    assert len(sent) > 600 - MAX_MATCH
+    assert len(sent) > 600 - MAX_MATCH_CHARS
 
 
 @pytest.mark.parametrize("pattern", ["(?(DEFINE)(?<q>(?&q)))(?&q)", "(?R)a", "(?:(?R))a"])

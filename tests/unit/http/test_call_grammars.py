@@ -10,8 +10,8 @@ from llguidance import LLTokenizer
 from http_proc.protocol.call_grammars import strict_calls
 from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
 from http_proc.protocol.tool_calls import ToolFormat, make_parser
-from quadriga.sampling.grammar import compile_grammar, grammar_of, load_vocabulary, to_library_form
-from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.params import SamplingParams, grammar_of
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

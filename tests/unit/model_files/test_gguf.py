@@ -1,6 +1,8 @@
 """What is made of a GGUF's header: refusals, and a tokenizer equal to the published one."""
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,13 +32,17 @@ TEXTS = [
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch, request):
+def own_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     if "published" not in request.fixturenames:
         monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
-def published():
+def published() -> tuple[Any, Any]:
     """(the built-in's tokenizer as we make it, the same as transformers makes it)."""
     transformers = pytest.importorskip("transformers")
     try:
@@ -48,11 +54,11 @@ def published():
     return ours, theirs
 
 
-def tiny(tmp_path, **overrides):
+def tiny(tmp_path: Path, **overrides: Any) -> Any:
     return load_tokenizer(header_files(write_tiny_gguf(tmp_path / "tiny.gguf", **overrides)))
 
 
-def test_the_builtins_tokenizer_is_the_published_one(published):
+def test_the_builtins_tokenizer_is_the_published_one(published: tuple[Any, Any]) -> None:
     ours, theirs = published
     for text in TEXTS:
         ids = ours.encode(text).ids
@@ -68,12 +74,12 @@ def test_the_builtins_tokenizer_is_the_published_one(published):
 # outside ASCII only: no merge joins ASCII digits.
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.characters(exclude_categories=("Cs", "Nd", "Nl", "No")) | st.sampled_from("019")))
-def test_the_builtins_tokenizer_agrees_on_any_text(published, text):
+def test_the_builtins_tokenizer_agrees_on_any_text(published: tuple[Any, Any], text: str) -> None:
     ours, theirs = published
     assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
-def test_smollm_takes_every_digit_by_itself(tmp_path):
+def test_smollm_takes_every_digit_by_itself(tmp_path: Path) -> None:
     split = tiny(tmp_path, pre="smollm").encode("a12").tokens
     assert split == ["a", "1", "2"]
     joined = tiny(tmp_path, pre="gpt-2").encode("a12").tokens
@@ -82,7 +88,7 @@ def test_smollm_takes_every_digit_by_itself(tmp_path):
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe", "qwen2"])
 @pytest.mark.parametrize("text", [*TEXTS, "日本 12 ab ab\n\n  ab's"])
-def test_every_pre_tokenizer_gives_the_text_back(tmp_path, pre, text):
+def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str, text: str) -> None:
     import unicodedata
 
     tokenizer = tiny(tmp_path, pre=pre, add_bos=False)
@@ -91,7 +97,7 @@ def test_every_pre_tokenizer_gives_the_text_back(tmp_path, pre, text):
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
-def test_special_tokens_are_skipped_and_user_defined_ones_are_not(tmp_path):
+def test_special_tokens_are_skipped_and_user_defined_ones_are_not(tmp_path: Path) -> None:
     tokenizer = tiny(tmp_path)
     ids = tokenizer.encode("<|im_start|>a<user-defined>").ids
     assert [TOKENS[i] for i in ids] == ["<|im_start|>", "a", "<user-defined>"]
@@ -107,7 +113,9 @@ def test_special_tokens_are_skipped_and_user_defined_ones_are_not(tmp_path):
         ({"pre": "llama-bpe"}, TOKENS[0]),
     ],
 )
-def test_the_header_says_whether_a_text_begins_with_bos(tmp_path, options, first):
+def test_the_header_says_whether_a_text_begins_with_bos(
+    tmp_path: Path, options: dict[str, Any], first: int | None
+) -> None:
     assert tiny(tmp_path, **options).encode("a").tokens[0] == first
 
 
@@ -120,14 +128,16 @@ def test_the_header_says_whether_a_text_begins_with_bos(tmp_path, options, first
         ({"scaling": "yarn"}, "rotary"),
     ],
 )
-def test_what_would_be_wrong_is_refused_by_name(tmp_path, options, said):
+def test_what_would_be_wrong_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     path = write_tiny_gguf(tmp_path / "odd.gguf", **options)
     with pytest.raises(ModelError, match=said):
         header_files(path)
 
 
 @pytest.mark.parametrize("kept", [8, 100, 3000])
-def test_a_gguf_cut_short_is_named(tmp_path, kept):
+def test_a_gguf_cut_short_is_named(tmp_path: Path, kept: int) -> None:
     path = write_tiny_gguf(tmp_path / "whole.gguf")
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(path.read_bytes()[:kept])
@@ -135,14 +145,14 @@ def test_a_gguf_cut_short_is_named(tmp_path, kept):
         header_files(cut)
 
 
-def test_a_file_of_another_kind_is_named(tmp_path):
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     with pytest.raises(ModelError, match="not a GGUF"):
         header_files(path)
 
 
-def test_starts_at_the_same_time_do_not_break_each_other(tmp_path):
+def test_starts_at_the_same_time_do_not_break_each_other(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     found = []
     threads = [threading.Thread(target=lambda: found.append(header_files(path))) for _ in range(8)]

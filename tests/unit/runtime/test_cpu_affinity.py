@@ -9,7 +9,14 @@ import pytest
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.runtime import cpu_affinity as module
-from quadriga.runtime.cpu_affinity import CpuPlan, Cpus, parse_cpus, share_out, shares, show_cpus
+from quadriga.runtime.cpu_affinity import (
+    CpuPlan,
+    Cpus,
+    assign_cpus,
+    format_cpus,
+    parse_cpus,
+    plan_cpus,
+)
 
 ON_CPU = WorkerArgs(device="cpu")
 NOBODY: Cpus = frozenset()
@@ -35,28 +42,28 @@ def cores_of(count: int, threads: int = 1) -> list[Cpus]:
 def test_the_worker_has_what_the_others_can_do_without(
     count: int, threads: int, others: str
 ) -> None:
-    found = share_out(cores_of(count), math.inf, ON_CPU)
+    found = assign_cpus(cores_of(count), math.inf, ON_CPU)
     assert found.threads == threads
-    assert show_cpus(found.others) == others
+    assert format_cpus(found.others) == others
     assert len(found.worker) == (threads if others else 0)
     assert not found.worker & found.others
 
 
 def test_a_core_is_given_away_with_both_of_its_hardware_threads() -> None:
-    assert share_out(cores_of(4, 2), math.inf, ON_CPU) == CpuPlan(
+    assert assign_cpus(cores_of(4, 2), math.inf, ON_CPU) == CpuPlan(
         threads=3, worker=frozenset({1, 2, 3, 5, 6, 7}), others=frozenset({0, 4})
     )
 
 
 def test_ranks_share_what_one_worker_would_have() -> None:
-    found = share_out(cores_of(16), math.inf, WorkerArgs(device="cpu", tp=2))
+    found = assign_cpus(cores_of(16), math.inf, WorkerArgs(device="cpu", tp=2))
     assert (found.threads, len(found.worker), len(found.others)) == (7, 14, 2)
 
 
 def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places() -> None:
-    assert share_out(cores_of(64), 2.5, ON_CPU) == CpuPlan(threads=2)
-    assert share_out(cores_of(64), 0.5, ON_CPU) == CpuPlan(threads=1)
-    assert share_out(cores_of(64), 8.0, ON_CPU) == CpuPlan(threads=7)
+    assert assign_cpus(cores_of(64), 2.5, ON_CPU) == CpuPlan(threads=2)
+    assert assign_cpus(cores_of(64), 0.5, ON_CPU) == CpuPlan(threads=1)
+    assert assign_cpus(cores_of(64), 8.0, ON_CPU) == CpuPlan(threads=7)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +75,12 @@ def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places()
     ],
 )
 def test_places_are_left_open_where_they_are_not_wanted(args: WorkerArgs, threads: int) -> None:
-    assert share_out(cores_of(8), math.inf, args) == CpuPlan(threads, NOBODY, NOBODY)
+    assert assign_cpus(cores_of(8), math.inf, args) == CpuPlan(threads, NOBODY, NOBODY)
 
 
 def test_fewer_threads_leave_more_cores_to_the_others() -> None:
-    found = share_out(cores_of(8), math.inf, WorkerArgs(device="cpu", worker_threads=2))
-    assert (show_cpus(found.worker), show_cpus(found.others)) == ("6-7", "0-5")
+    found = assign_cpus(cores_of(8), math.inf, WorkerArgs(device="cpu", worker_threads=2))
+    assert (format_cpus(found.worker), format_cpus(found.others)) == ("6-7", "0-5")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +105,12 @@ def test_the_time_that_a_container_may_have_is_read(
 
 def test_lists_of_cpus_are_read_and_shown() -> None:
     assert parse_cpus("0-2,8\n") == [0, 1, 2, 8]
-    assert show_cpus(frozenset({8, 0, 1, 2})) == "0-2,8"
-    assert show_cpus(NOBODY) == ""
+    assert format_cpus(frozenset({8, 0, 1, 2})) == "0-2,8"
+    assert format_cpus(NOBODY) == ""
 
 
 def test_this_machine_has_shares() -> None:
-    found = shares(ON_CPU)
+    found = plan_cpus(ON_CPU)
     assert found.threads >= 1
     assert bool(found.worker) == bool(found.others)
 
@@ -113,16 +120,16 @@ def test_where_processes_cannot_keep_to_cpus_none_is_told_to(
 ) -> None:
     monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))
     monkeypatch.setattr(module, "_quota", lambda: math.inf)
-    assert shares(ON_CPU).worker
-    monkeypatch.delattr(module.os, "sched_setaffinity")
-    assert shares(ON_CPU) == CpuPlan(threads=7)
+    assert plan_cpus(ON_CPU).worker
+    monkeypatch.delattr("os.sched_setaffinity")
+    assert plan_cpus(ON_CPU) == CpuPlan(threads=7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
 def test_a_process_keeps_to_its_cpus_with_the_threads_it_starts() -> None:
     program = (
-        "import os, threading; from quadriga.runtime.cpu_affinity import keep_to\n"
-        "mine = frozenset([min(os.sched_getaffinity(0))]); keep_to(mine)\n"
+        "import os, threading; from quadriga.runtime.cpu_affinity import pin_to\n"
+        "mine = frozenset([min(os.sched_getaffinity(0))]); pin_to(mine)\n"
         "found = []; t = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))\n"
         "t.start(); t.join(); assert found == [mine], found"
     )

@@ -43,21 +43,21 @@ def test_near_the_limit_a_warning_comes_once_a_minute_and_then_connections_are_e
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(open_files.time, "monotonic", lambda: now)
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (1000, 1000))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
     caplog.set_level(logging.WARNING)
     ended: list[int] = []
     watch = FileWatch()
-    monkeypatch.setattr(open_files, "_end", ended.append)
-    watch.accepted(899)
+    monkeypatch.setattr(open_files, "_shut_down", ended.append)
+    watch.on_accept(899)
     assert caplog.messages == []
     for descriptor in range(900, 1000):
-        watch.accepted(descriptor)
+        watch.on_accept(descriptor)
     assert len(caplog.messages) == 1
     assert "901 of 1000 files are open" in caplog.messages[0]
     assert ended == list(range(936, 1000))
     now += WARN_EVERY_S
-    watch.accepted(950)
+    watch.on_accept(950)
     assert len(caplog.messages) == 2
 
 
@@ -65,9 +65,9 @@ def test_the_front_door_is_told_the_descriptor_of_each_connection(tmp_path: Path
     taken: list[int] = []
 
     async def run() -> None:
-        public = sockets.bind_front_door(f"ipc://{tmp_path}/door")
+        public = sockets.bind_public(f"ipc://{tmp_path}/door")
         watch = ConnectionWatch(public, lambda: None, on_accept=taken.append)
-        client = sockets.connect_front_door(f"ipc://{tmp_path}/door", b"c")
+        client = sockets.connect_public(f"ipc://{tmp_path}/door", b"c")
         while not taken:
             await asyncio.sleep(0.001)
         watch.close()
@@ -93,8 +93,8 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
     """A raw connection, which libzmq would wait for ten seconds."""
 
     async def run() -> bytes:
-        public = sockets.bind_front_door(f"ipc://{tmp_path}/door")
-        watch = ConnectionWatch(public, lambda: None, on_accept=open_files._end)
+        public = sockets.bind_public(f"ipc://{tmp_path}/door")
+        watch = ConnectionWatch(public, lambda: None, on_accept=open_files._shut_down)
         reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/door")
         found = await reader.read()
         writer.close()
@@ -107,6 +107,6 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
 
 def test_what_is_no_connection_is_not_touched(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
-        open_files._end(file.fileno())
-        open_files._end(10**6)
+        open_files._shut_down(file.fileno())
+        open_files._shut_down(10**6)
         assert file.write("x") == 1

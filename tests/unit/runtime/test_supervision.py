@@ -1,8 +1,10 @@
-"""How often a process is started again, who is asked whether it is there, and --fault."""
+"""Restarts, the watchdog, the states of a process, and --fault."""
 
 import signal
 import socket
+import subprocess
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,49 +14,49 @@ import pytest
 from quadriga.config.fault_args import parse_faults
 from quadriga.errors import ConfigError
 from quadriga.runtime import fault_injection as faults
-from quadriga.runtime.child import BEAT, ControlChannel
-from quadriga.supervisor import supervisor as children
-from quadriga.supervisor.restart_policy import WINDOW, Restarts
-from quadriga.supervisor.watchdog import Watchdog
+from quadriga.runtime.child import Command, ControlChannel
+from quadriga.supervisor import supervisor as supervision
+from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
+from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot, StepPlan
 from scheduler_proc.step_watchdog import StepWatchdog
 
 
 def test_the_first_restart_comes_at_once_and_each_further_one_later_up_to_the_limit() -> None:
-    restarts = Restarts(9)
+    restarts = RestartPolicy(9)
     delays = [restarts.delay_after_death("worker_proc", 100.0 + n) for n in range(10)]
     assert delays == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None]
     assert restarts.delay_after_death("detok_proc", 110.0) == 0.0
-    assert restarts.delay_after_death("worker_proc", 111.0 + WINDOW) == 0.0
+    assert restarts.delay_after_death("worker_proc", 111.0 + DEATH_WINDOW_S) == 0.0
 
 
 def test_with_no_restarts_allowed_the_first_death_is_one_too_many() -> None:
-    assert Restarts(0).delay_after_death("worker_proc", 0.0) is None
+    assert RestartPolicy(0).delay_after_death("worker_proc", 0.0) is None
 
 
 @dataclass
-class AskedChild:
-    asked_at: float | None = None
-    orders: list[str] = field(default_factory=list)
+class PingedChild:
+    pinged_at: float | None = None
+    commands: list[Command] = field(default_factory=list)
 
-    def order(self, word: str) -> None:
-        self.orders.append(word)
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
 
 
-class SlowClientGuard:
+class Watch:
     """A watchdog of 4 s and two children, at a clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.watchdog = Watchdog(4.0, lambda: self.now)
-        self.lively, self.silent = AskedChild(), AskedChild()
+        self.lively, self.silent = PingedChild(), PingedChild()
 
-    def ask(self) -> list[Any]:
-        """Who is found now; who is lively answers at once."""
-        found = self.watchdog.ask([self.lively, self.silent])  # type: ignore[list-item]
-        self.lively.asked_at = None
-        return found
+    def check(self) -> list[Any]:
+        """Return the overdue children; the lively one answers at once."""
+        overdue = self.watchdog.check([self.lively, self.silent])  # type: ignore[list-item]
+        self.lively.pinged_at = None
+        return overdue
 
     def sleep(self) -> None:
         """As long as the watchdog allows."""
@@ -64,47 +66,46 @@ class SlowClientGuard:
 
 
 def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> None:
-    watch = SlowClientGuard()
+    watch = Watch()
     found: list[Any] = []
     while not found:
-        found = watch.ask()
+        found = watch.check()
         watch.sleep()
     assert found == [watch.silent]
-    assert watch.silent.orders == [BEAT]
+    assert watch.silent.commands == [Command.HEARTBEAT]
     assert 104.0 <= watch.now <= 106.0
 
 
 def test_who_was_suspended_together_with_the_watchdog_is_not_to_blame() -> None:
-    watch = SlowClientGuard()
+    watch = Watch()
     for _ in range(20):
-        assert watch.ask() == []
+        assert watch.check() == []
         watch.now += 1000.0  # everything stands still; then the launcher goes on first
         for _ in range(3):
-            assert watch.ask() == []
+            assert watch.check() == []
             watch.sleep()
-        watch.silent.asked_at = None
+        watch.silent.pinged_at = None
 
 
 def test_a_child_that_stays_silent_after_a_suspension_is_found_within_the_timeout() -> None:
-    watch = SlowClientGuard()
-    watch.ask()
+    watch = Watch()
+    watch.check()
     watch.now += 1000.0
     went_on_at = watch.now
-    while not watch.ask():
+    while not watch.check():
         watch.sleep()
     assert watch.now - went_on_at <= 5.0
 
 
 def test_a_watchdog_without_timeout_asks_nobody() -> None:
-    child = AskedChild()
+    child = PingedChild()
     assert Watchdog(0.0).seconds_to_next() is None
-    assert Watchdog(0.0).ask([child]) == []  # type: ignore[list-item]
-    assert child.orders == []
+    assert Watchdog(0.0).check([child]) == []  # type: ignore[list-item]
+    assert child.commands == []
 
 
 class StepWatch:
-    """A step's deadline of 16 s, at a clock that is set by hand: the pipeline's, the lifeline's and
-    the scheduler's part."""
+    """A step's deadline of 16 s, at a clock that is set by hand."""
 
     def __init__(self, seconds: float = 16.0) -> None:
         self.now = 100.0
@@ -172,26 +173,26 @@ def test_without_a_timeout_no_step_is_reported_and_nothing_is_woken_for() -> Non
 def test_an_attended_process_answers_only_where_it_takes_its_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ControlChannel, "_leave", lambda self: None)
+    monkeypatch.setattr(ControlChannel, "_exit_without_launcher", lambda self: None)
     ours, theirs = socket.socketpair()
     ours.settimeout(5)
     control = ControlChannel(theirs, tmp_path)
     ours.sendall(b"beat\n")
     assert b"beat" in ours.recv(100)
-    control.attend()
+    control.answer_in_loop()
     ours.sendall(b"beat\ndrain\n")
     ours.settimeout(0.05)
     with pytest.raises(TimeoutError):
         ours.recv(100)
-    orders: list[tuple[str, str]] = []
-    while not orders:
-        orders = control.read_commands()
-    assert orders == [("drain", "")]
+    commands: list[tuple[Command, str]] = []
+    while not commands:
+        commands = control.read_commands()
+    assert commands == [(Command.DRAIN, "")]
     ours.settimeout(5)
     assert b"beat" in ours.recv(100)
     ours.close()
     for thread in threading.enumerate():
-        if thread.name == "lifeline":
+        if thread.name == "control":
             thread.join(5)
 
 
@@ -219,9 +220,10 @@ def test_a_fault_strikes_the_process_and_the_message_that_it_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
     inbox: Any = Listed(["a", "b", "c"])
-    assert faults.faulty_inbox(inbox, "detok", "kill:worker") is inbox
+    unchanged: object = faults.faulty_inbox(inbox, "detok", "kill:worker")
+    assert unchanged == inbox
     dropped = faults.faulty_inbox(inbox, "detok", "drop:detok:after=2")
     assert list(dropped.drain()) == ["a", "c"]
     stopped = faults.faulty_inbox(inbox, "worker", "stop:worker:after=3steps,delay:worker:ms=0")
@@ -242,7 +244,7 @@ def test_a_poison_strikes_each_plan_that_brings_a_request_which_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: sent.append(number))
+    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
     plans = [
         StepPlan(n, 0, b"", b"", [NewSlot(0, pack_ids(ids), 0, b"", 0.0, -1, 1.0, 0)], b"")
         for n, ids in enumerate([[5, 6], [99, 5], [7, 99], [99]])
@@ -258,16 +260,16 @@ def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(
     def full(**_: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(children.tempfile, "mkdtemp", full)
+    monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set TMPDIR"):
-        children._make_run_dir()
+        supervision._make_run_dir()
 
 
 def test_a_process_that_the_system_cannot_start_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ring = object.__new__(children.Supervisor)
-    ring._due = {"detok_proc": 5.0}
+    ring = object.__new__(supervision.Supervisor)
+    ring._restart_at = {"detok_proc": 5.0}
     starts: list[str] = []
 
     def start(name: str) -> None:
@@ -276,8 +278,76 @@ def test_a_process_that_the_system_cannot_start_now_is_tried_again(
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(ring, "start", start)
-    assert ring._start_due("detok_proc", 5.0) is None
-    assert ring._due == {"detok_proc": 5.0 + children.START_RETRY_S}
+    assert ring._restart("detok_proc", 5.0) is None
+    assert ring._restart_at == {"detok_proc": 5.0 + supervision.START_RETRY_S}
     assert "detok_proc cannot be started now ([Errno 11]" in capsys.readouterr().err
-    assert ring._start_due("detok_proc", 6.0) is children.SupervisorEvent.STARTED
-    assert (ring._due, len(starts)) == ({}, 2)
+    assert ring._restart("detok_proc", 6.0) is supervision.SupervisorEvent.RESTARTED
+    assert (ring._restart_at, len(starts)) == ({}, 2)
+
+
+class Children(Iterator[tuple[ChildProcess, socket.socket]]):
+    """Makes children that run `sleep`, each with the socket on which it reports."""
+
+    def __init__(self) -> None:
+        self._children: list[ChildProcess] = []
+
+    def __next__(self) -> tuple[ChildProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        self._children.append(ChildProcess("worker_proc", process, ours))
+        return self._children[-1], theirs
+
+    def close(self) -> None:
+        for child in self._children:
+            child.process.kill()
+            child.process.wait()
+            child.control.close()
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    made = Children()
+    yield made
+    made.close()
+
+
+def test_a_child_goes_from_start_to_exit_through_its_reports(children: Children) -> None:
+    child, reports = next(children)
+    assert child.is_running and not child.is_ready
+    reports.sendall(b'{"report": "phase", "what": "load", "seconds": 1.5}\n{"report": "rea')
+    assert child.receive() == []
+    reports.sendall(b'dy", "tokens": 9}\n')
+    assert child.receive() == [] and child.is_ready
+    assert (child.info, child.phases) == ({"tokens": 9}, ["load 1.5 s"])
+    reports.sendall(b'{"report": "stuck", "process": "detok_proc", "why": "slow"}\n')
+    assert child.receive() == [StuckReport("detok_proc", "slow")]
+    reports.close()
+    child.process.kill()
+    assert child.receive() is None
+    assert child.close() == (ChildState.READY, -signal.SIGKILL, "killed by SIGKILL")
+    assert child.has_exited and not child.is_running
+
+
+def test_a_child_that_hung_keeps_the_reason_and_cannot_become_ready(children: Children) -> None:
+    child, reports = next(children)
+    child.kill_hung("it does not answer")
+    reports.sendall(b'{"report": "ready"}\n{"report": "fatal", "message": "late"}\n')
+    child.receive()
+    assert child.state is ChildState.HUNG and not child.is_running
+    child.stop_for_reload()
+    assert child.state is ChildState.HUNG
+    assert child.close().reason == "hung: it does not answer"
+
+
+def test_a_reload_and_a_fatal_error_are_seen_at_the_exit(children: Children) -> None:
+    child, reports = next(children)
+    reports.sendall(b'{"report": "ready"}\n')
+    child.receive()
+    child.stop_for_reload()
+    assert child.close().state is ChildState.RELOADING
+    other, reports = next(children)
+    reports.sendall(b'{"report": "fatal", "message": "ModelError: none"}\n')
+    other.receive()
+    other.process.kill()
+    state, _, reason = other.close()
+    assert (state, reason) == (ChildState.STARTING, "ModelError: none")

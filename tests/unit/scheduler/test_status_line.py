@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.runtime.terminal import ChangingLine
+from quadriga.runtime.terminal import TransientLine
 from scheduler_proc.observe.status_line import NoStatusLine, StatusLine, status_line
 
 IDLE = {
@@ -86,14 +86,14 @@ def terminal() -> Iterator[tuple[int, str]]:
 def test_the_cursor_stays_at_the_lines_beginning_and_nothing_is_left_in_the_end(
     terminal: tuple[int, str],
 ) -> None:
-    line = ChangingLine(terminal[1])
+    line = TransientLine(terminal[1])
     line.show("1 running")
     line.close()
     assert os.read(terminal[0], 100) == b"\r1 running\x1b[K\r\r\x1b[K\r"
 
 
 def test_a_terminal_that_takes_nothing_holds_up_nobody(terminal: tuple[int, str]) -> None:
-    line = ChangingLine(terminal[1])
+    line = TransientLine(terminal[1])
     for number in range(10_000):
         line.show(f"{number} running")
     line.close()

@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import Grammar
+from quadriga.sampling.params import Grammar
 from tokenizer_proc.grammars.validator import MAX_ATTEMPTS, MAX_PENDING, GrammarValidator
 
 MODEL = ModelFiles("m", "m", {"vocab_size": 8, "eos_token_id": 0}, {}, Path(), None)

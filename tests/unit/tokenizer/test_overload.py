@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from http_proc.protocol.errors import from_ring
-from quadriga.config.server_config import FrontDoorArgs
+from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, QueueFull
-from quadriga.sampling.grammar import Grammar
-from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     Abort,
@@ -126,7 +125,7 @@ class FrontendWorld:
         self, max_queued: int = 4, limit: int | None = None, replaces: bool = False
     ) -> None:
         self.scheduler, self.port = Recorder(), Port()
-        preparer = Preparer(FrontDoorArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
+        preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
         self.pool = LatePool(preparer)
         guard = OverloadGuard(max_queued, limit)
         self.grammars = SlowGrammars()

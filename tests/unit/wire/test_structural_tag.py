@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.params import Grammar
 
 END, THINK, CALL, CALL_END = 0, 512, 513, 514
 CITY = {

@@ -7,7 +7,8 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.params import Grammar
 from worker_proc.sampling.grammar_mask import (
     MASKED,
     Constrained,

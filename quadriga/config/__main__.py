@@ -1,0 +1,59 @@
+"""`python -m quadriga.config --markdown` prints docs/configuration.md."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from quadriga.config.flags import flag_name
+from quadriga.config.server_config import ServerConfig, help_text
+
+HEADER = """\
+# Configuration
+
+<!-- Made by `python -m quadriga.config --markdown > docs/configuration.md`. Do not edit. -->
+
+The flags of `quadriga serve` and `launcher.py`. `--help` shows those in bold, `--help-all` all of \
+them.
+
+`--config server.yaml` reads flags from a file: `max-batch-size: 32`, one per line, without the \
+dashes; a list stands for comma-separated items. The command line takes precedence. A key that is \
+no flag is an error that names similar flags.
+"""
+
+
+def markdown() -> str:
+    """Return the page of all flags."""
+    tables = [_table(group) for group in ServerConfig().groups()]
+    return "\n".join([HEADER, *tables])
+
+
+def _table(group: Any) -> str:
+    title = (group.__doc__ or "").rstrip(".")
+    rows = [_row(field) for field in dataclasses.fields(group) if not field.metadata["hidden"]]
+    head = [f"## {title}\n", "| flag | default | meaning |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def _row(field: "dataclasses.Field[Any]") -> str:
+    names = [field.name]
+    if field.metadata["alias"] and not field.metadata["alias_value"]:
+        names.append(field.metadata["alias"])
+    flags = ", ".join(f"`{flag_name(name)}`" for name in names)
+    flags = f"**{flags}**" if field.metadata["basic"] else flags
+    default = "" if field.default in (None, "", False) else f"`{field.default}`"
+    text = help_text(field)
+    if field.metadata["choices"]:
+        text += f". One of {', '.join(f'`{choice}`' for choice in field.metadata['choices'])}"
+    return f"| {flags} | {default} | {text} |"
+
+
+def main() -> None:
+    """Print the page."""
+    parser = argparse.ArgumentParser("python -m quadriga.config")
+    parser.add_argument("--markdown", action="store_true", required=True, help="print the page")
+    parser.parse_args()
+    print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The ranges of all request parameters in one table, so that no request can harm the others.
+
+validation.py checks requests against `LIMITS`; the gateway's OpenAPI document and the range column
+of docs/sampling.md are made from it.
+"""
+
+from typing import NamedTuple
+
+MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128
+MAX_GRAMMAR_CHARS = 128 * 1024
+
+
+class Range(NamedTuple):
+    """Bounds of one parameter, inclusive. `str()` writes them as docs/sampling.md does.
+
+    Attributes:
+        minimum: smallest number, or smallest value of a map.
+        maximum: largest number, or largest value of a map.
+        excludes_minimum: True if `minimum` itself is out of range.
+        note: what an error adds about special values.
+        min_items: smallest number of items of a list or a map.
+        max_items: largest number of items of a list or a map.
+        items: noun for the items.
+        max_chars: largest number of characters of a text, or of each text of a list.
+    """
+
+    minimum: float | None = None
+    maximum: float | None = None
+    excludes_minimum: bool = False
+    note: str = ""
+    min_items: int = 0
+    max_items: int | None = None
+    items: str = ""
+    max_chars: int | None = None
+
+    def contains(self, number: float) -> bool:
+        """Return whether a number is within the bounds; NaN never is."""
+        assert self.minimum is not None
+        if self.excludes_minimum and number == self.minimum:
+            return False
+        return self.minimum <= number <= (float("inf") if self.maximum is None else self.maximum)
+
+    @property
+    def rule(self) -> str:
+        """What a number must be, for an error message."""
+        if self.maximum is None:
+            return f"must be at least {self.minimum}{self.note}"
+        if self.excludes_minimum:
+            return f"must be in ({self.minimum}, {self.maximum}]{self.note}"
+        return f"must be from {self.minimum} to {self.maximum}{self.note}"
+
+    def __str__(self) -> str:
+        parts = []
+        if self.max_items is not None:
+            parts.append(f"{self.max_items:,} {self.items}")
+        if self.max_chars is not None:
+            parts.append(f"{self.max_chars:,} characters")
+        if self.minimum is not None:
+            parts.append(self._numbers())
+        return " of ".join(parts)
+
+    def _numbers(self) -> str:
+        assert self.minimum is not None
+        if self.maximum is None:
+            return f"≥ {self.minimum}"
+        if self.excludes_minimum:
+            return f"({self.minimum}, {self.maximum}]"
+        return f"{self.minimum} to {_shown(self.maximum)}"
+
+
+def _shown(number: float) -> str:
+    """Write a large bound as a power of two."""
+    bits = int(number).bit_length()
+    return f"2^{bits} - 1" if bits > 30 else f"{number:,}"
+
+
+_PENALTY = Range(-2, 2, note="; 0 is off")
+_LOGPROBS = Range(0, 20)
+_GRAMMAR = Range(max_chars=MAX_GRAMMAR_CHARS)
+
+LIMITS = {
+    "max_new_tokens": Range(1),
+    "min_new_tokens": Range(0),
+    # Above this temperature, and below the smallest repetition penalty, float32 logits overflow.
+    "temperature": Range(0, 1_000_000, note="; 0 is greedy"),
+    "top_k": Range(-1, 2**31 - 1, note="; -1 and 0 are off"),
+    "top_p": Range(0, 1, excludes_minimum=True, note="; 1 is off"),
+    "min_p": Range(0, 1, note="; 0 is off"),
+    "repetition_penalty": Range(0.001, 2, note="; 1 is off"),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "seed": Range(0, MAX_SEED),
+    "n": Range(1, MAX_CHOICES),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "priority": Range(-1000, 1000),
+    "logit_bias": Range(-100, 100, max_items=1024, items="ids"),
+    "stop": Range(max_items=16, items="strings", max_chars=256),
+    "stop_regex": Range(max_items=4, items="strings", max_chars=256),
+    "bad_words": Range(max_items=128, items="strings", max_chars=64),
+    "stop_token_ids": Range(max_items=256, items="ids"),
+    "allowed_token_ids": Range(min_items=1),
+    "json_schema": _GRAMMAR,
+    "regex": _GRAMMAR,
+    "ebnf": _GRAMMAR,
+    "choice": Range(min_items=1, max_chars=MAX_GRAMMAR_CHARS),
+    "structural_tag": _GRAMMAR,
+}

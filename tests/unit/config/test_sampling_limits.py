@@ -1,0 +1,71 @@
+"""The table of parameter ranges, and what is made from it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quadriga.errors import InvalidRequest
+from quadriga.sampling.limits import LIMITS
+from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.validation import check_counts, check_number, validate_params
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "sampling.md"
+
+
+def ranges_in_the_document() -> dict[str, str]:
+    """Read the first two columns of every table of parameters."""
+    return dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE))
+
+
+def test_the_document_has_the_range_of_every_sampling_parameter() -> None:
+    ranges = ranges_in_the_document()
+    assert ranges.keys() == set(SamplingParams.__struct_fields__)
+    for field in ranges.keys() & LIMITS.keys():
+        assert str(LIMITS[field]) in ranges[field], field
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "message"),
+    [
+        ("priority", 1001, "priority is 1001: must be from -1000 to 1000"),
+        ("top_p", 0, r"top_p is 0: must be in \(0, 1\]; 1 is off"),
+        ("max_new_tokens", 0, "max_new_tokens is 0: must be at least 1"),
+        ("repetition_penalty", 0, "must be from 0.001 to 2; 1 is off"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_its_limits(
+    field: str, number: float, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        check_number(field, number)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_regex", "bad_words", "stop_token_ids"])
+def test_a_list_may_be_as_long_as_its_limit(field: str) -> None:
+    most = LIMITS[field].max_items
+    assert most is not None
+    check_counts({field: ["a"] * most})
+    with pytest.raises(InvalidRequest, match=f"{field} is {most + 1} .*at most {most} are allowed"):
+        check_counts({field: ["a"] * (most + 1)})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias={1: 100.5}),
+        SamplingParams(min_new_tokens=5, max_new_tokens=4),
+        SamplingParams(allowed_token_ids=[]),
+        SamplingParams(regex="a", ebnf="b"),
+        SamplingParams(choice=[]),
+        SamplingParams(choice=["a", ""]),
+        SamplingParams(regex="a", ignore_eos=True),
+        SamplingParams(regex="a" * 200_000),
+    ],
+)
+def test_parameters_that_contradict_each_other_or_are_empty_are_refused(
+    params: SamplingParams,
+) -> None:
+    with pytest.raises(InvalidRequest):
+        validate_params(params, vocab_size=10)
