@@ -1,1 +1,1 @@
-"""Owns every request: waiting queue, running batch, KV pages. No torch, no text."""
+"""The scheduler process: it owns every request and the KV pages. No torch, no text."""

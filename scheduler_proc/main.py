@@ -1,4 +1,4 @@
-"""The process around the scheduler: sockets in, sockets out, one poller."""
+"""The scheduler process: sockets, poller, status line and watchdog around the Scheduler."""
 
 import gc
 import itertools
@@ -17,7 +17,7 @@ from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.step_watchdog import StepWatchdog
 
-MAX_MESSAGES_PER_STEP = 256  # then the worker is looked after again
+MAX_MESSAGES_PER_STEP = 256  # more would delay the next plan
 # Between two looks at the inbox in a batch delay. To be woken by each message would take the CPU
 # time of the frontend, which often has the same core.
 POLL_INTERVAL_S = 0.0007
@@ -68,8 +68,8 @@ def serve(child: Child) -> None:
             time.sleep(POLL_INTERVAL_S)
         else:
             poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
-        for order, reason in child.control.read_commands():
-            if order is Command.ABORT:
+        for command, reason in child.control.read_commands():
+            if command is Command.ABORT:
                 scheduler.step([AbortAll(reason)], [])
         wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
         status.update(now())

@@ -234,7 +234,7 @@ class Scheduler:
                 self.stopped = True
 
     def _on_submit(self, message: to_scheduler.Submit) -> None:
-        """Take in a request, unless it is known. One that may not come in ends at once."""
+        """Take in a request, unless it is known. A refused one ends at once."""
         if self._is_known(message):
             return
         num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)

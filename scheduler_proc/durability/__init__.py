@@ -1,1 +1,1 @@
-"""What survives the death of a process: the journal and the outbox to the detokenizer."""
+"""Recovery from crashes of a process: the journal, and the outbox to the detokenizer."""

@@ -1,6 +1,6 @@
 """The outbox to the detokenizer: ends until they are acknowledged, and replays.
 
-A new detokenizer knows nothing, and messages on their way to or from the one that died are lost.
+A new detokenizer knows nothing, and messages to and from a crashed one are lost.
 So a request that has ended is kept until the frontend has acknowledged its end, and then a while
 longer, for clients that reconnect.
 """

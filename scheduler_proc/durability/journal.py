@@ -31,7 +31,7 @@ from scheduler_proc.durability.journal_records import (
 from scheduler_proc.events import StepEvents
 from scheduler_proc.state.request import Request
 
-COMPACT_BYTES = 16 * 1024 * 1024  # a larger file is compacted, if that makes it a quarter
+COMPACT_BYTES = 16 * 1024 * 1024  # a larger file is compacted once it has grown fourfold
 MAX_ENDED = 1024  # ended requests that stay
 MAX_ENDED_TOKENS = 1 << 20
 RETRY_INTERVAL_S = 10.0

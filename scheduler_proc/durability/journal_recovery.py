@@ -119,7 +119,7 @@ def _read(file: BinaryIO, path: Path) -> JournalContents:
 
 
 class InvalidRecord(ValueError):
-    """A record is whole, but contradicts itself or those before it."""
+    """A record is whole, but contradicts itself or the records before it."""
 
 
 class JournalState:

@@ -1,1 +1,1 @@
-"""What the core decides by: admission, limits and quarantine."""
+"""The rules of the core: limits, admission and quarantine."""

@@ -1,4 +1,4 @@
-"""Slots, pages, and whether a waiting request may have them now."""
+"""Slots and pages, and whether a waiting request can have them now."""
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import PromptTooLong, RequestFailed

@@ -1,4 +1,4 @@
-"""Whether a new request may come in. The frontend checks the same limits, as far as it knows."""
+"""Limits on new requests. The frontend checks them, too, as far as it knows their state."""
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, QueueFull, ServerStopping
@@ -9,7 +9,7 @@ RETRY_AFTER_S = 1.0
 def refusal(
     args: SchedulerArgs, is_draining: bool, num_waiting: int, num_choices: int, num_open: int
 ) -> QuadrigaError | None:
-    """Return why a new request may not come in; None where it may.
+    """Return why a new request is refused; None where it is accepted.
 
     Args:
         args: the limits.

@@ -73,10 +73,10 @@ class DepthFirst(FirstComeFirstServed):
     """Admit requests depth first through the prefix tree, the branch with more requests first.
 
     So requests that share a prefix follow one another while it is cached. The requests of a node
-    come after those below it, as in SGLang: the cache evicts leaves first, so deeper pages are lost
-    sooner, and a node's own pages stay as long as it has children. Among equal branches, the one
-    with the oldest request comes first. In every OLDEST_FIRST_EVERY-th round the oldest request of
-    all comes first, as a small branch could starve otherwise.
+    come after the requests below it, as in SGLang: the cache evicts leaves first, so deeper pages
+    are lost sooner, and a node's own pages stay as long as it has children. Among equal branches,
+    the one with the oldest request comes first. In every OLDEST_FIRST_EVERY-th round the oldest
+    request of all comes first, as a small branch could starve otherwise.
     """
 
     def __init__(self, match_prefix: MatchPrefix, window: int = WINDOW) -> None:

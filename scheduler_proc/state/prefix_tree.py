@@ -103,7 +103,7 @@ class PrefixTree:
             assert parent is not None
             assert node.depth == parent.depth + 1
             assert (node.ref_count == 0) == (node in place), (
-                "unlocked nodes are those without locks"
+                "an unlocked node has locks, or a node without locks is missing"
             )
             if parent is not self.root:
                 assert parent.ref_count >= node.ref_count, "a child is locked without its parent"

@@ -1,4 +1,4 @@
-"""A scheduler under random load, which checks every answer: for property tests and long runs.
+"""A scheduler under random load, with a check of every answer: for property tests and long runs.
 
 python -m tests.unit.chaos --steps 1000000 [--seed 0]
 """
@@ -21,8 +21,8 @@ PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
 
 
 @dataclass
-class Asked:
-    """What a request was, to judge its answer."""
+class SentRequest:
+    """A request that was sent, to check its answer."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -32,7 +32,7 @@ class Asked:
 
 
 class Chaos:
-    """A World with a memory of everything that was asked of it."""
+    """A World, and every request that was sent to it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Chaos:
         self.world = World(args, num_pages, page_size, observe=observe)
         self.pool_tokens = num_pages * page_size
         self.num_pages = num_pages
-        self.asked: dict[str, Asked] = {}
+        self.sent: dict[str, SentRequest] = {}
 
     def submit(
         self,
@@ -53,56 +53,58 @@ class Chaos:
         ignore_eos: bool,
         client: bytes = b"c",
         priority: int = 0,
-        patience: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        name = f"r{len(self.asked)}"
-        self.asked[name] = Asked(prompt, max_new_tokens, ignore_eos, timed=patience is not None)
+        name = f"r{len(self.sent)}"
+        self.sent[name] = SentRequest(
+            prompt, max_new_tokens, ignore_eos, timed=timeout_s is not None
+        )
         fields: dict[str, Any] = {"priority": priority}
-        if patience is not None:
-            fields["deadline"] = self.world.worker.now + patience
-            fields["queue_deadline"] = self.world.worker.now + patience / 2
+        if timeout_s is not None:
+            fields["deadline"] = self.world.worker.now + timeout_s
+            fields["queue_deadline"] = self.world.worker.now + timeout_s / 2
         message = submit(name, prompt, max_new_tokens, client, ignore_eos, **fields)
-        self.world.tell(message)
+        self.world.send(message)
 
     def abort(self, number: int) -> None:
         name = f"r{number}"
         for client in (b"c", b"d"):
-            self.world.tell(abort(name, client))
+            self.world.send(abort(name, client))
 
     def stop(self, seq: int) -> None:
-        """The detokenizer found a stop string."""
+        """Report a stop string, as the detokenizer does."""
         name = self.world.detok.open.get(seq)
         if name is not None:
-            self.asked[name].stopped = True
-            self.world.tell(StopFound([seq]))
+            self.sent[name].stopped = True
+            self.world.send(StopFound([seq]))
 
     def finish(self) -> None:
-        """Run until idle; everything that was asked must have been answered, and rightly."""
-        self.world.run(100 * sum(len(a.prompt) + a.max_new_tokens for a in self.asked.values()) + 9)
+        """Run until idle, and check that every request has its right answer."""
+        self.world.run(100 * sum(len(a.prompt) + a.max_new_tokens for a in self.sent.values()) + 9)
         closed = self.world.detok.closed
-        assert closed.keys() == self.asked.keys(), "somebody was never answered"
-        for name, asked in self.asked.items():
-            self._judge(asked, closed[name], self.world.detok.tokens.get(name, []))
+        assert closed.keys() == self.sent.keys(), "a request has no answer"
+        for name, sent in self.sent.items():
+            self._check(sent, closed[name], self.world.detok.tokens.get(name, []))
         info = self.world.scheduler.info()
-        assert info["pages_free"] + info["pages_cached"] == self.num_pages  # type: ignore[operator]
+        assert info["pages_free"] + info["pages_cached"] == self.num_pages
         assert info["running"] == info["waiting"] == 0
 
-    def _judge(self, asked: Asked, closed: Any, tokens: list[int]) -> None:
-        expected = reference(asked.prompt, asked.max_new_tokens, asked.ignore_eos)
+    def _check(self, sent: SentRequest, closed: Any, tokens: list[int]) -> None:
+        expected = reference(sent.prompt, sent.max_new_tokens, sent.ignore_eos)
         assert tokens == expected[: len(tokens)], "a wrong token"
         if closed.finish_reason == "error":
-            needed = len(asked.prompt) + asked.max_new_tokens - 1
-            blamed = (
-                self.world.deaths >= MAX_WORKER_CRASHES
+            needed = len(sent.prompt) + sent.max_new_tokens - 1
+            is_poison = (
+                self.world.num_crashes >= MAX_WORKER_CRASHES
                 and "the worker died" in closed.error.message
             )
-            assert asked.timed or blamed or needed > self.pool_tokens, closed.error
-        elif closed.finish_reason != "abort" and not asked.stopped:
+            assert sent.timed or is_poison or needed > self.pool_tokens, closed.error
+        elif closed.finish_reason != "abort" and not sent.stopped:
             assert tokens == expected, "tokens are missing"
 
 
 def random_args(source: random.Random) -> SchedulerArgs:
-    """Any combination of flags that the command line would take."""
+    """Return any combination of flags that the command line accepts."""
     while True:
         policy = source.choice(POLICIES)
         args = SchedulerArgs(
@@ -132,13 +134,18 @@ def random_args(source: random.Random) -> SchedulerArgs:
 
 
 def random_life(source: random.Random, steps: int, observe: Observe | None = None) -> Chaos:
-    """Some load on some server, for at least so many steps and then until it is idle. observe: is
-    shown all that the scheduler sends."""
+    """Run a random load on a random server, for at least so many steps and then until it is idle.
+
+    Args:
+        source: of all random choices.
+        steps: minimum number of steps.
+        observe: gets every message that the scheduler sends.
+    """
     args, num_pages = random_args(source), source.randint(2, 16)
     chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe)
     rate = source.choice([0.1, 0.5, 1.5])
-    deadly = source.choice([0.0, 0.0, 0.01, 0.1])
-    retracting = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])
+    crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
+    retraction_rate = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])
     for _ in range(steps):
         while source.random() < rate / (1 + rate):
             prefix = source.choice(PREFIXES)
@@ -152,21 +159,21 @@ def random_life(source: random.Random, steps: int, observe: Observe | None = Non
                 source.choice([None] * 9 + [0.1]),
             )
         if source.random() < 0.05:
-            chaos.abort(source.randint(0, len(chaos.asked)))
+            chaos.abort(source.randint(0, len(chaos.sent)))
         if source.random() < 0.03:
-            chaos.stop(source.randint(0, len(chaos.asked)))
-        if source.random() < retracting:
+            chaos.stop(source.randint(0, len(chaos.sent)))
+        if source.random() < retraction_rate:
             chaos.world.scheduler.retract_one(source.randrange(100))
-        if source.random() < deadly:
-            chaos.world.kill_worker()
-        if source.random() < deadly:
-            chaos.world.lose_detok()
+        if source.random() < crash_rate:
+            chaos.world.restart_worker()
+        if source.random() < crash_rate:
+            chaos.world.kill_detok()
         if chaos.world.detok.session < 0 and source.random() < 0.5:
-            chaos.world.replace_detok()
+            chaos.world.restart_detok()
         if not chaos.world.step():
             chaos.world.wake(chaos.world.worker.now + 0.01)
-    chaos.world.lose_detok()
-    chaos.world.replace_detok()
+    chaos.world.kill_detok()
+    chaos.world.restart_detok()
     chaos.finish()
     return chaos
 
@@ -188,9 +195,9 @@ def main() -> None:
         steps += chaos.world.scheduler.stats.steps
         counts.update(c.finish_reason for c in chaos.world.detok.closed.values())
         info = chaos.world.scheduler.info()
-        counts["deaths of the worker"] += chaos.world.deaths
-        counts["retractions"] += info["retractions"]  # type: ignore[operator]
-        counts["cached tokens"] += info["cached_tokens_total"]  # type: ignore[operator]
+        counts["worker crashes"] += chaos.world.num_crashes
+        counts["retractions"] += info["retractions"]
+        counts["cached tokens"] += info["cached_tokens_total"]
         seed += 1
     print(
         f"{steps} steps, {seed - arguments.seed} servers, {dict(counts)},"

@@ -1,5 +1,6 @@
-"""Three fixed loads for a scheduler, as messages on the wire with the times at which they come."""
+"""Three fixed loads for a scheduler: messages on the wire, with their times of arrival."""
 
+import operator
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,12 @@ CLIENTS = (b"alice", b"robot", b"batch-job")
 
 @dataclass
 class Trace:
-    """What comes to a scheduler, and the server that it has.
+    """The messages that a scheduler gets, and its flags.
 
     Attributes:
-        messages: microseconds and message; sorted by time.
+        num_pages: size of the KV pool.
+        messages: microsecond and message, sorted by time.
         stops: as in Server.
-        flags: of the scheduler.
     """
 
     num_pages: int
@@ -28,7 +29,7 @@ class Trace:
 
     def add(self, at_us: int, *message: Any) -> None:
         self.messages.append((at_us, list(message)))
-        self.messages.sort(key=lambda one: one[0])
+        self.messages.sort(key=operator.itemgetter(0))
 
 
 def submit(
@@ -45,6 +46,11 @@ def submit(
     """Return a request that arrives at a time.
 
     Args:
+        at_us: microsecond of its arrival.
+        name: its id.
+        client: routing id of the client.
+        prompt: token ids.
+        priority: as in Submit.
         params: sampling parameters that differ from greedy ones.
         queue_s: seconds until the request must be admitted.
         whole_s: seconds until the request must have ended.

@@ -1,6 +1,6 @@
 """Logs of what the scheduler decides, to prove that a change of its code changes no decision.
 
-python -m tests.unit.decisions --write                     write golden/decisions.json anew
+python -m tests.unit.decisions --write                     rewrite golden/decisions.json
 python -m tests.unit.decisions --log steady/lpm/mixed      print the log of a case, to compare two
                                                            versions with diff
 python -m tests.unit.decisions --log chaos                 the same of the random servers
@@ -27,8 +27,7 @@ from tests.unit.recorded_server import EOS, Server
 GOLDEN = Path(__file__).parent / "golden" / "decisions.json"
 CHAOS, CHAOS_STEPS, CHAOS_SEED = "chaos", 20_000, 0
 STEPS_OF_A_SERVER = 100
-PREFILL_TOKENS = 64
-"""Tokens of prompts in one step that keep the simulated worker busy."""
+PREFILL_TOKENS = 64  # prompt tokens of one step that keep the simulated worker busy
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
 MODES: dict[str, dict[str, Any]] = {
@@ -64,15 +63,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the trace and the flags of every case, by name: trace/policy/mode or trace/special."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    results: dict[str, tuple[str, dict[str, Any]]] = {}
     for trace in TRACES:
         for name, flags in _combinations():
             try:
                 SchedulerArgs(**flags).validate()
             except ConfigError:
                 continue
-            found[f"{trace}/{name}"] = (trace, flags)
-    return found
+            results[f"{trace}/{name}"] = (trace, flags)
+    return results
 
 
 def _combinations() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,12 +122,12 @@ def run(name: str, log: FrameLog) -> None:
 
 def summaries(names: list[str]) -> dict[str, dict[str, Any]]:
     """Run cases and return the summary of each log."""
-    found = {}
+    results = {}
     for name in names:
         log = FrameLog()
         run(name, log)
-        found[name] = log.summary
-    return found
+        results[name] = log.summary
+    return results
 
 
 def expected() -> dict[str, dict[str, Any]]:
@@ -139,7 +138,7 @@ def expected() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="write the committed file anew")
+    parser.add_argument("--write", action="store_true", help="rewrite the committed file")
     parser.add_argument("--log", metavar="CASE", help="print the log of a case")
     parser.add_argument("--chaos-steps", type=int, metavar="N", help="log random servers")
     parser.add_argument("--seed", type=int, default=CHAOS_SEED, help="of the random servers")

@@ -78,7 +78,7 @@ def as_json(value: Any) -> Any:
             return value.decode("ascii")
         return value.hex() if len(value) % 4 else unpack_ids(value).tolist()
     if isinstance(value, dict):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): as_json(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [as_json(one) for one in value]
+        return [as_json(element) for element in value]
     return value

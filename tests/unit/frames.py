@@ -5,7 +5,7 @@ every field set, so that each alternative of each field occurs, and one with the
 only, together with what it means: the same message with the defaults written out. The names of its
 fields are there in order, as two neighbours of one type can change places without another sign.
 
-python -m tests.unit.frames --write     write golden/frames.json anew, from the types of the fields
+python -m tests.unit.frames --write     rewrite golden/frames.json from the types of the fields
 """
 
 import argparse
@@ -38,27 +38,27 @@ LINKS: dict[str, Any] = {
 }
 FRAMES_OF_A_MESSAGE = 3
 
+# Link, tag, and then `fields`: names, `whole`: frames in hex, `short`: a frame and its meaning.
 Corpus = dict[str, dict[str, dict[str, Any]]]
-"""Link, tag, and then `fields`: names, `whole`: frames in hex, `short`: a frame and its meaning."""
 
 
 def messages(link: str) -> dict[str, inspect.StructType]:
     """Return the message types of a link, by tag."""
     kind = inspect.type_info(LINKS[link])
     members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return {str(one.tag): one for one in members if isinstance(one, inspect.StructType)}
+    return {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
 
 
 def field_names(kind: inspect.Type) -> Iterator[str]:
-    """Yield the names of all fields in order, those of inner values after the one that has them."""
+    """Yield the names of all fields in order, each followed by the fields inside it."""
     match kind:
         case inspect.StructType():
             for field in kind.fields:
                 yield field.encode_name
                 yield from (f"{field.encode_name}.{name}" for name in field_names(field.type))
         case inspect.UnionType():
-            for one in kind.types:
-                yield from field_names(one)
+            for member in kind.types:
+                yield from field_names(member)
         case inspect.ListType():
             yield from field_names(kind.item_type)
 
@@ -95,7 +95,7 @@ def _frames(link: str, kind: inspect.StructType) -> dict[str, Any]:
 
 
 class Values:
-    """Draws a value of any type; no two numbers or texts of one frame are the same."""
+    """Draw values of any type; no two numbers or texts of a frame are the same."""
 
     def __init__(self, turn: int) -> None:
         """Draw the values of one frame.
@@ -106,7 +106,7 @@ class Values:
         self._turn = turn
         self._count = itertools.count(1 + turn)
 
-    def of(self, kind: inspect.Type, only_required: bool = False) -> Any:
+    def of(self, kind: inspect.Type, only_required: bool = False) -> Any:  # noqa: C901
         """Return a value as msgpack has it."""
         number = next(self._count)
         match kind:

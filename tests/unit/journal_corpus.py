@@ -1,10 +1,9 @@
 """A journal of a fixed run, to prove that the format and the reading of journals stay as they are.
 
-The run is that of the trace with priorities, ended while requests wait, run and have ended. A
-second scheduler of the same run takes the file up and goes on to the end; a third one belongs to
-another run, and resumes.
+The run is that of the trace with priorities, which stops while requests wait, run and have ended.
+A restarted scheduler of the same run goes on with the file to the end; one of another run resumes.
 
-python -m tests.unit.journal_corpus --write     write golden/journal* anew
+python -m tests.unit.journal_corpus --write     rewrite golden/journal*
 """
 
 import argparse
@@ -29,7 +28,7 @@ from tests.unit.journal_runs import release_journal
 from tests.unit.recorded_server import EOS, NUM_IDS, Server
 
 GOLDEN = Path(__file__).parent / "golden"
-WRITTEN, TAKEN_UP = GOLDEN / "journal", GOLDEN / "journal_taken_up"
+WRITTEN, RESTARTED = GOLDEN / "journal", GOLDEN / "journal_taken_up"
 EXPECTED = GOLDEN / "journal.json"
 # An abort of all requests of a client has just ended them, which is not acknowledged yet.
 END_US = 60_100
@@ -37,8 +36,8 @@ RUN, OTHER_RUN = "run-1", "run-2"
 CONTEXT_LENGTH = 4096
 
 
-class Opened(NamedTuple):
-    """A server whose scheduler has taken its journal up, and the journal."""
+class RunningServer(NamedTuple):
+    """A server whose scheduler has recovered its journal, and the journal."""
 
     server: Server
     journal: Any
@@ -55,15 +54,15 @@ def write(directory: Path) -> bytes:
     return _leave(directory, journal)
 
 
-def take_up(written: bytes, directory: Path) -> bytes:
-    """Let another scheduler of the run take a journal up, and return the file it makes of it."""
+def restart(written: bytes, directory: Path) -> bytes:
+    """Restart the scheduler of a run with its journal, and return the file that it writes."""
     _put(written, directory)
     _server, journal = _open(directory, RUN, FrameLog(), END_US)
     return _leave(directory, journal)
 
 
 def resume(written: bytes, directory: Path) -> bytes:
-    """Let a scheduler of another run resume a journal, and return the file it makes of it."""
+    """Let a scheduler of another run resume a journal, and return the file that it writes."""
     _put(written, directory)
     flags = {"journal": str(directory), "resume": True}
     _server, journal = _open(directory, OTHER_RUN, FrameLog(), END_US, flags)
@@ -71,7 +70,7 @@ def resume(written: bytes, directory: Path) -> bytes:
 
 
 def finish(written: bytes, directory: Path) -> dict[str, Any]:
-    """Let another scheduler go on with a journal to the end, and return the summary of its log."""
+    """Restart the scheduler with a journal, run to the end, and return the summary of its log."""
     _put(written, directory)
     log = FrameLog()
     server, _journal = _open(directory, RUN, log, END_US)
@@ -85,24 +84,24 @@ def finish(written: bytes, directory: Path) -> dict[str, Any]:
 
 
 def contents(path: Path) -> list[dict[str, Any]]:
-    """Read a journal and return what it has of each request, in a form for JSON."""
+    """Read a journal and return its requests in a form for JSON."""
     return [
         {
-            "seq": one.seq,
-            "index": one.index,
-            "submit": _wire(one.message),
-            "max_new_tokens": one.max_new_tokens,
-            "tokens": one.tokens.tolist(),
-            "logprobs": _wire(one.logprobs),
-            "first_token": one.first_token_at,
-            "ended": None if one.ended is None else _wire(one.ended),
-            "settled": one.acknowledged,
+            "seq": request.seq,
+            "index": request.index,
+            "submit": _wire(request.message),
+            "max_new_tokens": request.max_new_tokens,
+            "tokens": request.tokens.tolist(),
+            "logprobs": _wire(request.logprobs),
+            "first_token": request.first_token_at,
+            "ended": None if request.ended is None else _wire(request.ended),
+            "settled": request.acknowledged,
         }
-        for one in read_journal(path).requests
+        for request in read_journal(path).requests
     ]
 
 
-def header(path: Path) -> Any:
+def read_header(path: Path) -> Any:
     """Return the header of a journal as it is on disk."""
     return _wire(read_journal(path).header)
 
@@ -123,21 +122,23 @@ def _open(
     log: FrameLog,
     start_us: int,
     flags: dict[str, Any] | None = None,
-) -> Opened:
+) -> RunningServer:
     trace = priorities()
     args = SchedulerArgs(**trace.flags, **(flags or {}), schedule_policy="priority")
-    own = JournalHeader(run, "tiny", "fingerprint", NUM_IDS, CONTEXT_LENGTH)
-    journal, found = open_journal(args, directory, own, is_restart=start_us > 0 and not flags)
+    header = JournalHeader(run, "tiny", "fingerprint", NUM_IDS, CONTEXT_LENGTH)
+    journal, recovered = open_journal(
+        args, directory, header, is_restart=start_us > 0 and not flags
+    )
     server = Server(log, start_us)
     scheduler = Scheduler(
         args, frozenset({EOS}), server.worker, server.detok, server.clock, journal
     )
-    scheduler.restore(found)
+    scheduler.restore(recovered)
     server.scheduler = scheduler
     slots = args.max_running_requests
     ready = ["ready", trace.num_pages, PAGE_SIZE, slots, "float32", "cpu", 0, "", 64]
     server.report(start_us, ready)
-    return Opened(server, journal)
+    return RunningServer(server, journal)
 
 
 def _put(written: bytes, directory: Path) -> None:
@@ -145,7 +146,7 @@ def _put(written: bytes, directory: Path) -> None:
 
 
 def _leave(directory: Path, journal: Any) -> bytes:
-    """Give the journal up as the end of a process does, and return the file."""
+    """Release the journal as the end of a process does, and return the file."""
     release_journal(journal)
     return (directory / FILE_NAME).read_bytes()
 
@@ -162,16 +163,16 @@ def main() -> None:
     try:
         written = write(directory)
         WRITTEN.write_bytes(written)
-        TAKEN_UP.write_bytes(take_up(written, directory))
+        RESTARTED.write_bytes(restart(written, directory))
         document = {
-            "header": header(WRITTEN),
+            "header": read_header(WRITTEN),
             "resumed_by_another_run": hash_of(resume(written, directory)),
             "finished": finish(written, directory),
             "requests": contents(WRITTEN),
         }
     finally:
         shutil.rmtree(directory)
-    requests = ",\n".join(f"  {json.dumps(one)}" for one in document.pop("requests"))
+    requests = ",\n".join(f"  {json.dumps(request)}" for request in document.pop("requests"))
     rest = json.dumps(document, indent=1)[:-2]
     EXPECTED.write_text(f'{rest},\n "requests": [\n{requests}\n ]\n}}\n')
 

@@ -1,4 +1,4 @@
-"""Journals for tests: their schedulers, the end of those, and disks that fail."""
+"""Journals for tests: a scheduler that writes one, its end, and disks that fail."""
 
 import errno
 import os
@@ -28,23 +28,23 @@ from scheduler_proc.state.request import FinishReason, Request
 EOS = frozenset({2})
 
 
-def header(run: str = "run", **fields: Any) -> JournalHeader:
+def make_header(run: str = "run", **fields: Any) -> JournalHeader:
     return msgspec.structs.replace(JournalHeader(run, "tiny", "f1", 100, 64), **fields)
 
 
 def release_journal(journal: Journal | NoJournal) -> None:
-    """What the system does for a process that has died: the files are closed, the lock is free."""
+    """Close the files and free the lock, as the system does for a process that has died."""
     if isinstance(journal, Journal):
         journal._file.release()
 
 
 class Run:
-    """A scheduler's journal, and requests that it tells of."""
+    """A scheduler's journal, and the requests that are written to it."""
 
     def __init__(self, directory: Path, name: str = "run", durable: bool = False) -> None:
         self.path = directory / FILE_NAME
         self.now = 0.0
-        file = JournalFile(self.path, header(name), durable)
+        file = JournalFile(self.path, make_header(name), durable)
         self.journal = Journal(file, lambda: self.now)
         self.journal.compact()
         self.requests = RequestTable(EOS)
@@ -56,7 +56,7 @@ class Run:
         self.journal.append(StepEvents(accepted=[(message, requests)]))
         return requests
 
-    def give(self, request: Request, *tokens: int) -> None:
+    def generate(self, request: Request, *tokens: int) -> None:
         for token in tokens:
             request.tokens.append(token)
             request.first_token_at = request.first_token_at or 3.0
@@ -66,7 +66,7 @@ class Run:
         request.logprobs.append(block)
         self.journal.append(StepEvents(logprob_requests=[request]))
 
-    def end(self, request: Request, reason: str = "stop", acknowledged: bool = True) -> None:
+    def finish(self, request: Request, reason: str = "stop", acknowledged: bool = True) -> None:
         request.finish(FinishReason(reason), request.matched_stop, request.error)
         self.journal.append(StepEvents(finished=[request]))
         if acknowledged:
@@ -75,24 +75,31 @@ class Run:
     def acknowledge(self, request: Request) -> None:
         self.journal.append(StepEvents(acknowledged=[request.seq]))
 
-    def found(self) -> list[RecoveredRequest]:
+    def recovered(self) -> list[RecoveredRequest]:
         return read_journal(self.path).requests
 
 
-def outline(found: list[RecoveredRequest]) -> list[tuple[Any, ...]]:
+def outline(recovered: list[RecoveredRequest]) -> list[tuple[Any, ...]]:
     return [
-        (one.message.request_id, one.index, one.tokens.tolist(), bool(one.ended), one.acknowledged)
-        for one in found
+        (
+            request.message.request_id,
+            request.index,
+            request.tokens.tolist(),
+            bool(request.ended),
+            request.acknowledged,
+        )
+        for request in recovered
     ]
 
 
 class FaultyOs:
-    """The `os` of journal_file.py, of which calls fail as they are told to.
+    """The `os` of journal_file.py, with calls that fail.
 
     Attributes:
-        fails: given the name of a call and how many of this name there were, the number of the
-            error to raise; 0: none. A write may fail after half of its bytes.
-        calls: how many there were, by name.
+        fails: returns the errno to raise, or 0, for the name of a call and the number of calls of
+            this name. A write may fail after half of its bytes.
+        calls: number of calls by name.
+        is_short: whether a write takes half of its bytes only.
     """
 
     FALLIBLE = ("open", "write", "replace", "fdatasync", "fsync", "ftruncate", "pwrite", "unlink",
@@ -134,5 +141,5 @@ def faulty_os() -> Iterator[FaultyOs]:
 
 
 def full_disk(name: str, _number: int) -> int:
-    """Nothing can be written; what needs no room works."""
+    """Fail every call that needs space on the disk."""
     return errno.ENOSPC if name in ("write", "makedirs", "fdatasync", "fsync") else 0

@@ -19,8 +19,7 @@ from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import encode
 from tests.unit.frame_log import TO_DETOK, TO_WORKER, FrameLog
 
-Wire = list[Any]
-"""A message as msgpack has it: its tag, then its fields."""
+Wire = list[Any]  # a message as msgpack has it: its tag, then its fields
 
 START_S = 1000
 EOS = 2
@@ -28,21 +27,20 @@ NUM_IDS = 1000
 COMPILE_US = 3000
 RESULT_US = 100
 ACKNOWLEDGE_US = 200
-EVENTS_LIMIT = 100_000
-"""Of one run, which ends long before unless the scheduler is woken for ever."""
+MAX_EVENTS = 100_000  # a run ends long before, unless the scheduler is woken for ever
 
 _decode_message = msgspec.msgpack.Decoder(SchedulerMessage).decode
 _decode_result = msgspec.msgpack.Decoder(ResultMessage).decode
 
 
 class SchedulerLike(Protocol):
-    """What a run needs of a scheduler."""
+    """The part of a scheduler that a run needs."""
 
     def step(self, messages: Iterable[Any], results: Iterable[Any]) -> float | None: ...
 
 
 class Tap:
-    """A link that hands each message on as the bytes of its frame."""
+    """A link that passes each message on as the bytes of its frame."""
 
     def __init__(self, take: Callable[[bytes], object]) -> None:
         self._take = take
@@ -52,7 +50,7 @@ class Tap:
 
 
 class Server:
-    """Runs a scheduler over simulated time and logs what it sends.
+    """Run a scheduler over simulated time, and log what it sends.
 
     Attributes:
         scheduler: set by the caller, with `worker`, `detok` and `clock` of this server.
@@ -70,7 +68,7 @@ class Server:
         self._events: list[tuple[int, int, str, Any]] = []
         self._order = count()
         self._wake_us: int | None = None
-        self._engine = Engine(start_us)
+        self._engine = SimulatedEngine(start_us)
         self._names: dict[int, str] = {}
 
     def clock(self) -> float:
@@ -78,23 +76,23 @@ class Server:
         return _seconds(self._now_us)
 
     def send(self, at_us: int, message: Wire) -> None:
-        """Let a message reach the scheduler at a time."""
+        """Deliver a message to the scheduler at a time."""
         self._at(at_us, "message", message)
 
     def report(self, at_us: int, result: Wire) -> None:
-        """Let a message of the worker reach the scheduler at a time."""
+        """Deliver a message of the worker to the scheduler at a time."""
         self._at(at_us, "result", result)
 
     def run(self, until_us: float = math.inf) -> None:
         """Run until nothing is left to do, or until a time."""
-        for _ in range(EVENTS_LIMIT):
+        for _ in range(MAX_EVENTS):
             if not self._events or self._events[0][0] > until_us:
                 return
             self._round()
-        raise AssertionError(f"the run is not over after {EVENTS_LIMIT} rounds")
+        raise AssertionError(f"the run is not over after {MAX_EVENTS} rounds")
 
     def _round(self) -> None:
-        """Go on to the next time at which something happens, and run the scheduler once."""
+        """Advance to the time of the next event, and run the scheduler once."""
         self._now_us = self._events[0][0]
         messages, results, is_woken = [], [], False
         while self._events and self._events[0][0] == self._now_us:
@@ -110,7 +108,7 @@ class Server:
         self._wake(self.scheduler.step(messages, results))
 
     def _wake(self, when: float | None) -> None:
-        """Plan the next round that no message causes, in place of an earlier one."""
+        """Set the time of the next round without a message, in place of an earlier one."""
         self._wake_us = None
         if when is None or when == math.inf:
             return
@@ -154,14 +152,14 @@ class Server:
                     stopped.append(seq)
         if stopped:
             self.send(self._now_us + ACKNOWLEDGE_US, ["stop_found", stopped])
-        ended = [one[0] for one in closed]
+        ended = [entry[0] for entry in closed]
         ended += [closing[0] for *_, closing in replayed if closing is not None]
         if ended:
             self.send(self._now_us + ACKNOWLEDGE_US, ["ended", ended])
 
 
-class Engine:
-    """Answers plans with tokens that depend on the seed of a request and on the position."""
+class SimulatedEngine:
+    """Answer plans with tokens that depend on the seed of a request and on the position."""
 
     def __init__(self, free_us: int) -> None:
         self._slots: dict[int, Slot] = {}
@@ -174,8 +172,8 @@ class Engine:
             The microsecond at which the scheduler has the result, and the result.
         """
         _tag, step, _mode, slots, counts, new, _released, _grown, session = plan
-        for one in new:
-            self._slots[one[0]] = Slot(one)
+        for entry in new:
+            self._slots[entry[0]] = Slot(entry)
         rows = list(zip(unpack_ids(slots), unpack_ids(counts), strict=True))
         began = max(now_us + 20, self._free_us)
         self._free_us = ended = began + 3000 + 5 * len(rows) + 15 * sum(n for _, n in rows)
@@ -191,21 +189,21 @@ class Engine:
         return ended + RESULT_US, result
 
     def _logprobs(self, rows: list[tuple[int, int]], tokens: list[int]) -> Wire | None:
-        """Return the log-probabilities of the sampled tokens whose clients want them."""
-        asking = [
+        """Return the logprobs of the sampled tokens whose clients want them."""
+        rows_with_logprobs = [
             (row, self._slots[slot])
             for row, (slot, _) in enumerate(rows)
             if tokens[row] >= 0 and self._slots[slot].logprobs is not None
         ]
-        if not asking:
+        if not rows_with_logprobs:
             return None
-        width = max(slot.logprobs or 0 for _, slot in asking)
-        places = [slot.known - 1 for _, slot in asking]
-        return [pack_ids(row for row, _ in asking), _block(places, width)]
+        width = max(slot.logprobs or 0 for _, slot in rows_with_logprobs)
+        places = [slot.known - 1 for _, slot in rows_with_logprobs]
+        return [pack_ids(row for row, _ in rows_with_logprobs), _block(places, width)]
 
 
 class Slot:
-    """What the worker keeps of one slot: token counts, and what is asked about its tokens."""
+    """The state of one slot: token counts, and which logprobs are wanted."""
 
     def __init__(self, new: Wire) -> None:
         _slot, token_ids, self.computed, _pages, _temperature, _k, _p, self.seed, rules = new
@@ -215,7 +213,7 @@ class Slot:
         self.prompt_logprobs: int | None = rules[12] if rules else None
 
     def prompt_block(self, num_tokens: int) -> Wire | None:
-        """Return the log-probabilities of the prompt tokens after the next ones to compute."""
+        """Return the logprobs of the prompt tokens after the next ones to compute."""
         if self.prompt_logprobs is None:
             return None
         first = self.computed + 1
@@ -235,7 +233,7 @@ class Slot:
 
 
 def _block(positions: list[int], width: int) -> Wire:
-    """Return log-probabilities of the tokens at these positions, exact in float32."""
+    """Return logprobs of the tokens at these positions, exact in float32."""
     top = [(position, rank) for position in positions for rank in range(width)]
     return [
         pack_floats(-position / 8 for position in positions),

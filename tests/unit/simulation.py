@@ -1,4 +1,4 @@
-"""A simulated worker and clock, so that the scheduler runs without processes."""
+"""A simulated worker, detokenizer and clock, so that the scheduler runs without processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,30 +28,28 @@ from scheduler_proc.pipeline import MAX_TOTAL_DELAY_S
 from scheduler_proc.scheduler import Scheduler
 
 EOS = 2
-JUMPING = 100
-"""A prompt that begins so has a grammar, which forces tokens now and then."""
-
-STEP_SECONDS = 0.01
+JUMPING = 100  # a prompt that begins so has a grammar, which forces tokens now and then
+STEP_S = 0.01
 
 
 def state_after(state: int, token: int) -> int:
-    """What the simulated model keeps of a position: a hash of all tokens up to there."""
+    """Return the KV of a position in the simulated model: a hash of all tokens up to there."""
     return (state * 31 + token + 11) % 1_000_003
 
 
 def token_of(state: int, length: int) -> int:
-    """The simulated model: a token that depends on all tokens before it; sometimes EOS."""
+    """Return the next token, which depends on all tokens before it; sometimes EOS."""
     value = state + length * 7919
     return EOS if value % 23 == 0 else 3 + value % 97
 
 
 def forced_after(first: int, state: int) -> list[int]:
-    """The tokens that a grammar forces to follow, of a request that begins with this token."""
+    """Return the tokens that a grammar forces to follow, for a request that begins with `first`."""
     return [3 + (state + i) % 97 for i in range(state % 6)] if first == JUMPING else []
 
 
 def reference(prompt: list[int], max_new_tokens: int, ignore_eos: bool) -> list[int]:
-    """What the simulated model gives to a request that is alone."""
+    """Return what the simulated model generates for a request that runs alone."""
     history = list(prompt)
     state = 0
     for token in prompt:
@@ -72,13 +70,14 @@ def next_token(prompt: list[int]) -> int:
 
 
 class SimulatedWorker:
-    """Runs plans one at a time, in simulated time, and checks every one of them.
-
-    poison: tokens for which `meets_poison` looks.
+    """Run plans one at a time, in simulated time, and check each of them.
 
     It keeps the KV of each page and offset, as a real worker does, here a hash of all tokens up to
-    there. Whoever attends reads all of its past: a page that is somebody else's, was overwritten
-    or was never computed is noticed at once.
+    there. A row that attends reads its whole past, so that a page of another request, an
+    overwritten one or one that was never computed is noticed at once.
+
+    Attributes:
+        poison: tokens that crash the worker, as `meets_poison` says.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -101,7 +100,7 @@ class SimulatedWorker:
 
     def send(self, message: msgspec.Struct) -> None:
         if isinstance(message, StepPlan):
-            assert message.session == self.session, "a plan for a worker that died"
+            assert message.session == self.session, "a plan for a worker that has crashed"
             self.plans.append((self.now, message))
             assert len(self.plans) <= 2, "more than two plans are outstanding"
         else:
@@ -109,11 +108,11 @@ class SimulatedWorker:
 
     @property
     def done_at(self) -> float | None:
-        """When the oldest plan will be finished."""
-        return max(self.plans[0][0], self.free_at) + STEP_SECONDS if self.plans else None
+        """Time at which the oldest plan is finished; None without one."""
+        return max(self.plans[0][0], self.free_at) + STEP_S if self.plans else None
 
     def run_one(self) -> StepResult | None:
-        """The result of the oldest plan; None where there is none."""
+        """Run the oldest plan and return its result; None without a plan."""
         done_at = self.done_at
         if done_at is None:
             return None
@@ -137,19 +136,20 @@ class SimulatedWorker:
         self.tokens_of_steps.append(counts)
         self.modes.append(plan.forward_mode)
         self.now = self.free_at = done_at
-        ids, session = pack_ids(tokens), self.session
-        began = done_at - STEP_SECONDS
-        return StepResult(plan.step, ids, began, done_at, session=session, forced=forced)
+        began, session = done_at - STEP_S, self.session
+        return StepResult(
+            plan.step, pack_ids(tokens), began, done_at, session=session, forced=forced
+        )
 
     def meets_poison(self) -> bool:
-        """Whether the oldest plan computes a slot that has a token of `poison`."""
+        """Return whether the oldest plan computes a slot that has a token of `poison`."""
         plan = self.plans[0][1]
         known = {new.slot: unpack_ids(new.token_ids).tolist() for new in plan.new}
         slots = unpack_ids(plan.slots).tolist()
         return any(self.poison & set(known.get(s) or self.known[s]) for s in slots)
 
-    def die(self) -> None:
-        """Another worker takes its place, which has nothing."""
+    def restart(self) -> None:
+        """Lose all state, as a new worker does."""
         self.session += 1
         for lost in (self.plans, self.known, self.states, self.computed, self.pages, self.kv):
             lost.clear()
@@ -161,12 +161,12 @@ class SimulatedWorker:
         self.known[new.slot] = []
         self.states[new.slot] = []
         for token in unpack_ids(new.token_ids):
-            self._learn(new.slot, token)
+            self._append(new.slot, token)
         assert new.computed < len(self.known[new.slot]), "nothing is left to compute"
         self.computed[new.slot] = new.computed
         self.pages[new.slot] = unpack_ids(new.pages).tolist()
 
-    def _learn(self, slot: int, token: int) -> None:
+    def _append(self, slot: int, token: int) -> None:
         states = self.states[slot]
         self.known[slot].append(token)
         states.append(state_after(states[-1] if states else 0, token))
@@ -174,7 +174,7 @@ class SimulatedWorker:
     def _jump(self, slot: int) -> list[int]:
         forced = forced_after(self.known[slot][0], self.states[slot][-1])
         for token in forced:
-            self._learn(slot, token)
+            self._append(slot, token)
         if forced:
             self.jumped.add(slot)
         return forced
@@ -184,30 +184,32 @@ class SimulatedWorker:
         if slot in self.jumped:
             count = min(len(known), len(self.pages[slot]) * self.page_size) - start
         assert count >= 1
-        assert start + count <= len(known), "a token is computed that nobody knows"
+        assert start + count <= len(known), "a token is computed that is not known"
         self.computed[slot] = end = start + count
         for position in range(start, end):
-            self.kv[self._place(slot, position)] = states[position]
+            self.kv[self._location(slot, position)] = states[position]
         for position in range(end):
-            assert self.kv.get(self._place(slot, position)) == states[position], (
+            assert self.kv.get(self._location(slot, position)) == states[position], (
                 f"slot {slot} reads KV at {position} that is not its own"
             )
         if end < len(known):
             return -1
-        self._learn(slot, token_of(states[-1], len(known)))
+        self._append(slot, token_of(states[-1], len(known)))
         return known[-1]
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
+    def _location(self, slot: int, position: int) -> tuple[int, int]:
         page, offset = divmod(position, self.page_size)
         assert page < len(self.pages[slot]), "a token lies past the pages of its slot"
         return self.pages[slot][page], offset
 
 
 class Detok:
-    """Collects what reaches the detokenizer, and checks that each request ends once.
+    """Collect what reaches the detokenizer, and check that each request ends once.
 
-    unanswered: requests of clients that take nothing of them before they are told anew.
-    may_begin_anew: a journal may be lost, so that less is told again than was told before.
+    Attributes:
+        awaiting_replay: ids of requests whose clients have asked for a replay.
+        may_lose_work: a journal may be lost, so that a replay may be shorter than the stream.
+        drained: the Drained messages.
     """
 
     def __init__(self) -> None:
@@ -215,16 +217,17 @@ class Detok:
         self.tokens: dict[str, list[int]] = {}
         self.closed: dict[str, StreamEnd] = {}
         self.replayed: list[StreamReplay] = []
-        self.unanswered: set[str] = set()
-        self.may_begin_anew = False
+        self.awaiting_replay: set[str] = set()
+        self.may_lose_work = False
         self.ended: list[int] = []
-        self.all_told = 0
+        self.drained: list[Drained] = []
         self.session = 0
         self.stopped = False
 
     def send(self, message: msgspec.Struct) -> None:
         if isinstance(message, Drained):
-            self.all_told += self.session >= 0
+            if self.session >= 0:
+                self.drained.append(message)
             return
         if not isinstance(message, StepOutput):
             self.stopped = True
@@ -245,12 +248,12 @@ class Detok:
             self.ended.append(closed.seq)
 
     def _take_replay(self, replay: StreamReplay) -> None:
-        """What was known of it must be a beginning of it."""
+        """Check that the stream up to now is a beginning of the replay, and take it over."""
         self.replayed.append(replay)
         name, tokens = replay.opening.request_id, unpack_ids(replay.token_ids).tolist()
-        self.unanswered.discard(name)
+        self.awaiting_replay.discard(name)
         before = self.tokens.get(name, [])
-        known = min(len(before), len(tokens)) if self.may_begin_anew else len(before)
+        known = min(len(before), len(tokens)) if self.may_lose_work else len(before)
         assert tokens[:known] == before[:known]
         self.open[replay.opening.seq] = name
         self.tokens[name] = tokens
@@ -260,12 +263,11 @@ class Detok:
             self.ended.append(replay.closing.seq)
 
 
-Observe = Callable[[str, msgspec.Struct], object]
-"""Takes the name of a link, and a message that the scheduler sends on it."""
+Observe = Callable[[str, msgspec.Struct], object]  # gets the name of a link, and a message on it
 
 
 class ObservedLink:
-    """Shows each message to an observer before it passes it on."""
+    """A link that shows each message to an observer before it passes it on."""
 
     def __init__(self, name: str, link: SimulatedWorker | Detok, observe: Observe) -> None:
         self._name = name
@@ -307,7 +309,7 @@ class World:
         )
         self.wake_at: float | None = None
         self.schedule([], [self._ready])
-        self.deaths = 0
+        self.num_crashes = 0
         self._detok_sessions = 0
 
     def schedule(
@@ -315,22 +317,25 @@ class World:
     ) -> None:
         self.wake_at = self.scheduler.step(messages, results)
 
-    def tell(self, *messages: SchedulerMessage) -> None:
+    def send(self, *messages: SchedulerMessage) -> None:
+        """Deliver messages to the scheduler."""
         self.schedule(messages, [])
         self._acknowledge()
         self._check()
 
     def step(self) -> bool:
-        """Run one step of the worker, waking the scheduler meanwhile when it wants to be woken;
-        False where nothing was planned."""
+        """Run one step of the worker, and wake the scheduler meanwhile as often as it wants.
+
+        Return False where nothing was planned.
+        """
         if self.worker.done_at is None:
-            self.begin()
+            self.pass_batch_delay()
         done_at = self.worker.done_at
         if done_at is None:
             return False
         self.wake(done_at)
         if self.worker.poison and self.worker.meets_poison():
-            self.kill_worker()
+            self.restart_worker()
             return True
         result = self.worker.run_one()
         assert result is not None
@@ -339,36 +344,36 @@ class World:
         self._check()
         return True
 
-    def begin(self) -> None:
-        """Nobody else comes: an idle worker gets its step."""
+    def pass_batch_delay(self) -> None:
+        """Let the batch delay pass without further requests: an idle worker gets its step."""
         self.wake(self.worker.now + MAX_TOTAL_DELAY_S)
 
     def _acknowledge(self) -> None:
-        """The detokenizer says which ends it has handed on."""
+        """Acknowledge the ends that the detokenizer has received."""
         if self.detok.ended:
             ended, self.detok.ended = self.detok.ended, []
             self.schedule([EndsDelivered(ended)], [])
 
-    def lose_detok(self) -> None:
-        """The detokenizer dies: what it is told gets lost."""
+    def kill_detok(self) -> None:
+        """Crash the detokenizer: messages to it get lost."""
         self._detok_sessions += 1
         self.detok.session = -1
 
-    def replace_detok(self) -> None:
-        """Another detokenizer takes its place."""
+    def restart_detok(self) -> None:
+        """Start another detokenizer."""
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
         self.schedule([DetokReady(self.detok.session)], [])
         self._acknowledge()
         self._check()
 
-    def kill_worker(self) -> None:
-        """The worker dies, and another one takes its place."""
-        self.deaths += 1
-        last_words = self.worker.run_one() if self.deaths % 2 else None
-        self.worker.die()
+    def restart_worker(self) -> None:
+        """Crash the worker and start another one."""
+        self.num_crashes += 1
+        late_result = self.worker.run_one() if self.num_crashes % 2 else None
+        self.worker.restart()
         ready = msgspec.structs.replace(self._ready, session=self.worker.session)
-        self.schedule([], [ready] if last_words is None else [ready, last_words])
+        self.schedule([], [ready] if late_result is None else [ready, late_result])
         self._check()
 
     def wake(self, until: float) -> None:
@@ -384,12 +389,12 @@ class World:
         if self.checked:
             self.scheduler.check()
 
-    def run(self, most: int = 10_000) -> int:
-        """Run until idle; the number of steps."""
-        for steps in range(most):
+    def run(self, max_steps: int = 10_000) -> int:
+        """Run until idle. Return the number of steps."""
+        for steps in range(max_steps):
             if not self.step():
                 return steps
-        raise AssertionError(f"not idle after {most} steps")
+        raise AssertionError(f"not idle after {max_steps} steps")
 
 
 def submit(

@@ -1,6 +1,7 @@
-"""Every decision of the scheduler on fixed loads is the committed one, down to the bytes it sends.
+"""On fixed loads the scheduler sends the committed bytes: every decision is the same.
 
-Where a difference is wanted: `python -m tests.unit.decisions --write`, and say why in the commit.
+If a difference is wanted, run `python -m tests.unit.decisions --write` and give the reason in the
+commit.
 """
 
 import pytest
@@ -12,10 +13,10 @@ from tests.unit.decisions import CHAOS, cases, expected, summaries
 @pytest.mark.parametrize("group", [*TRACES, CHAOS])
 def test_the_scheduler_decides_and_sends_what_it_did_before(group: str) -> None:
     names = [name for name in (*cases(), CHAOS) if name.split("/")[0] == group]
-    known = {name: one for name, one in expected().items() if name.split("/")[0] == group}
-    now = summaries(names)
+    known = {name: summary for name, summary in expected().items() if name.split("/")[0] == group}
+    actual = summaries(names)
     assert list(known) == names, "cases were added or left out"
-    changed = [name for name in names if now[name] != known[name]]
+    changed = [name for name in names if actual[name] != known[name]]
     assert not changed, (
         f"{len(changed)} of {len(names)} logs differ: compare the output of"
         f" `python -m tests.unit.decisions --log {changed[0]}` with that of the version before;"

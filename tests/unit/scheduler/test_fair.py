@@ -1,4 +1,4 @@
-"""Clients take turns: by tokens, with no credit and no debt, and whatever else they do."""
+"""Turns between clients: shared by tokens, without credit or debt."""
 
 import itertools
 from collections import Counter, deque
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scheduler_proc.policies.base import FirstComeFirstServed, Pack, PriorityFirst
 from scheduler_proc.policies.fair import QUANTUM, FairClients, cost
 from scheduler_proc.state.request import Request
-from tests.unit.scheduler.test_policies import request
+from tests.unit.scheduler.test_policies import make_request
 
 A, B, C = b"A", b"B", b"C"
 
@@ -31,8 +31,8 @@ def drain(queue: FairClients) -> list[Request]:
 
 
 def sized(seq: int, client: bytes, tokens: int) -> Request:
-    """A request that costs so many tokens."""
-    return request(seq, tokens - 1, 1, client=client)
+    """Return a request that costs so many tokens."""
+    return make_request(seq, tokens - 1, 1, client=client)
 
 
 def test_one_request_does_not_wait_for_a_thousand_of_another_client() -> None:
@@ -42,7 +42,7 @@ def test_one_request_does_not_wait_for_a_thousand_of_another_client() -> None:
     for _ in range(10):
         take_first(queue)
     queue.push(sized(1000, B, 100))
-    order = [one.client for one in drain(queue)]
+    order = [request.client for request in drain(queue)]
     assert order.index(B) <= 2 * QUANTUM // 100
 
 
@@ -55,13 +55,13 @@ def test_it_is_tokens_that_are_shared_not_requests() -> None:
         queue.push(sized(next(numbers), B, 1000))
     spent: Counter[bytes] = Counter()
     for _ in range(200):
-        one = take_first(queue)
-        spent[one.client] += one.num_prompt + one.sampling.max_new_tokens
+        request = take_first(queue)
+        spent[request.client] += request.num_prompt + request.sampling.max_new_tokens
         assert abs(spent[A] - spent[B]) <= 2 * QUANTUM + 1000
 
 
 def round_robin(waiting: dict[bytes, list[int]]) -> list[tuple[bytes, int]]:
-    """Deficit round robin as it is printed: queues in a ring, each with its counter."""
+    """Return the order of textbook deficit round robin: a ring of queues, each with a counter."""
     ring = deque((name, deque(costs), 0) for name, costs in waiting.items() if costs)
     order = []
     while ring:
@@ -91,13 +91,13 @@ def test_it_is_deficit_round_robin(waiting: dict[bytes, list[int]], at_once: int
         for tokens in costs:
             queue.push(sized(next(numbers), name, tokens))
     expected = round_robin(waiting)
-    looked = [(one.client, cost(one)) for one in queue.first(1000, 1)]
+    looked = [(request.client, cost(request)) for request in queue.first(1000, 1)]
     assert looked == expected
     taken: list[tuple[bytes, int]] = []
     while len(queue):
-        for one in queue.first(at_once, 1):
-            taken.append((one.client, cost(one)))
-            queue.take(one)
+        for request in queue.first(at_once, 1):
+            taken.append((request.client, cost(request)))
+            queue.take(request)
     assert taken == expected
 
 
@@ -110,19 +110,19 @@ def test_a_retracted_request_is_not_charged_again() -> None:
     for seq in range(1, 10):
         queue.push(sized(seq, A if seq % 2 else B, 100))
     assert take_first(queue) is long
-    assert [one.client for one in drain(queue)[:5]].count(A) >= 1
+    assert [request.client for request in drain(queue)[:5]].count(A) >= 1
 
 
 def test_clients_without_waiting_requests_leave_nothing_behind() -> None:
     queue = fair()
-    keep = request(0, client=b"keep")
+    keep = make_request(0, client=b"keep")
     queue.push(keep)
     for seq in range(1, 100):
-        queue.push(request(seq, client=b"%d" % seq))
+        queue.push(make_request(seq, client=b"%d" % seq))
     queue.first(10, 100)
-    for one in list(queue):
-        if one is not keep:
-            (queue.take if one.seq % 2 else queue.remove)(one)
+    for request in list(queue):
+        if request is not keep:
+            (queue.take if request.seq % 2 else queue.remove)(request)
     assert len(queue._clients) == len(queue._turns) == 1
     queue.remove(keep)
     assert not queue._clients
@@ -139,15 +139,15 @@ def test_leaving_and_coming_back_gives_no_credit() -> None:
     queue.push(sized(next(numbers), B, 100))
     taken: Counter[bytes] = Counter()
     for _ in range(1000):
-        one = take_first(queue)
-        taken[one.client] += 1
-        if one.client == B:
+        request = take_first(queue)
+        taken[request.client] += 1
+        if request.client == B:
             queue.push(sized(next(numbers), B, 100))
     assert taken[A] >= taken[B] > 0
 
 
 @pytest.mark.parametrize("tokens", [10, QUANTUM, 10 * QUANTUM])
-def test_whoever_comes_back_for_each_request_gets_no_more_tokens_than_who_waits(
+def test_a_client_that_returns_for_each_request_gets_no_more_tokens_than_one_that_waits(
     tokens: int,
 ) -> None:
     queue = fair()
@@ -157,31 +157,31 @@ def test_whoever_comes_back_for_each_request_gets_no_more_tokens_than_who_waits(
     queue.push(sized(next(numbers), B, tokens))
     spent: Counter[bytes] = Counter()
     for _ in range(1500):
-        one = take_first(queue)
-        spent[one.client] += one.num_prompt + one.sampling.max_new_tokens
-        if one.client == B:
+        request = take_first(queue)
+        spent[request.client] += request.num_prompt + request.sampling.max_new_tokens
+        if request.client == B:
             queue.push(sized(next(numbers), B, tokens))
     assert 0 < spent[B] <= spent[A] + 2 * tokens
 
 
-def test_whoever_is_passed_over_is_first_in_the_next_round() -> None:
+def test_a_client_that_was_skipped_is_first_in_the_next_round() -> None:
     queue = fair()
     for seq in range(40):
         queue.push(sized(seq, (A, B)[seq % 2], QUANTUM))
-    one, two, three = queue.first(3, 1000)
-    assert [one.client, two.client, three.client] == [A, B, A]
-    queue.take(one)
-    queue.take(three)
-    assert queue.first(1, 1000) == [two]
+    first, second, third = queue.first(3, 1000)
+    assert [first.client, second.client, third.client] == [A, B, A]
+    queue.take(first)
+    queue.take(third)
+    assert queue.first(1, 1000) == [second]
 
 
 def test_within_a_client_its_own_policy_decides() -> None:
     queue = FairClients(PriorityFirst)
-    queue.push(request(0, client=A, priority=-5))
-    queue.push(request(1, client=B, priority=1))
-    queue.push(request(2, client=A, priority=9))
-    queue.push(request(3, client=B, priority=7))
-    assert [one.seq for one in queue.first(4, 100)] == [2, 0, 3, 1]
+    queue.push(make_request(0, client=A, priority=-5))
+    queue.push(make_request(1, client=B, priority=1))
+    queue.push(make_request(2, client=A, priority=9))
+    queue.push(make_request(3, client=B, priority=7))
+    assert [request.seq for request in queue.first(4, 100)] == [2, 0, 3, 1]
 
 
 def test_lookahead_is_that_of_the_client_whose_turn_it_is() -> None:
@@ -207,11 +207,11 @@ def test_the_cost_of_asking_does_not_grow_with_the_clients() -> None:
 
     queue = FairClients(Counting)
     for seq in range(5000):
-        queue.push(request(seq, client=b"%d" % seq))
+        queue.push(make_request(seq, client=b"%d" % seq))
     queue.first(16, 100)
     asked = 0
-    for one in queue.first(16, 100):
-        queue.take(one)
+    for request in queue.first(16, 100):
+        queue.take(request)
     assert asked <= 16
     queue.first(16, 100)
     assert asked <= 32

@@ -41,7 +41,7 @@ class GrammarBench(Bench):
                 self.answer(message, [5] * len(unpack_ids(message.slots)))
 
 
-def test_only_those_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> None:
+def test_only_requests_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> None:
     bench = GrammarBench()
     bench.ask("first")
     bench.ask("second")
@@ -58,7 +58,7 @@ def test_only_those_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> No
     assert unpack_ids(first.rules.stop_ids).tolist() == [2]
 
 
-def test_who_waits_for_a_grammar_is_counted_among_the_waiting() -> None:
+def test_a_request_that_waits_for_a_grammar_counts_as_waiting() -> None:
     bench = GrammarBench()
     bench.ask("held")
     bench.ask("held, too")
@@ -73,8 +73,8 @@ def test_a_grammar_that_the_worker_cannot_compile_fails_its_requests_and_may_be_
     bench = GrammarBench()
     bench.ask("a", n=2)
     bench.worker.sent.clear()
-    closed = [one for output in bench.ready("no good") for one in output.closed]
-    assert [one.finish_reason for one in closed] == ["error", "error"]
+    closed = [end for output in bench.ready("no good") for end in output.closed]
+    assert [end.finish_reason for end in closed] == ["error", "error"]
     assert closed[0].error is not None and closed[0].error.message == "no good"
     bench.ask("b")
     assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
@@ -97,19 +97,19 @@ def test_a_row_that_failed_ends_its_request_alone() -> None:
     bench.worker.sent.clear()
     bench.ready()
     outputs = bench.answer(bench.plan(), [5, 6], failed=[FailedRow(0, "no token")])
-    closed = [one for output in outputs for one in output.closed]
-    assert [(one.request_id, one.finish_reason) for one in closed] == [("a", "error")]
+    closed = [end for output in outputs for end in output.closed]
+    assert [(end.request_id, end.finish_reason) for end in closed] == [("a", "error")]
     assert [output.seqs for output in outputs if output.seqs] == [[1]]
     bench.end_all()
     bench.scheduler.check()
 
 
-def test_the_worker_forgets_what_nobody_has_used_for_longest() -> None:
+def test_the_worker_forgets_the_least_recently_used_grammar() -> None:
     bench = GrammarBench()
     grammars = [GrammarForm.of(f"start: /{i}/") for i in range(MAX_UNUSED + 1)]
     for grammar in grammars:
         bench.ask("x", grammar=grammar)
         bench.scheduler.step([abort("x")], [])
         bench.ready(key=grammar.key)
-    told = [message for message in bench.worker.sent if isinstance(message, ForgetGrammar)]
-    assert told == [ForgetGrammar(grammars[0].key)]
+    forgotten = [message for message in bench.worker.sent if isinstance(message, ForgetGrammar)]
+    assert forgotten == [ForgetGrammar(grammars[0].key)]

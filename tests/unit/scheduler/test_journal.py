@@ -1,4 +1,4 @@
-"""What another scheduler finds in the journal: everything that was written whole, and no more."""
+"""A journal is read back as far as it was written whole."""
 
 import threading
 from pathlib import Path
@@ -22,43 +22,43 @@ def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path)
     run = Run(tmp_path)
     (a,), (b, c), (d,) = run.accept("a"), run.accept("b", n=2), run.accept("d")
     run.journal.commit()
-    run.give(a, 5, 6)
-    run.give(b, 9)
+    run.generate(a, 5, 6)
+    run.generate(b, 9)
     run.journal.commit()
-    run.give(c, 4)
+    run.generate(c, 4)
     c.matched_stop, c.error = 4, ErrorInfo("failed", "why")
-    run.end(c, acknowledged=False)
-    run.end(d)
+    run.finish(c, acknowledged=False)
+    run.finish(d)
     run.journal.commit()
-    found = run.found()
-    assert outline(found) == [
+    recovered = run.recovered()
+    assert outline(recovered) == [
         ("a", 0, [5, 6], False, False),
         ("b", 0, [9], False, False),
         ("b", 1, [4], True, False),
         ("d", 0, [], True, True),
     ]
-    assert found[0].message.params.logit_bias == {5: 1.0}
-    going_on, ended = restored(found[0], EOS), restored(found[2], EOS)
+    assert recovered[0].message.params.logit_bias == {5: 1.0}
+    going_on, ended = restored(recovered[0], EOS), restored(recovered[2], EOS)
     assert (going_on.tokens.tolist(), going_on.num_known_tokens) == ([7, 8, 5, 6], 4)
     assert (going_on.status, going_on.first_token_at) == (RequestStatus.WAITING, 3.0)
     assert (ended.finish_reason, ended.matched_stop, ended.error) == ("stop", 4, c.error)
     assert ended.sampling.seed == 2, "each choice has a seed of its own"
 
 
-def test_log_probabilities_come_back_with_their_tokens(tmp_path: Path) -> None:
+def test_logprobs_are_recovered_with_their_tokens(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (request,) = run.accept("a")
     prompt, blocks = [block_of(-3.0)], [block_of(-1.0), block_of(-2.0)]
     request.prompt_logprobs = prompt
     run.journal.append(StepEvents(started=[request]))
     for token, block in zip((5, 6), blocks, strict=True):
-        run.give(request, token)
+        run.generate(request, token)
         run.add_logprobs(request, block)
         run.journal.commit()
-    for _ in ("as it was written", "and written anew"):
-        (found,) = run.found()
-        again = restored(found, EOS)
-        assert (again.logprobs, again.prompt_logprobs) == (blocks, prompt)
+    for _ in ("as it was written", "after a compaction"):
+        (recovered,) = run.recovered()
+        request = restored(recovered, EOS)
+        assert (request.logprobs, request.prompt_logprobs) == (blocks, prompt)
         run.journal.compact()
 
 
@@ -66,25 +66,25 @@ def block_of(logprob: float) -> LogprobBlock:
     return LogprobBlock(pack_floats([logprob]), 1, pack_ids([3]), pack_floats([-0.5]))
 
 
-def test_a_torn_tail_loses_whole_rounds_and_nothing_else(tmp_path: Path) -> None:
+def test_a_torn_tail_loses_whole_frames_and_nothing_else(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (a,) = run.accept("a")
     sizes = []
     for token in range(3, 20):
-        run.give(a, token)
+        run.generate(a, token)
         run.journal.commit()
         sizes.append(run.path.stat().st_size)
     whole = run.path.read_bytes()
     for cut in range(sizes[0], len(whole) + 1):
         run.path.write_bytes(whole[:cut])
         rounds = sum(size <= cut for size in sizes)
-        assert run.found()[0].tokens.tolist() == list(range(3, 3 + rounds))
+        assert run.recovered()[0].tokens.tolist() == list(range(3, 3 + rounds))
     for garbage in (b"\x00" * 100, b"\xc1", b"\x93\x01\x02", b"\xff" * 9):
         run.path.write_bytes(whole + garbage)
-        assert len(run.found()[0].tokens) == len(sizes)
+        assert len(run.recovered()[0].tokens) == len(sizes)
 
 
-def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
+def test_a_file_that_has_grown_is_compacted_to_the_requests_that_still_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_BYTES", 20_000)
@@ -92,38 +92,38 @@ def test_a_file_that_has_grown_is_written_anew_with_what_still_matters(
     run = Run(tmp_path)
     (long,) = run.accept("long")
     (late,) = run.accept("late")
-    run.end(late, acknowledged=False)
+    run.finish(late, acknowledged=False)
     biggest = 0
     for number in range(2000):
-        (one,) = run.accept(f"r{number}")
-        run.give(one, 5)
-        run.give(long, 6)
-        run.end(one)
+        (request,) = run.accept(f"r{number}")
+        run.generate(request, 5)
+        run.generate(long, 6)
+        run.finish(request)
         run.journal.commit()
         biggest = max(biggest, run.path.stat().st_size)
     assert biggest < 60_000
-    found = run.found()
-    assert outline(found)[:2] == [
+    recovered = run.recovered()
+    assert outline(recovered)[:2] == [
         ("long", 0, [6] * 2000, False, False),
         ("late", 0, [], True, False),
     ]
-    assert outline(found)[-1] == ("r1999", 0, [5], True, True)
+    assert outline(recovered)[-1] == ("r1999", 0, [5], True, True)
     run.journal.compact()
-    assert len(run.found()) == 12
-    assert outline(run.found())[:2] == outline(found)[:2]
+    assert len(run.recovered()) == 12
+    assert outline(run.recovered())[:2] == outline(recovered)[:2]
 
 
-def test_an_end_that_is_handed_on_twice_counts_once(
+def test_an_end_that_is_acknowledged_twice_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "MAX_ENDED", 2)
     run = Run(tmp_path)
     for name in "abcd":
         (request,) = run.accept(name)
-        run.end(request)
+        run.finish(request)
         run.acknowledge(request)
     run.journal.compact()
-    assert [one.message.request_id for one in run.found()] == ["c", "d"]
+    assert [request.message.request_id for request in run.recovered()] == ["c", "d"]
 
 
 def test_a_choice_that_was_forgotten_does_not_come_back_with_its_siblings(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_choice_that_was_forgotten_does_not_come_back_with_its_siblings(tmp_pa
     requests = run.accept("a", n=3)
     del run.journal._kept[requests[1].seq]
     run.journal.compact()
-    assert [one.index for one in run.found()] == [0, 2]
+    assert [request.index for request in run.recovered()] == [0, 2]
 
 
 def test_a_journal_that_outlives_its_run_is_synced_by_a_thread(

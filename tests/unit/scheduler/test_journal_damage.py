@@ -1,10 +1,11 @@
-"""Whatever becomes of a journal's bytes, a beginning of what was written is read, and no more."""
+"""A damaged journal is read up to the damage: a beginning of what was written, and no more."""
 
 import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,41 +28,42 @@ from scheduler_proc.durability.journal_records import (
     make_frame,
 )
 from scheduler_proc.durability.journal_recovery import RecoveredRequest, read_journal, restored
-from tests.unit.journal_runs import EOS, Run, header, release_journal
+from tests.unit.journal_runs import EOS, Run, make_header, release_journal
 
 START = len(MAGIC) + 8
 State = list[tuple[object, ...]]
 
 
-def state_of(found: list[RecoveredRequest]) -> State:
-    """All of it, also what the scheduler makes of it."""
-    requests = [restored(one, EOS) for one in found]
+def state_of(recovered: list[RecoveredRequest]) -> State:
+    """Return all fields of recovered requests, after a check that they can be restored."""
+    requests = [restored(request, EOS) for request in recovered]
     assert all(request.num_known_tokens == len(request.tokens) for request in requests)
     return [
-        (one.seq, one.index, one.message, one.tokens.tolist(),
-         msgspec.structs.astuple(one.logprobs), one.first_token_at, one.ended, one.acknowledged)
-        for one in found
+        (request.seq, request.index, request.message, request.tokens.tolist(),
+         msgspec.structs.astuple(request.logprobs), request.first_token_at, request.ended,
+         request.acknowledged)
+        for request in recovered
     ]  # fmt: skip
 
 
 def written(directory: Path, num_rounds: int = 40) -> tuple[bytes, list[State]]:
-    """A journal, and what could be read after each round of it."""
+    """Return a journal, and what could be read after each of its frames."""
     source, run = random.Random(3), Run(directory)
-    live, states = [], [state_of(run.found())]
+    live, states = [], [state_of(run.recovered())]
     for number in range(num_rounds):
         if source.random() < 0.3:
             live += run.accept(f"r{number}", source.choice([1, 1, 3]))
         for request in live:
-            run.give(request, *source.choices(range(3, 90), k=source.choice([1, 1, 2])))
+            run.generate(request, *source.choices(range(3, 90), k=source.choice([1, 1, 2])))
             if source.random() < 0.3:
                 block = LogprobBlock(pack_floats([-1.0]), 1, pack_ids([3]), pack_floats([-0.5]))
                 run.add_logprobs(request, block)
         if live and source.random() < 0.2:
-            run.end(live.pop(), acknowledged=source.random() < 0.5)
+            run.finish(live.pop(), acknowledged=source.random() < 0.5)
         before = run.path.stat().st_size
         run.journal.commit()
         if run.path.stat().st_size > before:
-            states.append(state_of(run.found()))
+            states.append(state_of(run.recovered()))
     release_journal(run.journal)
     return run.path.read_bytes(), states
 
@@ -96,7 +98,7 @@ def repeat(data: bytearray, source: random.Random, place: int) -> None:
 
 
 def whole_frames(data: bytes) -> list[tuple[int, int]]:
-    """Where each frame begins and ends."""
+    """Return where each frame begins and ends."""
     places, at = [], START
     while at < len(data):
         length, _ = FRAME_HEAD.unpack_from(data, at)
@@ -126,7 +128,7 @@ def swap_frames(data: bytearray, source: random.Random, _place: int) -> None:
     "damage",
     [flip, cut, blank, drop, insert, repeat, drop_frames, repeat_frames, swap_frames],
 )
-def test_what_is_read_of_a_damaged_journal_is_what_stood_there_after_some_round(
+def test_a_damaged_journal_is_read_as_it_was_after_some_frame(
     tmp_path: Path, damage: Damage
 ) -> None:
     data, states = written(tmp_path)
@@ -143,7 +145,7 @@ def test_what_is_read_of_a_damaged_journal_is_what_stood_there_after_some_round(
         if contents.header is None:
             assert state == nothing
         else:
-            assert contents.header == header()
+            assert contents.header == make_header()
         if state != states[-1]:
             num_rounds_read.add(states.index(state))
             assert contents.num_unread_bytes or len(damaged) < len(data)
@@ -157,7 +159,7 @@ def test_bytes_that_are_no_journal_never_raise(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "random-journal"
     start = (MAGIC + bytes(8)) if has_start else b""
-    frames, checksum = make_frame(encode(header()), 0)
+    frames, checksum = make_frame(encode(make_header()), 0)
     if has_frame:
         frames += make_frame(data, checksum)[0]
     path.write_bytes(start + frames + data)
@@ -168,7 +170,9 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
     path = tmp_path / FILE_NAME
     for length in (1 << 31, (1 << 32) - 1, 1000):
         head = FRAME_HEAD.pack(length, zlib.crc32(b""))
-        path.write_bytes(MAGIC + bytes(8) + make_frame(encode(header()), 0)[0] + head + b"x" * 99)
+        path.write_bytes(
+            MAGIC + bytes(8) + make_frame(encode(make_header()), 0)[0] + head + b"x" * 99
+        )
         tracemalloc.start()
         contents = read_journal(path)
         _, peak = tracemalloc.get_traced_memory()
@@ -177,15 +181,15 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
         assert peak < 1 << 20
 
 
-def accepted(run: Run, **fields: object) -> Accepted:
+def accepted(run: Run, **fields: Any) -> Accepted:
     (request,) = run.accept("x")
     message = run.journal._kept[request.seq].message
-    params = msgspec.structs.replace(message.params, **fields.pop("params", {}))  # type: ignore[call-overload]
-    return Accepted(7, msgspec.structs.replace(message, params=params, **fields), [0])  # type: ignore[arg-type]
+    params = msgspec.structs.replace(message.params, **fields.pop("params", {}))
+    return Accepted(7, msgspec.structs.replace(message, params=params, **fields), [0])
 
 
 BLOCK = LogprobBlock(b"1234", 2, b"1234", b"1234")
-NONSENSE: dict[str, Callable[[Run], JournalRecord]] = {
+INVALID_RECORDS: dict[str, Callable[[Run], JournalRecord]] = {
     "tokens of an unknown request": lambda _: JournalRecord(
         tokens=[TokenRecord([9], pack_ids([5]), 1.0)]
     ),
@@ -205,8 +209,8 @@ NONSENSE: dict[str, Callable[[Run], JournalRecord]] = {
     "an end of an unknown request": lambda _: JournalRecord(
         ended=[Ended(9, "stop", None, None, 0, 0.0)]
     ),
-    "log-probabilities of an unknown request": lambda _: JournalRecord(logprobs=[LogprobRecord(9)]),
-    "half of log-probabilities": lambda _: JournalRecord(logprobs=[LogprobRecord(0, [BLOCK])]),
+    "logprobs of an unknown request": lambda _: JournalRecord(logprobs=[LogprobRecord(9)]),
+    "half of the logprobs": lambda _: JournalRecord(logprobs=[LogprobRecord(0, [BLOCK])]),
     "a request twice": lambda run: JournalRecord([msgspec.structs.replace(accepted(run), seq=0)]),
     "a negative number": lambda run: JournalRecord(
         [msgspec.structs.replace(accepted(run), seq=-1)]
@@ -231,21 +235,21 @@ NONSENSE: dict[str, Callable[[Run], JournalRecord]] = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
-def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_counts(
+@pytest.mark.parametrize("what", INVALID_RECORDS)
+def test_an_invalid_record_ends_the_reading_and_nothing_of_it_counts(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
     (a, b) = run.accept("a") + run.accept("b")
-    run.give(a, 5)
-    run.end(b)
+    run.generate(a, 5)
+    run.finish(b)
     run.journal.commit()
-    before, size = state_of(run.found()), run.path.stat().st_size
+    before, size = state_of(run.recovered()), run.path.stat().st_size
     assert len(before) == 2
-    nonsense = NONSENSE[what](run)
-    nonsense.tokens.insert(0, TokenRecord([0], pack_ids([6]), 1.0))
-    nonsense.acknowledged.append(0)
-    run.journal._file.append(encode(nonsense))
+    invalid = INVALID_RECORDS[what](run)
+    invalid.tokens.insert(0, TokenRecord([0], pack_ids([6]), 1.0))
+    invalid.acknowledged.append(0)
+    run.journal._file.append(encode(invalid))
     run.journal._file.append(encode(JournalRecord(tokens=[TokenRecord([0], pack_ids([7]), 1.0)])))
     caplog.clear()
     contents = read_journal(run.path)
@@ -255,7 +259,7 @@ def test_a_whole_frame_that_makes_no_sense_ends_the_reading_and_nothing_of_it_co
     release_journal(run.journal)
 
 
-def test_the_same_frames_without_nonsense_are_read(tmp_path: Path) -> None:
+def test_valid_records_are_read(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.journal._file.append(
         encode(JournalRecord([accepted(run)], [TokenRecord([7], pack_ids([5]), 1.0)]))
@@ -288,8 +292,8 @@ class Grown:
 
 
 def test_an_own_file_is_read_with_any_number_of_frames(tmp_path: Path) -> None:
-    file = JournalFile(tmp_path / FILE_NAME, header(), durable=False)
+    file = JournalFile(tmp_path / FILE_NAME, make_header(), durable=False)
     file.rewrite([])
-    assert read_journal(file.path).header == header()
+    assert read_journal(file.path).header == make_header()
     assert file.size == file.path.stat().st_size
     file.release()

@@ -20,7 +20,7 @@ State = list[tuple[object, ...]]
 
 
 def live_of(run: Run) -> State:
-    """What a journal that is whole has: everything."""
+    """Return what a whole journal holds: all requests."""
     return sorted(
         (message.request_id, request.index, request.tokens[2:].tolist(), request.finished, False)
         for message, request in run.journal._kept.values()
@@ -28,7 +28,7 @@ def live_of(run: Run) -> State:
 
 
 def live_through(run: Run, num_rounds: int, source: random.Random) -> list[State]:
-    """Rounds of a scheduler; what was there after each of them."""
+    """Run some rounds of a scheduler. Return what a journal would hold after each of them."""
     states = [live_of(run)]
     for number in range(num_rounds):
         requests = [kept.request for kept in run.journal._kept.values()]
@@ -36,9 +36,9 @@ def live_through(run: Run, num_rounds: int, source: random.Random) -> list[State
         if number % 3 == 0:
             run.accept(f"{len(requests):03}")
         for request in going_on:
-            run.give(request, source.randrange(3, 90))
+            run.generate(request, source.randrange(3, 90))
         if len(going_on) > 2:
-            run.end(going_on[0], acknowledged=False)
+            run.finish(going_on[0], acknowledged=False)
         run.journal.commit()
         states.append(live_of(run))
     return states
@@ -50,7 +50,7 @@ CALLS = ("open", "write", "replace", "fdatasync", "fsync", "ftruncate", "pwrite"
 
 @pytest.mark.parametrize("is_durable", [False, True])
 @pytest.mark.parametrize("also", [(), ("ftruncate",), ("unlink", "pwrite")])
-def test_whichever_call_fails_what_is_read_is_whole_and_the_journal_recovers(
+def test_after_any_failed_call_the_file_is_whole_and_the_journal_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool, also: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)
@@ -75,7 +75,7 @@ def test_whichever_call_fails_what_is_read_is_whole_and_the_journal_recovers(
 
 
 def _check(run: Run, states: list[State], can_mark: bool) -> None:
-    """The disk works again. What does an other scheduler read now, and after the next rounds?"""
+    """Check what another scheduler would read now that the disk works again."""
     contents = read_journal(run.path)
     stale = contents.given_up_by == run_tag("run") or contents.header is None
     if not stale:
@@ -100,7 +100,7 @@ def test_writes_that_take_half_of_the_bytes_are_finished(tmp_path: Path) -> None
         faulty.is_short = True
         run = Run(tmp_path)
         states = live_through(run, 20, random.Random(0))
-    assert outline(run.found()) == states[-1]
+    assert outline(run.recovered()) == states[-1]
     release_journal(run.journal)
 
 
@@ -136,7 +136,7 @@ def test_a_disk_that_stays_full_is_tried_now_and_then_and_named_once(
     assert os.listdir(tmp_path) == [], "half a file would only take room"
     caplog.clear()
     states = live_through(run, 2, random.Random(0))
-    assert outline(run.found()) == states[-1]
+    assert outline(run.recovered()) == states[-1]
     assert "is written again, with all requests" in caplog.text
     release_journal(run.journal)
 
@@ -166,16 +166,16 @@ def test_a_sync_that_failed_is_followed_by_a_fresh_file(
             pass
         while syncer._error is None:
             threading.Event().wait(0.001)
-        run.give(request, 5)
+        run.generate(request, 5)
         run.journal.commit()
         assert run.journal.state == "failed"
         assert "Input/output error" in caplog.text
         run.now += RETRY_INTERVAL_S
-        run.give(request, 6)
+        run.generate(request, 6)
         run.journal.commit()
     assert run.journal.state == "on"
     assert run.path.stat().st_ino != inode
-    assert outline(run.found()) == [("a", 0, [5, 6], False, False)]
+    assert outline(run.recovered()) == [("a", 0, [5, 6], False, False)]
     release_journal(run.journal)
 
 

@@ -1,4 +1,4 @@
-"""Which journals a server starts on, which it refuses, and how it says so."""
+"""Which journals a server accepts at its start, which it refuses, and with which error."""
 
 import errno
 import fcntl
@@ -16,50 +16,50 @@ from scheduler_proc.durability.journal import Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
-from tests.unit.journal_runs import Run, faulty_os, full_disk, header, outline, release_journal
+from tests.unit.journal_runs import Run, faulty_os, full_disk, make_header, outline, release_journal
 
 
-def left_by(directory: Path, name: str = "first") -> Run:
-    """A run that accepted a request and died."""
+def crashed_run(directory: Path, name: str = "first") -> Run:
+    """Return a run that accepted a request and crashed."""
     run = Run(directory, name)
     (a,) = run.accept("a")
-    run.give(a, 5)
+    run.generate(a, 5)
     run.journal.commit()
     release_journal(run.journal)
     return run
 
 
-def opened(
+def recover(
     directory: Path, run: str, is_restart: bool = False, resume: bool = False, **fields: Any
 ) -> list[RecoveredRequest]:
-    """What a scheduler takes up that dies at once."""
+    """Return the requests that a scheduler recovers, which then crashes."""
     args = SchedulerArgs(journal=str(directory), resume=resume)
-    journal, found = open_journal(args, Path(run), header(run, **fields), is_restart)
+    journal, recovered = open_journal(args, Path(run), make_header(run, **fields), is_restart)
     release_journal(journal)
-    return found
+    return recovered
 
 
-def test_what_an_earlier_run_left_is_taken_up_only_on_demand_and_never_lost_in_silence(
+def test_requests_of_an_earlier_run_are_resumed_only_on_demand_and_never_lost_silently(
     tmp_path: Path,
 ) -> None:
-    run = left_by(tmp_path)
+    run = crashed_run(tmp_path)
     going_on = [("a", 0, [5], False, False)]
-    assert outline(opened(tmp_path, "first", is_restart=True)) == going_on, "the same run goes on"
-    assert outline(opened(tmp_path, "second", resume=True)) == going_on
+    assert outline(recover(tmp_path, "first", is_restart=True)) == going_on, "the same run goes on"
+    assert outline(recover(tmp_path, "second", resume=True)) == going_on
     with pytest.raises(ConfigError, match="has 1 unfinished requests of an earlier run: add"):
-        opened(tmp_path, "second")
-    assert outline(opened(tmp_path, "second", is_restart=True, resume=True)) == going_on, (
+        recover(tmp_path, "second")
+    assert outline(recover(tmp_path, "second", is_restart=True, resume=True)) == going_on, (
         "its first scheduler died before it had written anything"
     )
     run = Run(tmp_path, "first")
     (request,) = run.accept("b")
-    run.end(request)
+    run.finish(request)
     run.journal.commit()
     release_journal(run.journal)
-    assert opened(tmp_path, "second") == []
+    assert recover(tmp_path, "second") == []
     run.path.unlink()
-    assert opened(tmp_path, "second") == []
-    off = open_journal(SchedulerArgs(no_journal=True), tmp_path, header())
+    assert recover(tmp_path, "second") == []
+    off = open_journal(SchedulerArgs(no_journal=True), tmp_path, make_header())
     assert isinstance(off.journal, NoJournal)
     assert off.journal.state == "off"
 
@@ -74,12 +74,12 @@ def test_requests_of_an_earlier_run_are_numbered_from_0_on_with_their_choices_to
     del run.journal._kept[(1 << 50) + 4]
     run.journal.compact()
     release_journal(run.journal)
-    found = opened(tmp_path, "second", resume=True)
-    assert [(one.message.request_id, one.index, one.seq) for one in found] == [
+    recovered = recover(tmp_path, "second", resume=True)
+    assert [(request.message.request_id, request.index, request.seq) for request in recovered] == [
         ("a", 0, 0), ("a", 1, 1), ("a", 2, 2), ("b", 0, 3), ("b", 2, 5),
         ("c", 0, 6), ("c", 1, 7), ("c", 2, 8),
     ]  # fmt: skip
-    assert opened(tmp_path, "first", is_restart=True)[0].seq == 1 << 50
+    assert recover(tmp_path, "first", is_restart=True)[0].seq == 1 << 50
 
 
 @pytest.mark.parametrize(
@@ -93,42 +93,42 @@ def test_requests_of_an_earlier_run_are_numbered_from_0_on_with_their_choices_to
 def test_a_journal_of_another_model_is_refused_with_both_values_and_the_remedy(
     tmp_path: Path, other: dict[str, Any], named: str
 ) -> None:
-    run = left_by(tmp_path)
+    run = crashed_run(tmp_path)
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"{named}.*with that model and --resume.*or remove"):
-            opened(tmp_path, "second", resume=resume, **other)
-    assert len(opened(tmp_path, "first", is_restart=True, **other)) == 1, (
+            recover(tmp_path, "second", resume=resume, **other)
+    assert len(recover(tmp_path, "first", is_restart=True, **other)) == 1, (
         "within a run the files may change: SIGHUP takes new weights"
     )
-    assert len(opened(tmp_path, "second", resume=True, context_length=65)) == 1
+    assert len(recover(tmp_path, "second", resume=True, context_length=65)) == 1
     run = Run(tmp_path, "first")
     (request,) = run.accept("b")
-    run.end(request)
+    run.finish(request)
     run.journal.commit()
     release_journal(run.journal)
-    assert opened(tmp_path, "second", resume=True, **other) == [], "nothing has to go on"
+    assert recover(tmp_path, "second", resume=True, **other) == [], "nothing has to go on"
 
 
 def old_format() -> bytes:
-    """As servers wrote it before frames had checksums: a string, then rounds."""
+    """Return a journal of the format before frames had checksums."""
     return msgspec.msgpack.encode("first") + msgspec.msgpack.encode([[], [], [], [], []])
 
 
 @pytest.mark.parametrize("content", [b"\x01\x02", b"\0" * 4096, old_format(), b"QDRJRNL2" * 9])
-def test_a_file_that_is_no_journal_is_named_and_does_not_end_a_server_that_runs(
+def test_a_file_that_is_no_journal_is_named_and_does_not_stop_a_running_server(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"{FILE_NAME} is no journal that this version"):
-            opened(tmp_path, "run", resume=resume)
-    assert opened(tmp_path, "run", is_restart=True) == []
+            recover(tmp_path, "run", resume=resume)
+    assert recover(tmp_path, "run", is_restart=True) == []
     assert "is no journal that this version can read" in caplog.text
 
 
 def test_an_empty_file_has_no_requests(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch()
-    assert opened(tmp_path, "run") == []
+    assert recover(tmp_path, "run") == []
 
 
 def test_a_damaged_journal_is_replaced_only_on_demand(
@@ -136,7 +136,7 @@ def test_a_damaged_journal_is_replaced_only_on_demand(
 ) -> None:
     run = Run(tmp_path, "first")
     (a,) = run.accept("a")
-    run.end(a)
+    run.finish(a)
     run.journal.commit()
     whole = run.path.stat().st_size
     run.accept("b")
@@ -145,8 +145,8 @@ def test_a_damaged_journal_is_replaced_only_on_demand(
     size = run.path.stat().st_size
     os.truncate(run.path, size - 1)
     with pytest.raises(ConfigError, match=f"{size - 1 - whole} bytes cannot be read.*--resume"):
-        opened(tmp_path, "second")
-    assert outline(opened(tmp_path, "second", resume=True)) == [("a", 0, [], True, True)]
+        recover(tmp_path, "second")
+    assert outline(recover(tmp_path, "second", resume=True)) == [("a", 0, [], True, True)]
     assert f"is damaged at byte {whole}" in caplog.text
     assert f"{size - 1 - whole} bytes are not read, 1 requests were" in caplog.text
 
@@ -154,13 +154,13 @@ def test_a_damaged_journal_is_replaced_only_on_demand(
 def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_opening, "LOCK_TIMEOUT_S", 0.0)
     args = SchedulerArgs(journal=str(tmp_path))
-    first, _ = open_journal(args, Path("first"), header("first"))
+    first, _ = open_journal(args, Path("first"), make_header("first"))
     with pytest.raises(ConfigError, match=f"{tmp_path} is the journal of another server"):
-        open_journal(args, Path("second"), header("second"))
+        open_journal(args, Path("second"), make_header("second"))
     assert isinstance(first, Journal)
     assert not os.get_inheritable(first._file._directory_fd), "children must not keep it"
     release_journal(first)
-    second, _ = open_journal(args, Path("second"), header("second"))
+    second, _ = open_journal(args, Path("second"), make_header("second"))
     release_journal(second)
     assert os.listdir(tmp_path) == [], "the lock is no file"
 
@@ -168,11 +168,13 @@ def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_scheduler_waits_for_the_one_before_it_to_be_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = left_by(tmp_path)
+    run = crashed_run(tmp_path)
     dying = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(dying, fcntl.LOCK_EX)
-    monkeypatch.setattr(journal_opening.time, "sleep", lambda _: os.close(dying))
-    assert outline(opened(tmp_path, "first", is_restart=True)) == outline(run.found())
+    monkeypatch.setattr(
+        "scheduler_proc.durability.journal_opening.time.sleep", lambda _: os.close(dying)
+    )
+    assert outline(recover(tmp_path, "first", is_restart=True)) == outline(run.recovered())
 
 
 def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
@@ -182,9 +184,9 @@ def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
     other = Run(tmp_path, "other")
     content = other.path.read_bytes()
     args = SchedulerArgs(journal=str(tmp_path))
-    journal, found = open_journal(args, Path("first"), header("first"), is_restart=True)
+    journal, recovered = open_journal(args, Path("first"), make_header("first"), is_restart=True)
     journal.compact()
-    assert (found, journal.state, other.path.read_bytes()) == ([], "failed", content)
+    assert (recovered, journal.state, other.path.read_bytes()) == ([], "failed", content)
     release_journal(other.journal)
 
 
@@ -195,38 +197,38 @@ def test_a_directory_that_cannot_be_used_is_named(
     file.touch()
     for directory in (file / "journal", file, tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match=f"--journal {directory} cannot be used .*choose"):
-            opened(directory, "run")
+            recover(directory, "run")
     monkeypatch.setattr(os, "access", lambda *_: False)  # for root everything is allowed
     with pytest.raises(ConfigError, match="it cannot be read and written"):
-        opened(tmp_path / "journal", "run")
+        recover(tmp_path / "journal", "run")
     (tmp_path / "other" / FILE_NAME).mkdir(parents=True)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be read"):
-        opened(tmp_path / "other", "run")
+        recover(tmp_path / "other", "run")
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_server_starts_on_a_full_disk_and_resumes_what_was_read(
     tmp_path: Path, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = left_by(tmp_path)
+    left = crashed_run(tmp_path)
     before = left.path.read_bytes()
     args = SchedulerArgs(journal=str(tmp_path), resume=True)
     with faulty_os() as faulty:
         faulty.fails = lambda name, number: full_disk(name, number) and error
-        journal, found = open_journal(args, Path("second"), header("second"))
-        assert outline(found) == [("a", 0, [5], False, False)]
+        journal, recovered = open_journal(args, Path("second"), make_header("second"))
+        assert outline(recovered) == [("a", 0, [5], False, False)]
         journal.compact()
     assert journal.state == "failed"
     assert os.strerror(error) in caplog.text
     assert "Make room there" in caplog.text
-    assert outline(left.found()) == outline(found), "another run may still resume"
+    assert outline(left.recovered()) == outline(recovered), "another run may still resume"
     assert len(left.path.read_bytes()) == len(before)
     release_journal(journal)
-    assert opened(tmp_path, "second", is_restart=True, resume=True) == [], "they may have ended"
-    assert len(opened(tmp_path, "third", resume=True)) == 1
+    assert recover(tmp_path, "second", is_restart=True, resume=True) == [], "they may have ended"
+    assert len(recover(tmp_path, "third", resume=True)) == 1
     with pytest.raises(ConfigError, match="unfinished requests"):
-        opened(tmp_path, "third")
+        recover(tmp_path, "third")
 
 
 def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can(
@@ -236,9 +238,9 @@ def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can
     with faulty_os() as faulty:
         faulty.fails = full_disk
         args = SchedulerArgs(journal=str(directory))
-        journal, found = open_journal(args, Path("run"), header())
+        journal, recovered = open_journal(args, Path("run"), make_header())
         journal.compact()
-        assert (found, journal.state, directory.exists()) == ([], "failed", False)
+        assert (recovered, journal.state, directory.exists()) == ([], "failed", False)
     assert isinstance(journal, Journal)
     journal._clock = lambda: 1e12
     journal.append(StepEvents(acknowledged=[1]))

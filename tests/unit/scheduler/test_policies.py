@@ -1,4 +1,4 @@
-"""Who goes first, who waits how long at most, and what it costs to ask."""
+"""Scheduling policies: the order of admission, starvation, and the cost of a round."""
 
 import itertools
 import tracemalloc
@@ -36,7 +36,7 @@ PAGE = 16
 BUDGET = 64
 
 
-def request(
+def make_request(
     seq: int,
     prompt: int = 10,
     new: int = 10,
@@ -45,7 +45,7 @@ def request(
     priority: int = 0,
     received: float | None = None,
 ) -> Request:
-    """A waiting request; one arrives every second."""
+    """Return a waiting request; unless `received` is given, they arrive a second apart."""
     message = Submit(
         client=client,
         request_id=str(seq),
@@ -67,7 +67,7 @@ class Page:
         self.depth: int = 0 if parent is None else parent.depth + 1
 
     def grow(self, pages: int) -> "Page":
-        """The end of a chain of so many pages below this one."""
+        """Return the end of a chain of so many pages below this one."""
         node = self
         for _ in range(pages):
             node = Page(node)
@@ -75,27 +75,27 @@ class Page:
 
 
 class Tree:
-    """Where waiting requests are located: at the root, unless a test says otherwise."""
+    """The nodes that waiting requests match: the root, unless a test sets another one."""
 
     def __init__(self) -> None:
         self.root = Page()
         self.places: dict[int, Page] = {}
-        self.asked = 0
+        self.num_lookups = 0
 
-    def locate(self, request: Request) -> Page:
-        self.asked += 1
+    def match_prefix(self, request: Request) -> Page:
+        self.num_lookups += 1
         return self.places.get(request.seq, self.root)
 
 
 def spread(tree: Tree) -> Callable[[Request], Page]:
-    """Locates each request somewhere in a small tree, by its seq."""
+    """Match each request with some node of a small tree, by its seq."""
     left, right = tree.root.grow(2), tree.root.grow(1)
     nodes = [tree.root, left, left.grow(3), left.grow(1), right, right.grow(40)]
     return lambda request: nodes[request.seq * 7 % len(nodes)]
 
 
-def queue_of(policy: str, fair: bool, locate: Callable[[Request], Page]) -> WaitingQueue:
-    return make_queue(SchedulerArgs(schedule_policy=policy, fair_clients=fair), locate, PAGE)
+def queue_of(policy: str, fair: bool, match_prefix: Callable[[Request], Page]) -> WaitingQueue:
+    return make_queue(SchedulerArgs(schedule_policy=policy, fair_clients=fair), match_prefix, PAGE)
 
 
 def seqs(requests: list[Request]) -> list[int]:
@@ -103,7 +103,7 @@ def seqs(requests: list[Request]) -> list[int]:
 
 
 def drain(queue: WaitingQueue, budget: int = BUDGET) -> Iterator[int]:
-    """The order in which everything is taken, one in each round."""
+    """Yield the seqs of all requests, taken one in each round."""
     while len(queue):
         chosen = queue.first(1, budget)[0]
         queue.take(chosen)
@@ -142,7 +142,9 @@ def test_whatever_happens_the_first_are_distinct_members_and_asking_again_says_t
         if action == "push":
             seq = next(numbers)
             size = 1 + number % 100
-            new = request(seq, size, 1 + seq % 9, client=b"%d" % (number % 4), priority=number % 3)
+            new = make_request(
+                seq, size, 1 + seq % 9, client=b"%d" % (number % 4), priority=number % 3
+            )
             waiting[seq] = new
             queue.push(new)
         elif action == "take" and waiting:
@@ -161,25 +163,25 @@ def test_whatever_happens_the_first_are_distinct_members_and_asking_again_says_t
             queue.push(back)
         first = queue.first(count, BUDGET)
         assert len(first) == len(set(first)) == min(count, len(waiting))
-        assert all(waiting[one.seq] is one for one in first)
+        assert all(waiting[request.seq] is request for request in first)
         assert queue.first(count, BUDGET) == first
         assert queue.first(count // 2, BUDGET) == first[: count // 2]
         assert len(queue) == len(waiting)
-        assert {one.seq for one in queue} == set(waiting)
+        assert {request.seq for request in queue} == set(waiting)
         assert queue.lookahead >= 0
 
 
 @every_queue
-def test_nobody_starves_while_others_keep_coming(policy: str, fair: bool) -> None:
-    """Of equal priorities; larger ones may keep a smaller one waiting for ever."""
+def test_no_request_starves_while_others_keep_coming(policy: str, fair: bool) -> None:
+    """All have equal priorities: a larger one may keep a smaller one waiting for ever."""
     tree = Tree()
     cached = tree.root.grow(100)
-    queue = queue_of(policy, fair, tree.locate)
-    victim = request(0, prompt=60, new=1000, client=b"small")
+    queue = queue_of(policy, fair, tree.match_prefix)
+    victim = make_request(0, prompt=60, new=1000, client=b"small")
     queue.push(victim)
     for seq in range(1, 2000):
         tree.places[seq] = cached
-        queue.push(request(seq, prompt=5, new=1, client=b"large"))
+        queue.push(make_request(seq, prompt=5, new=1, client=b"large"))
         if seq > 50:
             taken = queue.first(1, BUDGET)[0]
             queue.take(taken)
@@ -195,7 +197,7 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
     reads: Counter[int] = Counter()
 
     class Watched(Request):
-        """Counts who is looked at."""
+        """A request that counts the reads of its attributes."""
 
         __slots__ = ()
 
@@ -206,7 +208,7 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
 
     queue = queue_of(policy, fair, spread(Tree()))
     for seq in range(10_000):
-        new = request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100))
+        new = make_request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100))
         new.__class__ = Watched
         queue.push(new)
     queue.first(16, BUDGET)
@@ -226,34 +228,36 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
 
 def test_a_retracted_request_has_its_old_place_again() -> None:
     queue = FirstComeFirstServed()
-    requests = [request(seq) for seq in range(4)]
-    for one in requests:
-        queue.push(one)
-    for one in requests[:3]:
-        queue.take(one)
+    requests = [make_request(seq) for seq in range(4)]
+    for request in requests:
+        queue.push(request)
+    for request in requests[:3]:
+        queue.take(request)
     queue.push(requests[1])
     queue.push(requests[0])
     assert list(drain(queue)) == [0, 1, 3]
 
 
-def test_taking_who_does_not_wait_is_an_error_and_removing_it_is_not() -> None:
+def test_taking_a_request_that_does_not_wait_is_an_error_and_removing_it_is_not() -> None:
     queue = FirstComeFirstServed()
-    queue.remove(request(0))
+    queue.remove(make_request(0))
     with pytest.raises(KeyError):
-        queue.take(request(0))
+        queue.take(make_request(0))
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), max_size=30))
-def test_of_those_that_came_together_the_shortest_goes_first(sizes: list[tuple[int, int]]) -> None:
+def test_of_requests_that_came_together_the_shortest_goes_first(
+    sizes: list[tuple[int, int]],
+) -> None:
     queue = ShortestFirst()
     for seq, (prompt, new) in enumerate(sizes):
-        queue.push(request(seq, prompt, new, received=1_790_000_000.0))
+        queue.push(make_request(seq, prompt, new, received=1_790_000_000.0))
     expected = sorted(range(len(sizes)), key=lambda seq: (sum(sizes[seq]), seq))
     assert list(drain(queue)) == expected
 
 
 def test_what_a_retracted_request_has_generated_makes_it_shorter() -> None:
-    back, other = request(0, 10, 90, received=0.0), request(1, 10, 50, received=0.0)
+    back, other = make_request(0, 10, 90, received=0.0), make_request(1, 10, 50, received=0.0)
     back.tokens.extend([1] * 60)
     back.num_known_tokens += 60
     queue = ShortestFirst()
@@ -265,18 +269,18 @@ def test_what_a_retracted_request_has_generated_makes_it_shorter() -> None:
 
 def test_waiting_makes_shorter() -> None:
     queue = ShortestFirst()
-    queue.push(request(0, 10, 500, received=0.0))
-    queue.push(request(1, 10, 10, received=4.0))
-    queue.push(request(2, 10, 10, received=6.0))
+    queue.push(make_request(0, 10, 500, received=0.0))
+    queue.push(make_request(1, 10, 10, received=4.0))
+    queue.push(make_request(2, 10, 10, received=6.0))
     assert list(drain(queue)) == [1, 0, 2]
 
 
 def test_a_key_is_not_read_again_when_the_request_has_changed() -> None:
     queue = ShortestFirst()
-    one = request(0, 100)
-    queue.push(one)
-    one.num_computed_tokens = 64
-    queue.take(one)
+    request = make_request(0, 100)
+    queue.push(request)
+    request.num_computed_tokens = 64
+    queue.take(request)
     assert len(queue) == 0
 
 
@@ -284,7 +288,7 @@ def test_a_key_is_not_read_again_when_the_request_has_changed() -> None:
 def test_the_larger_priority_goes_first_and_among_equals_the_older(priorities: list[int]) -> None:
     queue = PriorityFirst()
     for seq, priority in enumerate(priorities):
-        queue.push(request(seq, priority=priority))
+        queue.push(make_request(seq, priority=priority))
     expected = sorted(range(len(priorities)), key=lambda seq: (-priorities[seq], seq))
     assert list(drain(queue)) == expected
 
@@ -295,7 +299,7 @@ def test_the_larger_priority_goes_first_and_among_equals_the_older(priorities: l
 def pack(sizes: list[int], window: int = 32, fifo_every: int = 8) -> Pack:
     queue = Pack(window, fifo_every)
     for seq, size in enumerate(sizes):
-        queue.push(request(seq, size))
+        queue.push(make_request(seq, size))
     return queue
 
 
@@ -315,10 +319,10 @@ def test_pack_fills_a_step_at_least_as_well_as_any_one_prompt_would(
 ) -> None:
     queue = pack(sizes)
     filled = 0
-    for one in queue.first(100, budget):
-        if filled + one.num_uncomputed_tokens > budget:
+    for request in queue.first(100, budget):
+        if filled + request.num_uncomputed_tokens > budget:
             break
-        filled += one.num_uncomputed_tokens
+        filled += request.num_uncomputed_tokens
     assert filled >= max((size for size in sizes[:32] if size <= budget), default=0)
 
 
@@ -327,7 +331,7 @@ def test_pack_looks_no_further_than_its_window() -> None:
     assert seqs(queue.first(3, 100)) == [0, 1, 2]
 
 
-def test_every_nth_round_of_pack_is_first_come_first_served_and_passes_over_nobody() -> None:
+def test_every_nth_round_of_pack_is_first_come_first_served_and_skips_no_request() -> None:
     queue = pack([100, 1, 2, 3, 4, 5, 6], fifo_every=3)
     assert (seqs(queue.first(1, 10)), queue.lookahead) == ([6], 32)
     queue.take(queue.first(1, 10)[0])
@@ -340,10 +344,10 @@ def test_every_nth_round_of_pack_is_first_come_first_served_and_passes_over_nobo
     assert queue.lookahead == 32
 
 
-def test_whoever_takes_several_in_a_round_counts_one_round() -> None:
+def test_several_requests_taken_in_a_round_count_as_one_round() -> None:
     queue = pack(list(range(1, 20)), fifo_every=2)
-    for one in queue.first(5, 1000):
-        queue.take(one)
+    for request in queue.first(5, 1000):
+        queue.take(request)
     assert queue.lookahead == 0
     queue.first(1, 1000)
     assert queue.lookahead == 0
@@ -360,18 +364,18 @@ def test_removing_is_no_round() -> None:
 
 def test_the_longest_cached_prefix_goes_first_and_among_equals_the_oldest() -> None:
     tree = Tree()
-    queue = LongestPrefixFirst(tree.locate, PAGE)
+    queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq, pages in enumerate([0, 3, 9, 3, 0]):
         tree.places[seq] = tree.root.grow(pages)
-        queue.push(request(seq, received=0.0))
+        queue.push(make_request(seq, received=0.0))
     assert list(drain(queue)) == [2, 1, 3, 0, 4]
 
 
 def test_the_order_follows_the_tree_as_it_changes() -> None:
     tree = Tree()
-    queue = LongestPrefixFirst(tree.locate, PAGE)
+    queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq in range(3):
-        queue.push(request(seq, received=0.0))
+        queue.push(make_request(seq, received=0.0))
     assert seqs(queue.first(3, BUDGET)) == [0, 1, 2]
     tree.places[2] = tree.root.grow(1)
     assert seqs(queue.first(3, BUDGET)) == [2, 0, 1]
@@ -379,23 +383,23 @@ def test_the_order_follows_the_tree_as_it_changes() -> None:
 
 def test_waiting_counts_like_cached_tokens() -> None:
     tree = Tree()
-    queue = LongestPrefixFirst(tree.locate, PAGE)
+    queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq, received in enumerate([0.0, 15.0, 17.0]):
-        queue.push(request(seq, received=received))
+        queue.push(make_request(seq, received=received))
     tree.places[1] = tree.places[2] = tree.root.grow(250)  # 4,000 tokens: 16 seconds
     assert list(drain(queue)) == [1, 0, 2]
 
 
-@pytest.mark.parametrize("make", [lambda t: LongestPrefixFirst(t.locate, PAGE),
-                                  lambda t: DepthFirst(t.locate)])  # fmt: skip
+@pytest.mark.parametrize("make", [lambda t: LongestPrefixFirst(t.match_prefix, PAGE),
+                                  lambda t: DepthFirst(t.match_prefix)])  # fmt: skip
 def test_only_the_oldest_are_looked_up_in_the_tree(make: Callable[[Tree], WaitingQueue]) -> None:
     tree = Tree()
     queue = make(tree)
     for seq in range(1000):
-        queue.push(request(seq, received=0.0))
+        queue.push(make_request(seq, received=0.0))
     tree.places[WINDOW] = tree.root.grow(5)
     assert seqs(queue.first(WINDOW + 9, BUDGET)) == list(range(WINDOW + 9))
-    assert tree.asked == WINDOW
+    assert tree.num_lookups == WINDOW
 
 
 # --- dfs-weight -----------------------------------------------------------------------------------
@@ -403,10 +407,10 @@ def test_only_the_oldest_are_looked_up_in_the_tree(make: Callable[[Tree], Waitin
 
 def depth_first(places: list[Page]) -> tuple[DepthFirst, Tree]:
     tree = Tree()
-    queue = DepthFirst(tree.locate)
+    queue = DepthFirst(tree.match_prefix)
     for seq, place in enumerate(places):
         tree.places[seq] = place
-        queue.push(request(seq))
+        queue.push(make_request(seq))
     return queue, tree
 
 
@@ -421,8 +425,8 @@ def test_the_branch_where_more_wait_goes_first_and_a_node_after_what_is_below_it
 
 def test_of_equal_branches_the_one_with_the_oldest_request_goes_first() -> None:
     root = Page()
-    one, two = root.grow(1), root.grow(1)
-    queue, _ = depth_first([root, two, one, one, two])
+    left, right = root.grow(1), root.grow(1)
+    queue, _ = depth_first([root, right, left, left, right])
     assert seqs(queue.first(5, BUDGET)) == [1, 4, 2, 3, 0]
 
 
@@ -436,7 +440,7 @@ def test_the_oldest_goes_first_every_few_rounds() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Page]:
-    """Where the requests of a window are located in some tree."""
+    """Draw the nodes of a random tree that the requests of a window match."""
     nodes = [Page()]
     for _ in range(draw(st.integers(0, 25))):
         nodes.append(draw(st.sampled_from(nodes)).grow(draw(st.integers(1, 6))))
@@ -444,12 +448,12 @@ def trees(draw: st.DrawFn) -> list[Page]:
 
 
 def ancestors(node: Page) -> list[Page]:
-    """From the root down to the node."""
+    """Return the nodes from the root down to this one."""
     return [*(ancestors(node.parent) if node.parent else []), node]
 
 
 def by_the_book(places: list[Page]) -> list[int]:
-    """The depth-first order, node by node."""
+    """Return the depth-first order, computed node by node."""
     weight: Counter[Page] = Counter()
     oldest: dict[Page, int] = {}
     children: dict[Page, list[Page]] = {}
@@ -471,7 +475,7 @@ def by_the_book(places: list[Page]) -> list[int]:
 
 @given(trees(), trees())
 @settings(deadline=None)
-def test_it_is_the_depth_first_order_also_when_everybody_has_moved(
+def test_it_is_the_depth_first_order_also_when_every_request_has_moved(
     places: list[Page], later: list[Page]
 ) -> None:
     queue, tree = depth_first(places)

@@ -1,4 +1,4 @@
-"""The prefix tree and the KV pages, against a model that searches."""
+"""The prefix tree and the KV pages, compared with a model that searches."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,28 +8,30 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.prefix_tree import PrefixTree
+from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request
 
 PAGE = 2
 
 
-def request(tokens: list[int], seq: int = 0) -> Request:
+def make_request(tokens: list[int], seq: int = 0) -> Request:
     params = SamplingParams(max_new_tokens=1, seed=0)
     message = Submit(b"c", str(seq), pack_ids(tokens), params, True, 0.0, 0.0)
     return Request.from_submit(seq, message, frozenset())
 
 
 def run(kv: KVCache, tokens: list[int], seq: int = 0) -> Request:
-    """Seat a request and compute its prompt."""
-    one = request(tokens, seq)
-    kv.allocate(one)
-    one.num_computed_tokens = one.num_known_tokens
-    kv.cache_computed(one)
-    return one
+    """Allocate pages to a request and compute its prompt."""
+    request = make_request(tokens, seq)
+    kv.allocate(request)
+    request.num_computed_tokens = request.num_known_tokens
+    kv.cache_computed(request)
+    return request
 
 
-def test_a_prompt_finds_the_whole_pages_of_an_equal_beginning_and_computes_at_least_one_token():
+def test_a_prompt_finds_the_whole_pages_of_an_equal_beginning_and_computes_at_least_one_token() -> (
+    None
+):
     kv = KVCache(16, PAGE)
     first = run(kv, [1, 2, 3, 4, 5])
     for tokens, found in (
@@ -48,7 +50,7 @@ def test_a_prompt_finds_the_whole_pages_of_an_equal_beginning_and_computes_at_le
     kv.check([])
 
 
-def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it():
+def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it() -> None:
     kv = KVCache(8, PAGE)
     first, second = run(kv, [1, 2, 3, 4, 5], 0), run(kv, [1, 2, 3, 4, 6], 1)
     assert kv.num_held == 4
@@ -60,80 +62,81 @@ def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it():
     assert kv.num_cached + kv.num_free == 8
 
 
-def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages():
+def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages() -> None:
     kv = KVCache(8, PAGE)
-    one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
-    kv.allocate(one)
-    kv.allocate(two)
-    for each in (one, two):
-        each.num_computed_tokens = 4
-        kv.cache_computed(each)
-    assert not set(one.pages) & set(two.pages)
-    kv.check([one, two])
-    kv.release(one)
-    kv.check([two])
-    kv.release(two)
+    first, second = make_request([1, 2, 3, 4], 0), make_request([1, 2, 3, 4], 1)
+    kv.allocate(first)
+    kv.allocate(second)
+    for request in (first, second):
+        request.num_computed_tokens = 4
+        kv.cache_computed(request)
+    assert not set(first.pages) & set(second.pages)
+    kv.check([first, second])
+    kv.release(first)
+    kv.check([second])
+    kv.release(second)
     kv.check([])
     assert kv.num_cached == 2 and kv.num_free == 6
 
 
-def test_sharing_what_is_cached_already_makes_no_page_less_available():
+def test_sharing_what_is_cached_already_makes_no_page_less_available() -> None:
     kv = KVCache(6, PAGE)
-    one, two = request([1, 2, 3, 4], 0), request([1, 2, 3, 4], 1)
-    kv.allocate(one)
-    kv.allocate(two)
-    one.num_computed_tokens = two.num_computed_tokens = 4
-    kv.release(one)
+    first, second = make_request([1, 2, 3, 4], 0), make_request([1, 2, 3, 4], 1)
+    kv.allocate(first)
+    kv.allocate(second)
+    first.num_computed_tokens = second.num_computed_tokens = 4
+    kv.release(first)
     available = kv.num_available
-    kv.cache_computed(two)
+    kv.cache_computed(second)
     assert kv.num_available == available
-    assert [node.page for node in two.prefix_path] == two.pages
-    kv.check([two])
+    assert [node.page for node in second.prefix_path] == second.pages
+    kv.check([second])
 
 
-def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on():
+def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on() -> None:
     kv = KVCache(6, PAGE)
     kv.release(run(kv, [1, 2, 3, 4, 5]))
     kv.release(run(kv, [7, 8, 9, 10, 11]))
     kv.release(run(kv, [1, 2, 3, 4, 5]))  # used again
     taken = run(kv, [20, 21, 22, 23, 24, 25, 26])  # 4 pages, 2 are free
-    again = request([1, 2, 3, 4, 5])
-    assert kv.match_prefix(again).depth == 2
-    assert kv.match_prefix(request([7, 8, 9])).depth == 0
+    waiting = make_request([1, 2, 3, 4, 5])
+    assert kv.match_prefix(waiting).depth == 2
+    assert kv.match_prefix(make_request([7, 8, 9])).depth == 0
     kv.release(taken)
     kv.check([])
 
 
-def test_a_waiting_request_whose_prefix_was_evicted_starts_again_from_the_root():
+def test_a_waiting_request_whose_prefix_was_evicted_starts_again_from_the_root() -> None:
     kv = KVCache(2, PAGE)
     kv.release(run(kv, [1, 2, 3]))
-    waiting = request([1, 2, 3])
+    waiting = make_request([1, 2, 3])
     assert kv.match_prefix(waiting).depth == 1
     other = run(kv, [5, 6, 7, 8])
     assert kv.match_prefix(waiting).depth == 0
     kv.release(other)
 
 
-def test_without_the_cache_nothing_is_found_and_nothing_stays():
+def test_without_the_cache_nothing_is_found_and_nothing_stays() -> None:
     kv = KVCache(4, PAGE, prefix_cache=False)
     kv.release(run(kv, [1, 2, 3, 4]))
     assert kv.num_free == 4
-    assert kv.match_prefix(request([1, 2, 3, 4])).depth == 0
+    assert kv.match_prefix(make_request([1, 2, 3, 4])).depth == 0
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Paths over two letters; which nodes there are is also kept as a plain dictionary."""
+    """Paths over two letters; a plain dictionary holds the last use of each node."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tree = PrefixTree()
-        self.held: list[list] = []
+        self.held: list[list[Node]] = []
         self.last_use: dict[str, int] = {}
         self.clock = 0
 
     @rule(letters=st.text("ab", min_size=1, max_size=6))
     def use(self, letters: str) -> None:
-        path, node = [], self.tree.root
+        path: list[Node] = []
+        node = self.tree.root
         for letter in letters:
             child = node.children.get(letter.encode())
             if child is None:
@@ -147,7 +150,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def unlock(self, data) -> None:
+    def unlock(self, data: st.DataObject) -> None:
         path = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.tree.unlock(path)
         self.clock += 1
@@ -173,7 +176,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert all(node.parent is not None and node.ref_count for node in path)
 
 
-def word(node) -> str:
+def word(node: Node) -> str:
     return b"".join(n.key for n in node.path()).decode()
 
 

@@ -1,9 +1,11 @@
-"""Random arrivals, lengths, aborts and tiny pools under every policy and batch mode: each request
-ends exactly once with the tokens of the reference, and after every step free + cached + held pages
-are all pages. `python -m tests.unit.chaos --steps 1000000` does the same for much longer.
+"""Random arrivals, lengths, aborts and tiny pools under every policy and batch mode.
+
+Each request ends exactly once with the tokens of the reference, and after every step free + cached
++ held pages are all pages. `python -m tests.unit.chaos --steps 1000000` does the same for longer.
 """
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Hypothesis decides what happens next, and shrinks what went wrong."""
+    """A scheduler under events that hypothesis chooses, and shrinks when a check fails."""
 
     chaos: Chaos
 
@@ -35,16 +37,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair=st.booleans(),
     )
     def start(
-        self, policy, mode, width, prefill_width, running, budget, chunk, num_pages, page_size,
-        at_once, fair,
+        self, policy: str, mode: str, width: int, prefill_width: int | None, running: int,
+        budget: int, chunk: int | None, num_pages: int, page_size: int, at_once: bool, fair: bool,
     ) -> None:  # fmt: skip
+        flags: dict[str, Any] = {"batch_mode": mode} if mode in BATCH_MODES else {"batching": mode}
         args = SchedulerArgs(
             max_batch_size=width,
             prefill_max_batch_size=prefill_width,
             max_running_requests=running,
             prefill_max_tokens=budget,
             chunked_prefill_size=chunk,
-            **({"batching": mode} if mode == "static" else {"batch_mode": mode}),
+            **flags,
             schedule_policy=policy,
             plan_at_once=at_once,
             fair_clients=fair,
@@ -59,33 +62,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         client=st.sampled_from([b"c", b"d"]),
         priority=st.integers(-20, 20),
-        patience=st.one_of(st.none(), st.just(0.05)),
+        timeout_s=st.one_of(st.none(), st.just(0.05)),
     )
-    def submit(self, prefix, tail, **how) -> None:
-        self.chaos.submit(prefix + tail, **how)
+    def submit(self, prefix: list[int], tail: list[int], **fields: Any) -> None:
+        self.chaos.submit(prefix + tail, **fields)
 
     @rule()
     def step(self) -> None:
         self.chaos.world.step()
 
     @rule(seconds=st.sampled_from([0.001, 0.1]))
-    def wait(self, seconds) -> None:
+    def wait(self, seconds: float) -> None:
         world = self.chaos.world
         if world.worker.done_at is None:
             world.wake(world.worker.now + seconds)
 
     @rule(number=st.integers(0, 5))
-    def retract(self, number) -> None:
+    def retract(self, number: int) -> None:
         self.chaos.world.scheduler.retract_one(number)
 
-    @precondition(lambda self: self.chaos.asked)
+    @precondition(lambda self: self.chaos.sent)
     @rule(data=st.data())
-    def abort(self, data) -> None:
-        self.chaos.abort(data.draw(st.integers(0, len(self.chaos.asked) - 1)))
+    def abort(self, data: st.DataObject) -> None:
+        self.chaos.abort(data.draw(st.integers(0, len(self.chaos.sent) - 1)))
 
     @precondition(lambda self: self.chaos.world.detok.open)
     @rule(data=st.data())
-    def stop(self, data) -> None:
+    def stop(self, data: st.DataObject) -> None:
         self.chaos.stop(data.draw(st.sampled_from(sorted(self.chaos.world.detok.open))))
 
     @invariant()

@@ -1,5 +1,4 @@
-"""A process that dies takes nothing with it; a request that kills the worker every time is found
-out."""
+"""Crashes of worker, detokenizer and frontend lose nothing; a poison request is found."""
 
 import msgspec
 import pytest
@@ -9,7 +8,7 @@ from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Drain, FrontendRestarted, Shutdown, Submit
 from quadriga.wire.messages.worker import CompileGrammar, GrammarReady, WorkerReady
-from scheduler_proc.durability import detok_outbox as texts
+from scheduler_proc.durability import detok_outbox
 from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.request_table import RequestTable
 from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
@@ -22,19 +21,19 @@ def tokens_of(world: World, name: str) -> list[int]:
     return world.detok.tokens[name]
 
 
-def resent(message: Submit) -> Submit:
-    """As its client sends it again."""
+def retried(message: Submit) -> Submit:
+    """Return the message as its client sends it after a reconnect."""
     return msgspec.structs.replace(message, client_retry=True)
 
 
 def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None:
     world = World(SchedulerArgs(max_batch_size=3))
     prompts = {f"r{n}": [n + 3] * (3 * n + 1) for n in range(6)}
-    world.tell(*(submit(name, prompt, 12, ignore_eos=True) for name, prompt in prompts.items()))
+    world.send(*(submit(name, prompt, 12, ignore_eos=True) for name, prompt in prompts.items()))
     for _ in range(8):
         for _ in range(12):
             world.step()
-        world.kill_worker()
+        world.restart_worker()
     world.run()
     for name, prompt in prompts.items():
         assert tokens_of(world, name) == reference(prompt, 12, True)
@@ -42,23 +41,23 @@ def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None
     assert world.scheduler.info()["pages_held"] == 0
 
 
-def test_nothing_that_the_dead_worker_had_computed_is_taken_for_cached() -> None:
+def test_nothing_that_the_crashed_worker_had_computed_counts_as_cached() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5] * 20, 2, ignore_eos=True))
+    world.send(submit("a", [5] * 20, 2, ignore_eos=True))
     world.run()
-    world.kill_worker()
+    world.restart_worker()
     assert world.scheduler.info()["pages_cached"] == 0
-    world.tell(submit("b", [5] * 20, 2, ignore_eos=True))
+    world.send(submit("b", [5] * 20, 2, ignore_eos=True))
     world.run()
     assert world.detok.closed["b"].cached_tokens == 0
 
 
 def test_an_abort_while_no_worker_is_there_ends_the_request_once() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 20, ignore_eos=True), submit("b", [6], 20, ignore_eos=True))
+    world.send(submit("a", [5], 20, ignore_eos=True), submit("b", [6], 20, ignore_eos=True))
     world.step()
-    world.tell(abort("a"))
-    world.kill_worker()
+    world.send(abort("a"))
+    world.restart_worker()
     world.run()
     assert world.detok.closed["a"].finish_reason == "abort"
     assert tokens_of(world, "b") == reference([6], 20, True)
@@ -66,7 +65,7 @@ def test_an_abort_while_no_worker_is_there_ends_the_request_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("decoded", [False, True])
-def test_the_request_that_kills_the_worker_every_time_fails_within_three_deaths_and_no_other(
+def test_the_request_that_crashes_the_worker_every_time_fails_within_three_crashes_and_no_other(
     policy: str, decoded: bool
 ) -> None:
     world = World(SchedulerArgs(max_batch_size=4, schedule_policy=policy))
@@ -77,37 +76,37 @@ def test_the_request_that_kills_the_worker_every_time_fails_within_three_deaths_
     answers = {n: a for n, a in answers.items() if not world.worker.poison & {*a, *harmless[n]}}
     assert len(answers) > 20
     for name in answers:
-        world.tell(submit(name, harmless[name], 5, ignore_eos=True))
+        world.send(submit(name, harmless[name], 5, ignore_eos=True))
     prompt = poisoned if decoded else [*poisoned, POISON]
-    world.tell(submit("poison", prompt, 20, ignore_eos=True))
+    world.send(submit("poison", prompt, 20, ignore_eos=True))
     world.run()
     closed = world.detok.closed.pop("poison")
     assert closed.error is not None and "the worker died 3 times in a row" in closed.error.message
-    assert world.deaths == 3
+    assert world.num_crashes == 3
     for name, answer in answers.items():
         assert tokens_of(world, name) == answer
     assert {c.finish_reason for c in world.detok.closed.values()} == {"length"}
     assert world.scheduler.info()["pages_held"] == 0
 
 
-def test_deaths_that_are_nobodys_fault_fail_nobody() -> None:
+def test_crashes_that_no_request_causes_fail_no_request() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 60, ignore_eos=True))
+    world.send(submit("a", [5], 60, ignore_eos=True))
     while "a" not in world.detok.closed:
         for _ in range(4):  # far enough each time
             world.step()
-        world.kill_worker()
+        world.restart_worker()
     assert tokens_of(world, "a") == reference([5], 60, True)
-    assert world.deaths > 10
+    assert world.num_crashes > 10
 
 
-def test_suspects_run_alone_until_they_have_come_further() -> None:
+def test_quarantined_requests_run_alone_until_they_have_come_further() -> None:
     world = World(SchedulerArgs(max_batch_size=8))
-    world.tell(*(submit(f"r{n}", [n + 3] * 3, 30, ignore_eos=True) for n in range(5)))
+    world.send(*(submit(f"r{n}", [n + 3] * 3, 30, ignore_eos=True) for n in range(5)))
     world.step()
-    world.kill_worker()
+    world.restart_worker()
     world.step()
-    world.kill_worker()
+    world.restart_worker()
     world.worker.rows_of_steps.clear()
     world.run()
     widths = [len(rows) for rows in world.worker.rows_of_steps]
@@ -120,7 +119,7 @@ def test_suspects_run_alone_until_they_have_come_further() -> None:
         assert tokens_of(world, f"r{n}") == reference([n + 3] * 3, 30, True)
 
 
-def test_another_worker_compiles_the_grammars_again_before_anybody_with_one_goes_on() -> None:
+def test_a_new_worker_compiles_the_grammars_again_before_a_request_with_one_goes_on() -> None:
     bench = GrammarBench()
     bench.ask("a")
     bench.worker.sent.clear()
@@ -128,150 +127,150 @@ def test_another_worker_compiles_the_grammars_again_before_anybody_with_one_goes
     bench.worker.sent.clear()
     bench.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu", session=2)])
     assert bench.worker.sent.popleft() == CompileGrammar(GRAMMAR)
-    bench.scheduler.step([], [GrammarReady(GRAMMAR.key)])  # of the dead one
+    bench.scheduler.step([], [GrammarReady(GRAMMAR.key)])  # of the worker that crashed
     assert not bench.worker.sent
     bench.scheduler.step([], [GrammarReady(GRAMMAR.key, session=2)])
     assert len(bench.plan().new) == 1
 
 
-def test_another_detokenizer_is_told_all_that_runs_and_every_end_that_was_not_handed_on() -> None:
+def test_a_new_detokenizer_gets_a_replay_of_all_that_runs_and_of_every_unacknowledged_end() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("short", [5], 3, ignore_eos=True), submit("long", [6], 30, ignore_eos=True))
+    world.send(submit("short", [5], 3, ignore_eos=True), submit("long", [6], 30, ignore_eos=True))
     world.step()
-    world.lose_detok()
+    world.kill_detok()
     for _ in range(6):
         world.step()
     assert not world.detok.closed
-    world.replace_detok()
+    world.restart_detok()
     assert tokens_of(world, "short") == reference([5], 3, True)
     assert world.detok.closed["short"].finish_reason == "length"
     world.run()
     assert tokens_of(world, "long") == reference([6], 30, True)
 
 
-def test_the_server_does_not_leave_before_every_end_was_handed_on() -> None:
+def test_the_server_does_not_stop_before_every_end_was_acknowledged() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 3, ignore_eos=True))
-    world.lose_detok()
-    world.tell(Drain())
+    world.send(submit("a", [5], 3, ignore_eos=True))
+    world.kill_detok()
+    world.send(Drain())
     world.run()
-    assert not world.detok.all_told
-    world.replace_detok()
+    assert not world.detok.drained
+    world.restart_detok()
     assert world.detok.closed["a"].finish_reason == "length"
-    assert world.detok.all_told == 1
+    assert len(world.detok.drained) == 1
 
 
-def test_a_server_whose_front_door_died_does_not_leave_before_its_clients_could_return() -> None:
+def test_a_server_whose_frontend_crashed_does_not_stop_before_its_clients_could_return() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 3, ignore_eos=True))
-    world.tell(Drain())  # the last words of the one that died
+    world.send(submit("a", [5], 3, ignore_eos=True))
+    world.send(Drain())  # sent by the frontend that crashed
     world.run()
-    assert world.detok.all_told == 1 and not world.scheduler.stopped
-    world.tell(resent(submit("a", [5], 3, ignore_eos=True)))
+    assert len(world.detok.drained) == 1 and not world.scheduler.stopped
+    world.send(retried(submit("a", [5], 3, ignore_eos=True)))
     assert world.detok.replayed[-1].closing is not None
-    world.tell(Drain())
-    assert world.detok.all_told == 2
-    world.tell(Shutdown())
+    world.send(Drain())
+    assert len(world.detok.drained) == 2
+    world.send(Shutdown())
     assert world.scheduler.stopped
 
 
-def test_log_probabilities_of_requests_that_ended_do_not_pile_up(
+def test_logprobs_of_requests_that_ended_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(texts, "MAX_REMEMBERED_BYTES", 20_000)
-    known, told = RequestTable(frozenset()), DetokOutbox(Detok())
+    monkeypatch.setattr(detok_outbox, "MAX_REMEMBERED_BYTES", 20_000)
+    table, outbox = RequestTable(frozenset()), DetokOutbox(Detok())
     for number in range(100):
-        (request,) = known.add(submit(f"r{number}", [5] * 10))
+        (request,) = table.add(submit(f"r{number}", [5] * 10))
         if number % 2:
             request.logprobs = [LogprobBlock(b"1234", 20, b"1234" * 20, b"1234" * 20)] * 10
-        told.finish(request)
-        told.acknowledge([request.seq])
-    remembered = [n for n in range(100) if told.ended_seqs(b"c", f"r{n}")]
+        outbox.finish(request)
+        outbox.acknowledge([request.seq])
+    remembered = [n for n in range(100) if outbox.ended_seqs(b"c", f"r{n}")]
     assert remembered == list(range(remembered[0], 100))
     assert 10 <= len(remembered) < 30
 
 
-def test_a_request_that_is_sent_again_is_told_again_and_runs_once() -> None:
+def test_a_request_that_is_sent_again_is_replayed_and_runs_once() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 10, ignore_eos=True))
+    world.send(submit("a", [5], 10, ignore_eos=True))
     world.step()
     world.step()
-    again = resent(submit("a", [5], 10, ignore_eos=True))
-    world.tell(again)
-    told = world.detok.replayed.pop()
-    assert told.closing is None
-    assert unpack_ids(told.token_ids).tolist() == tokens_of(world, "a")
+    retry = retried(submit("a", [5], 10, ignore_eos=True))
+    world.send(retry)
+    replay = world.detok.replayed.pop()
+    assert replay.closing is None
+    assert unpack_ids(replay.token_ids).tolist() == tokens_of(world, "a")
     world.run()
-    world.tell(again)
-    told = world.detok.replayed.pop()
-    assert unpack_ids(told.token_ids).tolist() == reference([5], 10, True)
-    assert told.closing is not None and told.closing.finish_reason == "length"
+    world.send(retry)
+    replay = world.detok.replayed.pop()
+    assert unpack_ids(replay.token_ids).tolist() == reference([5], 10, True)
+    assert replay.closing is not None and replay.closing.finish_reason == "length"
     assert world.scheduler.info()["generation_tokens_total"] == 10
 
 
-def test_who_asks_while_no_detokenizer_is_there_is_answered_when_one_is() -> None:
+def test_a_replay_asked_for_while_there_is_no_detokenizer_comes_from_the_next_one() -> None:
     world = World(SchedulerArgs())
     ended, runs = submit("ended", [5], 3, ignore_eos=True), submit("runs", [6], 9, ignore_eos=True)
-    world.tell(ended)
+    world.send(ended)
     world.run()
-    world.tell(runs)
-    world.lose_detok()
-    world.tell(resent(ended), resent(runs), Drain())
+    world.send(runs)
+    world.kill_detok()
+    world.send(retried(ended), retried(runs), Drain())
     world.detok.replayed.clear()
-    world.replace_detok()
-    assert sorted(told.opening.request_id for told in world.detok.replayed) == ["ended", "runs"]
-    world.lose_detok()  # with all that it had been told, which was handed on as far as it ended
+    world.restart_detok()
+    assert sorted(replay.opening.request_id for replay in world.detok.replayed) == ["ended", "runs"]
+    world.kill_detok()  # it had passed the end on, and the running stream is lost
     world.detok.replayed.clear()
-    world.replace_detok()
-    assert [told.opening.request_id for told in world.detok.replayed] == ["runs"]
+    world.restart_detok()
+    assert [replay.opening.request_id for replay in world.detok.replayed] == ["runs"]
     world.run()
     assert tokens_of(world, "runs") == reference([6], 9, True)
-    assert world.detok.all_told == 1
+    assert len(world.detok.drained) == 1
 
 
-def test_a_server_does_not_leave_before_who_asked_again_was_answered() -> None:
+def test_a_server_does_not_stop_before_a_client_that_retried_has_its_replay() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 3, ignore_eos=True))
+    world.send(submit("a", [5], 3, ignore_eos=True))
     world.run()
-    world.lose_detok()
-    world.tell(resent(submit("a", [5], 3, ignore_eos=True)), Drain())
-    world.detok.session = 1  # it is there, and has not yet said so
+    world.kill_detok()
+    world.send(retried(submit("a", [5], 3, ignore_eos=True)), Drain())
+    world.detok.session = 1  # it runs, but has not reported yet
     world.scheduler.step([], [])
-    assert not world.detok.all_told
-    world.replace_detok()
+    assert not world.detok.drained
+    world.restart_detok()
     world.scheduler.step([], [])
-    assert world.detok.all_told == 1
+    assert len(world.detok.drained) == 1
 
 
-def test_another_front_door_has_the_ends_that_the_one_before_took_along() -> None:
+def test_a_new_frontend_gets_the_ends_that_the_crashed_one_did_not_deliver() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("told", [5], 3, ignore_eos=True))
+    world.send(submit("delivered", [5], 3, ignore_eos=True))
     world.run()
     world.checked = False
     world.schedule([submit("lost", [6], 3, ignore_eos=True), Drain()], [])
-    world.begin()
+    world.pass_batch_delay()
     while (result := world.worker.run_one()) is not None:
         world.schedule([], [result])
-    world.detok.ended.clear()  # the front door dies with it
+    world.detok.ended.clear()  # the frontend crashes, too
     del world.detok.closed["lost"]
-    assert not world.detok.all_told
-    world.tell(FrontendRestarted())
+    assert not world.detok.drained
+    world.send(FrontendRestarted())
     assert world.detok.closed["lost"].finish_reason == "length"
-    assert [told.opening.request_id for told in world.detok.replayed] == ["lost"]
+    assert [replay.opening.request_id for replay in world.detok.replayed] == ["lost"]
     world.scheduler.step([], [])
-    assert world.detok.all_told == 1
+    assert len(world.detok.drained) == 1
 
 
-def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
+def test_a_request_that_a_frontend_sends_again_runs_unless_it_is_known() -> None:
     world = World(SchedulerArgs(max_batch_size=1, max_running_requests=1, max_queued_requests=2))
     requests = [submit(name, [5 + n], 6, ignore_eos=True) for n, name in enumerate("abcdef")]
-    world.tell(*requests[:2])
-    world.tell(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
-    told = [(replay.opening.request_id, replay.token_ids) for replay in world.detok.replayed]
-    assert told == [(name, b"") for name in "cdef"], "their clients may have a part of them"
+    world.send(*requests[:2])
+    world.send(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
+    replays = [(replay.opening.request_id, replay.token_ids) for replay in world.detok.replayed]
+    assert replays == [(name, b"") for name in "cdef"], "their clients may have a part of them"
     world.detok.replayed.clear()
     world.run()
-    world.tell(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
+    world.send(*(msgspec.structs.replace(request, frontend_retry=True) for request in requests))
     world.run()
     for n, name in enumerate("abcdef"):
         assert tokens_of(world, name) == reference([5 + n], 6, True)
@@ -280,41 +279,39 @@ def test_what_a_front_door_sends_again_runs_unless_it_is_known() -> None:
     assert not world.detok.replayed
 
 
-def test_a_name_that_is_used_anew_is_not_answered_with_what_ended_under_it_before() -> None:
+def test_a_request_id_that_is_reused_does_not_get_the_end_of_the_earlier_request() -> None:
     world = World(SchedulerArgs())
     first = submit("a", [5], 3, ignore_eos=True)
     second = msgspec.structs.replace(submit("a", [6], 4, ignore_eos=True), received_at=1001.0)
     for message in (second, msgspec.structs.replace(second, frontend_retry=True)):
-        world.tell(msgspec.structs.replace(first, received_at=message.received_at - 1))
+        world.send(msgspec.structs.replace(first, received_at=message.received_at - 1))
         world.run()
         world.detok.closed.clear()
         world.detok.tokens.clear()
-        world.tell(message)
+        world.send(message)
         world.run()
         assert tokens_of(world, "a") == reference([6], 4, True)
-        world.tell(resent(second))
-        told = world.detok.replayed[-1]
-        assert unpack_ids(told.token_ids).tolist() == reference([6], 4, True)
+        world.send(retried(second))
+        replay = world.detok.replayed[-1]
+        assert unpack_ids(replay.token_ids).tolist() == reference([6], 4, True)
         world.detok.replayed.clear()
         world.detok.closed.clear()
 
 
-def test_a_request_sent_again_of_which_nobody_knows_begins_anew_after_an_empty_replay() -> None:
+def test_an_unknown_request_that_is_sent_again_runs_after_an_empty_replay() -> None:
     world = World(SchedulerArgs())
-    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
-    assert [unpack_ids(told.token_ids).tolist() for told in world.detok.replayed] == [[]]
+    world.send(retried(submit("a", [5], 4, ignore_eos=True)))
+    assert [unpack_ids(replay.token_ids).tolist() for replay in world.detok.replayed] == [[]]
     world.run()
     assert tokens_of(world, "a") == reference([5], 4, True)
 
 
-def test_a_request_that_was_aborted_as_its_client_was_lost_begins_anew_when_it_is_sent_again() -> (
-    None
-):
+def test_a_request_aborted_when_its_client_was_lost_runs_again_when_it_is_sent_again() -> None:
     world = World(SchedulerArgs())
-    world.tell(submit("a", [5], 4, ignore_eos=True))
-    world.tell(abort("a"))
+    world.send(submit("a", [5], 4, ignore_eos=True))
+    world.send(abort("a"))
     world.detok.closed.clear()
-    world.tell(resent(submit("a", [5], 4, ignore_eos=True)))
+    world.send(retried(submit("a", [5], 4, ignore_eos=True)))
     world.run()
     assert tokens_of(world, "a") == reference([5], 4, True)
     assert world.detok.closed["a"].finish_reason == "length"
@@ -322,20 +319,20 @@ def test_a_request_that_was_aborted_as_its_client_was_lost_begins_anew_when_it_i
 
 def test_a_request_that_only_claims_to_be_sent_again_meets_every_limit() -> None:
     world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
-    world.tell(submit("a", [5], 9, ignore_eos=True))
+    world.send(submit("a", [5], 9, ignore_eos=True))
     for name in "bc":
-        world.tell(resent(submit(name, [6], 3, ignore_eos=True)))
+        world.send(retried(submit(name, [6], 3, ignore_eos=True)))
     error = world.detok.closed["c"].error
     assert error is not None
     assert error.code == "queue_full"
     world = World(SchedulerArgs(max_requests_per_client=1))
-    world.tell(submit("a", [5], 9, ignore_eos=True))
-    world.tell(resent(submit("b", [6], 3)), resent(submit("c", [6], 3, client=b"d")))
+    world.send(submit("a", [5], 9, ignore_eos=True))
+    world.send(retried(submit("b", [6], 3)), retried(submit("c", [6], 3, client=b"d")))
     error = world.detok.closed["b"].error
     assert error is not None
     assert "--max-requests-per-client is 1" in error.message
     assert "c" not in world.detok.closed
-    world.tell(Drain(), resent(submit("e", [6], 3, client=b"e")))
+    world.send(Drain(), retried(submit("e", [6], 3, client=b"e")))
     error = world.detok.closed["e"].error
     assert error is not None
     assert error.code == "server_stopping"
@@ -343,12 +340,12 @@ def test_a_request_that_only_claims_to_be_sent_again_meets_every_limit() -> None
 
 def test_a_request_that_was_refused_is_tried_again_when_it_is_sent_again() -> None:
     world = World(SchedulerArgs(max_queued_requests=1, max_running_requests=1))
-    world.tell(submit("a", [5], 9, ignore_eos=True))
-    late = resent(submit("late", [7], 3, ignore_eos=True))
-    world.tell(submit("b", [6], 3, ignore_eos=True), late)
+    world.send(submit("a", [5], 9, ignore_eos=True))
+    late = retried(submit("late", [7], 3, ignore_eos=True))
+    world.send(submit("b", [6], 3, ignore_eos=True), late)
     assert world.detok.closed.pop("late").finish_reason == "error"
     world.run()
-    world.tell(late)
+    world.send(late)
     world.run()
     assert world.detok.closed["late"].finish_reason == "length"
     assert tokens_of(world, "late") == reference([7], 3, True)

@@ -1,4 +1,4 @@
-"""Choices and log-probabilities on their way through the scheduler."""
+"""Choices and logprobs on their way through the scheduler."""
 
 from array import array
 from collections import deque
@@ -21,7 +21,7 @@ from tests.unit.simulation import abort
 PROMPT = list(range(10, 30))
 
 
-class Outlet:
+class RecordingSender:
     def __init__(self) -> None:
         self.sent: deque[Any] = deque()
 
@@ -33,7 +33,7 @@ class Bench:
     """A scheduler whose worker answers step by step; pages have 4 tokens."""
 
     def __init__(self, **args: Any) -> None:
-        self.worker, self.detok = Outlet(), Outlet()
+        self.worker, self.detok = RecordingSender(), RecordingSender()
         flags = {"plan_at_once": True, **args}
         self.scheduler = Scheduler(
             SchedulerArgs(**flags), frozenset({2}), self.worker, self.detok, lambda: 1000.0
@@ -68,8 +68,8 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own() -> None:
     assert [new.seed for new in plan.new] == [7, 8, 9]
     assert [new.computed for new in plan.new] == [0, 16, 16]
     assert unpack_ids(plan.num_tokens).tolist() == [20, 4, 4]
-    told = [new.rules and (new.rules.prompt_logprobs, new.rules.logprobs) for new in plan.new]
-    assert told == [(0, 1), (None, 1), (None, 1)]
+    widths = [new.rules and (new.rules.prompt_logprobs, new.rules.logprobs) for new in plan.new]
+    assert widths == [(0, 1), (None, 1), (None, 1)]
     assert {new.rules and new.rules.num_prompt for new in plan.new} == {20}
 
 
@@ -89,37 +89,37 @@ def test_choices_are_queued_all_or_none(n: int, refused: bool) -> None:
     assert errors == (["queue_full"] * n if refused else [])
 
 
-def test_a_request_that_asks_for_nothing_carries_no_rules() -> None:
+def test_a_request_that_asks_for_nothing_carries_no_slot_params() -> None:
     bench = Bench()
     bench.submit(temperature=0.0, top_k=5, top_p=0.5)
     assert bench.plan().new[0].rules is None
 
 
-def test_logprobs_reach_the_detokenizer_with_the_places_of_their_tokens() -> None:
+def test_sampledreach_the_detokenizer_with_the_places_of_their_tokens() -> None:
     bench = Bench(chunked_prefill_size=12)
     bench.submit(logprobs=0, prompt_logprobs=0)
     first = bench.plan()
     pieces = [PromptPiece(0, block(*range(12)))]
     assert bench.answer(first, [-1], prompt_logprobs=pieces) == []
     second = bench.plan()
-    told = SampledLogprobs(pack_ids([0]), block(-0.5))
+    sampled = SampledLogprobs(pack_ids([0]), block(-0.5))
     pieces = [PromptPiece(0, block(*range(12, 19)))]
-    (output,) = bench.answer(second, [50], logprobs=told, prompt_logprobs=pieces)
+    (output,) = bench.answer(second, [50], logprobs=sampled, prompt_logprobs=pieces)
     (opened,) = output.opened
     assert isinstance(opened, StreamStart) and opened.prompt is not None
     assert unpack_ids(opened.prompt.token_ids) == array("i", PROMPT)
-    assert [len(one.values) // 4 for one in opened.prompt.blocks] == [12, 7]
-    assert output.logprobs == told
+    assert [len(block.values) // 4 for block in opened.prompt.blocks] == [12, 7]
+    assert output.logprobs == sampled
 
 
-def test_a_token_that_nobody_waits_for_has_no_place() -> None:
+def test_a_token_of_a_request_that_has_ended_has_no_place() -> None:
     bench = Bench()
     bench.submit(n=2, logprobs=0)
     plan = bench.plan()
     requests = bench.scheduler.table.of_client(b"c", "r")
     bench.scheduler.finish(requests[0], FinishReason.STOP)
-    told = SampledLogprobs(pack_ids([0, 1]), block(-0.5, -0.25))
-    outputs = bench.answer(plan, [50, 51], logprobs=told)
+    sampled = SampledLogprobs(pack_ids([0, 1]), block(-0.5, -0.25))
+    outputs = bench.answer(plan, [50, 51], logprobs=sampled)
     with_tokens = next(output for output in outputs if output.seqs)
     assert with_tokens.logprobs is not None
     assert unpack_ids(with_tokens.logprobs.rows).tolist() == [-1, 0]

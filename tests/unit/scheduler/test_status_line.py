@@ -1,4 +1,4 @@
-"""The live status line: when it is shown, what it says, and whom it never holds up."""
+"""The live status line: when it is shown, its text, and that it never blocks the scheduler."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ IDLE = {
 
 
 class Shown:
-    """A line, what it is told, and what it showed."""
+    """A line, its info, and what it showed."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -30,7 +30,7 @@ class Shown:
         self.line = StatusLine(self.texts.append, lambda: self.info)
 
     def at(self, now: float, **changes: Any) -> float | None:
-        """A round of the scheduler; when the next is wanted."""
+        """Update the line as a scheduler step does. Return when it wants the next update."""
         self.info |= changes
         self.line.update(now)
         return self.line.wake_at
