@@ -43,7 +43,7 @@ def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
         f"Model: {info.get('model', UNKNOWN)}",
         f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
         f"Pretok: {_pretok(options)}",
-        f"Tokenize workers: {_setting(options, info, 'front_door', 'tokenize_workers')}",
+        f"Tokenize workers: {_setting(options, info, 'frontend', 'tokenize_workers')}",
         f"Stream interval: {_setting(options, info, 'detok', 'stream_interval')}",
         *_feature_lines(options, info),
     ]
