@@ -216,7 +216,9 @@ def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
 
 
 def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
-    state = _setting(options, info, "scheduler", "prefix_cache")
+    if "prefix_cache" not in info and options.server is not None:
+        return "off" if options.server.scheduler.disable_radix_cache else "on"
+    state = str(info.get("prefix_cache", UNKNOWN))
     return {"True": "on", "False": "off"}.get(state, state)
 
 
