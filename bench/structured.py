@@ -231,7 +231,7 @@ async def bench(arguments: Namespace) -> int:
 
 def _keys(arguments: Namespace) -> str:
     """With which the bench connects: those of its own server, or a client's."""
-    return str(arguments.server_config.front_door.curve_dir)
+    return str(arguments.server_config.frontend.curve_dir)
 
 
 async def _server(arguments: Namespace, stack: AsyncExitStack) -> str:

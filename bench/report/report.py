@@ -43,7 +43,7 @@ def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
         f"Model: {info.get('model', UNKNOWN)}",
         f"Device: {info.get('device', UNKNOWN)} ({info.get('dtype', UNKNOWN)})",
         f"Pretok: {_pretok(options)}",
-        f"Tokenize workers: {_setting(options, info, 'front_door', 'tokenize_workers')}",
+        f"Tokenize workers: {_setting(options, info, 'frontend', 'tokenize_workers')}",
         f"Stream interval: {_setting(options, info, 'detok', 'stream_interval')}",
         *_feature_lines(options, info),
     ]
@@ -216,7 +216,9 @@ def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
 
 
 def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
-    state = _setting(options, info, "scheduler", "prefix_cache")
+    if "prefix_cache" not in info and options.server is not None:
+        return "off" if options.server.scheduler.disable_radix_cache else "on"
+    state = str(info.get("prefix_cache", UNKNOWN))
     return {"True": "on", "False": "off"}.get(state, state)
 
 

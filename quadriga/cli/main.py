@@ -58,24 +58,18 @@ def _registered_command(name: str) -> Callable[[list[str]], int]:
     Raises:
         SystemExit: the command is not registered.
     """
-    for entry_point in entry_points(group=COMMAND_GROUP, name=name):
-        return _load(entry_point)
-    declared = _declared_commands()
-    if name in declared:
-        return _load(EntryPoint(name, declared[name], COMMAND_GROUP))
+    registered = [*entry_points(group=COMMAND_GROUP, name=name), *_declared_commands(name)]
+    if registered:
+        command: Callable[[list[str]], int] = registered[0].load()
+        return command
     sys.exit(
         f"error: this installation does not register the command {name}; install it again, in a"
         " checkout with: pip install -e ."
     )
 
 
-def _load(entry_point: EntryPoint) -> Callable[[list[str]], int]:
-    command: Callable[[list[str]], int] = entry_point.load()
-    return command
-
-
-def _declared_commands() -> dict[str, str]:
-    """Read the commands from pyproject.toml.
+def _declared_commands(name: str) -> list[EntryPoint]:
+    """Read a command's entry point from the checkout's pyproject.toml, on Python 3.11 and later.
 
     A checkout that was updated after `pip install -e` has older metadata than this file.
     """
@@ -84,9 +78,9 @@ def _declared_commands() -> dict[str, str]:
 
         with suppress(OSError, KeyError):
             project = tomllib.loads(PYPROJECT.read_text())["project"]
-            commands: dict[str, str] = project["entry-points"][COMMAND_GROUP]
-            return commands
-    return {}
+            command = project["entry-points"][COMMAND_GROUP][name]
+            return [EntryPoint(name, command, COMMAND_GROUP)]
+    return []
 
 
 def _discard_stdout() -> None:

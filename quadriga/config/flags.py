@@ -29,17 +29,9 @@ def flag(
         alias: another name of the flag, as a field name.
         alias_value: value that the alias, which then takes none itself, gives the flag.
     """
-    return dataclasses.field(
-        default=default,
-        metadata={
-            "help": text,
-            "choices": choices,
-            "basic": basic,
-            "hidden": hidden,
-            "alias": alias,
-            "alias_value": alias_value,
-        },
-    )
+    metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "hidden": hidden}
+    metadata |= {"alias": alias, "alias_value": alias_value}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flag_name(field_name: str) -> str:

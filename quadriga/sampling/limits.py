@@ -1,7 +1,7 @@
 """The ranges of all request parameters in one table, so that no request can harm the others.
 
-validation.py checks requests against `LIMITS`; the gateway's OpenAPI document and the range column
-of docs/sampling.md are made from it.
+validation.py checks requests against `LIMITS`, the gateway's OpenAPI document is made from it, and
+a test compares the range column of docs/sampling.md with it.
 """
 
 from typing import NamedTuple
