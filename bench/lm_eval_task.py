@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.peers.models import hugging_face_directory
+from bench.models.files import hugging_face_directory
 
 NAME = "quadriga_quiz"
 CHOICES = 4

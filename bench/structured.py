@@ -24,13 +24,13 @@ from bench.load.schemas import complaint, schemas
 from bench.load.workload import word
 from bench.metrics.percentiles import MS, percentile
 from bench.serving import (
-    CONNECT_SECONDS,
+    CONNECT_TIMEOUT_S,
     EXIT_INTERRUPTED,
     EXIT_NO_SERVER,
     EXIT_OK,
     EXIT_USAGE,
-    START_CONNECT_SECONDS,
-    START_INFO_SECONDS,
+    START_CONNECT_TIMEOUT_S,
+    START_INFO_TIMEOUT_S,
     run_until_signal,
 )
 from quadriga.client import AsyncClient, Completion, SamplingParams
@@ -220,7 +220,7 @@ async def bench(arguments: Namespace) -> int:
     async with AsyncExitStack() as stack:
         endpoint = await _server(arguments, stack)
         client = await stack.enter_async_context(
-            AsyncClient(endpoint, CONNECT_SECONDS, curve_dir=_keys(arguments))
+            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=_keys(arguments))
         )
         info = await client.info()
         measured = await measure(client, arguments)
@@ -242,8 +242,8 @@ async def _server(arguments: Namespace, stack: AsyncExitStack) -> str:
 
     async def info() -> dict[str, Any]:
         keys = _keys(arguments)
-        async with AsyncClient(server.endpoint, START_CONNECT_SECONDS, curve_dir=keys) as client:
-            return await client.info(START_INFO_SECONDS)
+        async with AsyncClient(server.endpoint, START_CONNECT_TIMEOUT_S, curve_dir=keys) as client:
+            return await client.info(START_INFO_TIMEOUT_S)
 
     await server.wait_ready(info)
     return server.endpoint

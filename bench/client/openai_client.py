@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.client.transport import OpenAIServer
+from bench.client.backends import OpenAIServer
 from quadriga import clock
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, RequestFailed, ServerUnreachable

@@ -16,7 +16,7 @@ from statistics import median
 
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
-from bench.simulate.measure_steps import Bench, Row
+from bench.worker_steps import Row, WorkerBench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
@@ -72,7 +72,7 @@ def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
 
     runner = make_runner(config, resolve_model(config.model, show_progress=True))
     runner.warm_up()
-    bench, times = Bench(runner), {}
+    bench, times = WorkerBench(runner), {}
     for context in CONTEXTS:
         for batch in BATCHES:
             with bench.decoding(batch, context, STEPS + WARM_UP) as step:

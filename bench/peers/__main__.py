@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.models import Weights
 from bench.peers.peer import Peer
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table

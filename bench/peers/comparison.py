@@ -18,7 +18,7 @@ from bench.cli.options import Options, parse
 from bench.client.server import OwnServer, ServerProcess, free_port
 from bench.client.transport import connection
 from bench.metrics.metrics import Summary
-from bench.peers.models import Weights, gguf_file, hugging_face_directory
+from bench.models.files import Weights, gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, Start
 from bench.peers.workloads import Workload
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
@@ -189,7 +189,7 @@ class _Side:
 
 
 async def _ask(options: Options) -> dict[str, Any]:
-    async with connection(options.openai or options.endpoint, ASK_SECONDS) as client:
+    async with connection(options.target.openai or options.target.endpoint, ASK_SECONDS) as client:
         return await client.info(ASK_SECONDS)
 
 
@@ -206,7 +206,7 @@ def _own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], _L
 
 
 def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, list[str]]:
-    config = parse(flags).server
+    config = parse(flags).target.config
     assert config is not None
     if over == "zmq":
         server = OwnServer(config, log)

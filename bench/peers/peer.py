@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.peers.models import Weights
+from bench.models.files import Weights
 from bench.peers.workloads import Workload
 
 

@@ -8,8 +8,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+from bench.models.files import gguf_file, hugging_face_directory
 from bench.peers.environment import CPU_TORCH, environment, home_of, run
-from bench.peers.models import gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, Start
 from quadriga.errors import ConfigError
 

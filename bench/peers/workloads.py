@@ -1,9 +1,8 @@
 """The workloads of the comparison. Greedy, the end of text ignored, every prompt unique."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-ModelName = Literal["smollm2", "gpt2"]
+from bench.models.checkpoint import ModelName
 
 
 @dataclass(frozen=True, slots=True)

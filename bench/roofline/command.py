@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
-from bench.simulate.measure_steps import make_bench
+from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError

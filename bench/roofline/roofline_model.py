@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.simulate.measure_steps import Row
+from bench.worker_steps import Row
 
 
 class StepPart(Enum):

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
 from bench.roofline.roofline_model import Speed, StepPart
-from bench.simulate.measure_steps import Bench, Case, Row
+from bench.worker_steps import Case, Row, WorkerBench
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import OpKind
 from worker_proc.step.engine_base import Engine
@@ -67,7 +67,7 @@ class MeasuredRound:
 
 
 def measure(
-    bench: Bench, kinds: Sequence[Kind], reads: ReadSpeed, products: ProductSpeed
+    bench: WorkerBench, kinds: Sequence[Kind], reads: ReadSpeed, products: ProductSpeed
 ) -> dict[Kind, list[MeasuredRound]]:
     """The first round is not counted."""
     rounds: dict[Kind, list[MeasuredRound]] = {kind: [] for kind in kinds}
@@ -84,7 +84,7 @@ def measure(
     return rounds
 
 
-def _steps(bench: Bench, kind: Kind) -> list[StepTime]:
+def _steps(bench: WorkerBench, kind: Kind) -> list[StepTime]:
     engine = bench.runner.engine
     if not kind.decodes:
         return [_time(engine, lambda: bench.measure(kind.case())) for _ in range(STEPS)]

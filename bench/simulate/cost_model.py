@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from bench.worker_steps import MeasuredOn
 from quadriga.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
@@ -73,20 +74,6 @@ class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gap: float = 0.0
     result: float = 0.0
     delivery: float = 0.0
-
-
-class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
-    """Which worker the model was fitted to. max_total_tokens: its KV pool at default flags."""
-
-    model: str
-    dtype: str
-    device: str
-    threads: int
-    date: str
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    command: str = ""
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,8 @@ from bench.simulate.cost_model import (
     load,
     save,
 )
-from bench.simulate.measure_steps import describe, design, features_of_case, make_bench, measure
+from bench.simulate.measure_steps import describe, design, features_of_case, measure
+from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.errors import ConfigError, QuadrigaError
 

@@ -17,9 +17,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.cli.flags import server_flags_in
-from bench.cli.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags, trace_spec
-from bench.cli.output_flags import add_goodput
+from bench.cli.load_flags import (
+    LOAD_DEFAULTS,
+    LOAD_FLAGS,
+    add_goodput,
+    add_load_flags,
+    server_flags_in,
+    trace_spec,
+)
 from bench.load import trace
 from bench.load.mooncake import read_requests
 from bench.load.trace import TraceRequest
@@ -129,7 +134,7 @@ def _plotter(path: Path | None) -> Callable[[World], None]:
     if path is None:
         return lambda world: None
     try:
-        from bench.report import plots
+        from bench.simulate import plots
     except ImportError as error:
         raise ConfigError(
             f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
+from bench.simulate.cost_model import CostModel, Delays, Features, features_of
 from bench.simulate.fit_cost_model import calibrate, fit, main, non_negative_least_squares
-from bench.simulate.measure_steps import Bench, Row, design, features_of_case, measure
+from bench.simulate.measure_steps import design, features_of_case, measure
+from bench.worker_steps import MeasuredOn, Row, WorkerBench
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepPlan, StepResult
@@ -141,7 +142,7 @@ class FakeRunner:
 def test_measuring_and_fitting_find_the_model_again() -> None:
     truth = CostModel(ms=MS, measured_on=MEASURED_ON)
     cases = design()
-    measured = measure(Bench(FakeRunner(truth)), cases, repeats=1)  # type: ignore[arg-type]
+    measured = measure(WorkerBench(FakeRunner(truth)), cases, repeats=1)  # type: ignore[arg-type]
     found, quality = fit([features_of_case(case) for case in cases], measured)
     assert {name: price for name, price in found.items() if price > 1e-6} == pytest.approx(MS)
     assert quality.p90_error < 1e-6

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from bench.cli.options import parse
-from bench.client.load_generator import drive
+from bench.client.backends import OpenAIServer
+from bench.client.load_generator import SendOptions, drive
 from bench.client.openai_client import OpenAIClient
-from bench.client.transport import OpenAIServer
 from bench.load.spelling import Speller
 from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
@@ -146,7 +146,7 @@ async def measure(
     async with server.serving(), OpenAIClient(OpenAIServer(server.url, **how)) as client:
         await client.info()
         jobs = [PlannedRequest(TraceRequest(0.0, (), 4), prompt) for prompt in prompts]
-        run = await drive([client], jobs, PARAMS)
+        run = await drive([client], jobs, SendOptions(PARAMS))
         return run.records, await client.info()
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from bench.cli.options import parse
 from bench.metrics.metrics import RequestRecord, Summary, summarize
+from bench.models import files
+from bench.models.checkpoint import Checkpoint, Field
+from bench.models.files import Weights
 from bench.peers import comparison as bench_contest
-from bench.peers import models, recipes
-from bench.peers.checkpoint import Checkpoint, Field
+from bench.peers import recipes
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.environment import environment
-from bench.peers.models import Weights
 from bench.peers.peer import Peer, Start
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
@@ -133,9 +134,11 @@ def test_weights_that_a_peer_cannot_serve_are_refused(
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=str)
 def test_a_workload_is_a_load_of_the_bench_client(workload: Workload) -> None:
     options = parse(workload.flags())
-    assert len(options.workload.requests) == workload.num_requests
-    assert {request.num_own_tokens for request in options.workload.requests} == {workload.input_len}
-    assert options.params.ignore_eos
+    assert len(options.load.workload.requests) == workload.num_requests
+    assert {request.num_own_tokens for request in options.load.workload.requests} == {
+        workload.input_len
+    }
+    assert options.load.send.params.ignore_eos
 
 
 @pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
@@ -146,7 +149,7 @@ def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
     peer = PEERS[name]
     start = Start(Path("/env/bin/python"), 4711, WORKLOADS["W2"], peer.weights[0])
     assert "4711" in peer.command(start)
-    target = parse(peer.target(4711, Path("/models/m"))).openai
+    target = parse(peer.target(4711, Path("/models/m"))).target.openai
     assert target is not None
     assert (target.base_url, target.model) == ("http://127.0.0.1:4711", "/models/m")
     assert set(peer.weights) <= set(get_args(Weights))
@@ -217,7 +220,7 @@ def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) 
     made = tmp_path / "made"
     made.mkdir()
     checkpoint = tiny_checkpoint(tmp_path)
-    models._write_directory(checkpoint, made)
+    files._write_directory(checkpoint, made)
     header, tensors = read_safetensors(made / "model.safetensors")
     assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
     assert len(tensors) == 6
@@ -256,7 +259,7 @@ def test_a_gguf_has_matrices_as_asked_and_vectors_in_full(
         "llama", {"general.name": field}, checkpoint.tensors, checkpoint.config, tmp_path
     )
     path = tmp_path / "model.gguf"
-    models._write_gguf(checkpoint, weights, path)
+    files._write_gguf(checkpoint, weights, path)
     reader = GGUFReader(path)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.attn_q.weight"] == kind

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import worker_steps
 from bench.roofline import command as roofline
 from bench.roofline.command import Line, line_of, part_table, step_table
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Product, Speed, StepPart, Work, at_the_rate, floor
 from bench.roofline.steps import PARTS, REST, Kind, MeasuredRound, StepTime, measure
-from bench.simulate import measure_steps
-from bench.simulate.measure_steps import Bench, Row
+from bench.worker_steps import Row, WorkerBench
 from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
@@ -142,9 +142,9 @@ def test_a_model_of_a_short_context_has_its_longest_decodes_near_its_end() -> No
 def test_steps_of_a_real_worker_are_timed_part_by_part(
     tmp_path: Path, attention_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_steps, "LAST_ID", VOCAB_SIZE)
+    monkeypatch.setattr(worker_steps, "MAX_TOKEN_ID", VOCAB_SIZE)
     flags = {"dtype": "bfloat16", "attention_backend": attention_backend}
-    bench = Bench(runner_of(tiny_llama(tmp_path), **flags))
+    bench = WorkerBench(runner_of(tiny_llama(tmp_path), **flags))
     args = WorkerArgs(attention_backend=attention_backend)
     products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]

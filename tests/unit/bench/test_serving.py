@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import serving
-from bench.client.load_generator import Run
+from bench.client.load_generator import LoadRun
 from bench.client.server import free_port
 from bench.load.trace import TraceRequest, prompt_ids, write_trace
 from bench.load.workload import PlannedRequest
@@ -93,7 +93,7 @@ def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
     locked.start()
     try:
         assert bench(locked, f"--num-requests 1 --curve-dir {keys}") == EXIT_OK
-        monkeypatch.setattr(serving, "CONNECT_SECONDS", 0.5)
+        monkeypatch.setattr(serving, "CONNECT_TIMEOUT_S", 0.5)
         assert bench(locked, "--num-requests 1") == EXIT_NO_SERVER
     finally:
         locked.stopping = True
@@ -162,7 +162,7 @@ def test_times_of_their_own_are_saved_for_requests_without_any() -> None:
         PlannedRequest(TraceRequest(0.5, ((1, 4),), 3, follows=0), [8]),
     ]
     records = [RequestRecord(0, 100.25, 100.5), RequestRecord(1, 0.0, 0.0)]
-    assert as_sent(jobs, Run(records, 100.0, 0.5)) == [
+    assert as_sent(jobs, LoadRun(records, 100.0, 0.5)) == [
         TraceRequest(0.25, (), 3, ids=(7,)),
         jobs[1].request,
     ]

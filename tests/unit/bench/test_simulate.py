@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bench.report
+import bench.simulate
 from bench.load import trace
 from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate
 from bench.metrics.metrics import Slo
-from bench.simulate import cost_model
-from bench.simulate import simulator as simulate
-from bench.simulate.cost_model import CostModel, Delays, MeasuredOn
+from bench.simulate import cost_model, simulator
+from bench.simulate.cost_model import CostModel, Delays
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
+from bench.worker_steps import MeasuredOn
 from quadriga.config.server_config import ServerConfig
 
 VOCABULARY = 1000
@@ -208,7 +210,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def call(model_file: Path, *argv: str) -> int:
-    return simulate.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
+    return simulator.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
 
 
 def test_the_command_prints_the_figures_and_writes_them(
@@ -258,8 +260,9 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
 def test_a_plot_without_matplotlib_says_what_to_install(
     model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "bench.report.plots", raising=False)
-    monkeypatch.delattr("bench.report.plots", raising=False)  # where another test has imported it
+    for package, name in ((bench.simulate, "plots"), (bench.report, "run_plots")):
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+        monkeypatch.delattr(package, name, raising=False)  # if another test has imported it
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(model_file, "--plot", "run.png") == 2

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bench.peers.checkpoint import Array, Checkpoint, filler_tokens, load_checkpoint
-from bench.peers.workloads import ModelName
+from bench.models.checkpoint import Array, Checkpoint, ModelName, filler_tokens, load_checkpoint
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 
 Weights = Literal["bf16", "q8_0", "q4_0"]

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.peers.workloads import ModelName
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.builtin import builtin_weights
 from quadriga.model_files.gguf_header import header_files, make_config
 
 Array = npt.NDArray[np.float32]
+ModelName = Literal["smollm2", "gpt2"]
 RANDOM_SEED = 0
 STANDARD_DEVIATION = 0.02
 UNUSED_TOKEN = 5
