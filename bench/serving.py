@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def bench(
     options: Options,
     prepared: Preparation | None = None,
-    draw: Callable[[Result], None] = lambda result: None,
+    draw: Callable[[Result], None] = lambda _: None,
 ) -> int:
     """Start or find the server, run warm-ups and measured runs, print and write the results.
 
@@ -179,7 +179,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
     """Return the function that draws a run into the file of --plot; fail early if it cannot."""
     path = options.output.plot
     if path is None:
-        return lambda result: None
+        return lambda _: None
     try:
         from bench.report import run_plots
     except ImportError as error:

@@ -66,8 +66,10 @@ class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerBench:
-    """A worker in this process, and the plans that make it run one step at a time. Pages are at
-    random places, as those of a server are before long."""
+    """A worker in this process that runs one step at a time.
+
+    KV pages are at random places, as they are in a server after a while.
+    """
 
     def __init__(self, runner: "Runner", seed: int = 0) -> None:
         self.runner = runner
@@ -77,7 +79,7 @@ class WorkerBench:
         self._steps = count()
 
     def fill(self) -> None:
-        """Write to every page once: memory that was never written to is read too fast."""
+        """Write to every KV page once: memory that was never written to is read too fast."""
         pages = -(-FILL_CHUNK_TOKENS // self._page_size)
         starts = range(0, self.runner.table.num_pages - pages + 1, pages)
         for first in tqdm(starts, desc="writing to the KV pool", unit="step", disable=None):
@@ -85,29 +87,34 @@ class WorkerBench:
             self._run([], [], released=[0])
 
     def measure(self, case: Case) -> float:
-        """ms of the step. Rows of one token are seated before it, as those of a server are."""
-        seated: list[NewSlot] = []
+        """Return the ms of a step. Rows of one token get their slots before it, as in a server."""
+        admitted: list[NewSlot] = []
         new: list[NewSlot] = []
         page = 0
         for slot, row in enumerate(case):
-            one = self._new(slot, row, page)
-            page += len(one.pages) // 4
-            (new if row.tokens > 1 else seated).append(one)
-        self._run(seated, [])
+            new_slot = self._new(slot, row, page)
+            page += len(new_slot.pages) // 4
+            (new if row.tokens > 1 else admitted).append(new_slot)
+        self._run(admitted, [])
         ms = self._run(new, [(slot, row.tokens) for slot, row in enumerate(case)])
         self._run([], [], released=range(len(case)))
         return ms
 
     @contextmanager
     def decoding(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
-        """Requests in their slots with so much context, room for so many steps, and what decodes
-        one more token of each: the ms of its step."""
-        seated: list[NewSlot] = []
+        """Yield a function that decodes one more token of each request and returns the step's ms.
+
+        Args:
+            rows: Requests in the batch.
+            context: Tokens of each request before the first step.
+            steps: Number of steps for which each request has pages.
+        """
+        admitted: list[NewSlot] = []
         page = 0
         for slot in range(rows):
-            seated.append(self._new(slot, Row(context, 1), page, room=steps))
-            page += len(seated[-1].pages) // 4
-        self._run(seated, [])
+            admitted.append(self._new(slot, Row(context, 1), page, num_steps=steps))
+            page += len(admitted[-1].pages) // 4
+        self._run(admitted, [])
         yield lambda: self._run([], [(slot, 1) for slot in range(rows)])
         self._run([], [], released=range(rows))
 
@@ -120,9 +127,9 @@ class WorkerBench:
         result = self.runner.run(plan)
         return 1000 * (result.ended - result.began)
 
-    def _new(self, slot: int, row: Row, first_page: int, room: int = 0) -> NewSlot:
+    def _new(self, slot: int, row: Row, first_page: int, num_steps: int = 0) -> NewSlot:
         known = row.context + row.tokens + (0 if row.ends else 1)
-        pages = self._pages[first_page : first_page - (-(known + room) // self._page_size)]
+        pages = self._pages[first_page : first_page - (-(known + num_steps) // self._page_size)]
         ids = pack_ids(self._draw.randrange(3, MAX_TOKEN_ID) for _ in range(known))
         return NewSlot(slot, ids, row.context, pack_ids(pages), 0.0, -1, 1.0, 0)
 
@@ -130,7 +137,11 @@ class WorkerBench:
 def make_bench(
     config: ServerConfig, tokens_a_row: int = MAX_ROW_TOKENS
 ) -> tuple[WorkerBench, MeasuredOn]:
-    """Load the model of these flags. QuadrigaError where that does not work."""
+    """Load the model of a configuration into a worker.
+
+    Raises:
+        QuadrigaError: The model cannot be loaded.
+    """
     from quadriga.model_files.resolve import resolve_model
     from worker_proc.main import SPIN_COUNT
 
@@ -145,9 +156,9 @@ def make_bench(
     small = config.replace(max_total_tokens=MAX_ROWS * tokens_a_row, max_running_requests=MAX_ROWS)
     runner = make_runner(small, files)
     runner.warm_up()
-    table, most = runner.table, config.scheduler.max_running_requests * files.context_length
+    table, max_tokens = runner.table, config.scheduler.max_running_requests * files.context_length
     shape = build_model(files.config).attention_shape
-    pages = pages_of_pool(config.worker, shape, runner.dtype, table.device, most)
+    pages = pages_of_pool(config.worker, shape, runner.dtype, table.device, max_tokens)
     return WorkerBench(runner), MeasuredOn(
         model=config.model.shown_name,
         dtype=str(runner.dtype).removeprefix("torch."),

@@ -108,7 +108,8 @@ def result_file(arguments: Namespace) -> Path | None:
         model = getattr(arguments, "model", "").rstrip("/").rsplit("/", 1)[-1] or "model"
         rate = f"{arguments.request_rate:g}qps" if arguments.request_rate < math.inf else "infqps"
         return Path(f"{arguments.backend}-{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json")
-    return arguments.output_file
+    path: Path | None = arguments.output_file
+    return path
 
 
 # --- the parser -----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The models of the benches as files that any server loads: Hugging Face directories and GGUFs."""
+"""Write the models of the benches as files that any server loads."""

@@ -1,4 +1,4 @@
-"""What is to be known of another server: how it is installed, started and asked."""
+"""Description of another server: how to install, start and measure it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.models.files import Weights
-from bench.peers.workloads import Workload
+from bench.peers.workloads import PeerWorkload
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a server is started for. program: what `Peer.install` returned."""
+    """What a server is started for.
+
+    Attributes:
+        program: Result of `Peer.install`.
+    """
 
     program: Path
     port: int
-    workload: Workload
+    workload: PeerWorkload
     weights: Weights
 
 
@@ -24,11 +28,15 @@ class Start:
 class Peer:
     """Another server.
 
-    version: what is installed. install: does that where it is not yet done, and returns the
-    program. command: the command line, of a server for this workload; where two workloads have the
-    same one, one server serves both. weights: those that it can serve. environment: variables of
-    its processes. extra_body, prompt_form: as bench.serving knows them. note: for the reader of
-    the table.
+    Attributes:
+        version: Installed package and version.
+        install: Installs it if necessary, and returns the program.
+        command: Returns the command line of a server for a workload; workloads with the same
+            command line share a server.
+        weights: Weight formats that it can serve.
+        environment: Environment variables of its processes.
+        extra_body: As in bench.serving, like prompt_form.
+        note: Remark for the reader of the table.
     """
 
     name: str
@@ -42,7 +50,7 @@ class Peer:
     note: str = ""
 
     def target(self, port: int, model: Path) -> list[str]:
-        """The flags of bench.serving that name its server. model: the name that it goes by."""
+        """Return the flags of bench.serving for its server at `port`, which serves `model`."""
         return [
             *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
             *("--model", str(model), "--extra-body", json.dumps(dict(self.extra_body))),

@@ -1,4 +1,4 @@
-"""The workloads of the comparison. Greedy, the end of text ignored, every prompt unique."""
+"""Workloads of the comparison: greedy, ignoring the end of text, with unique prompts."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ from bench.models.checkpoint import ModelName
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Lengths in tokens. concurrency: so many at a time, the next when one has ended."""
+class PeerWorkload:
+    """One workload: a closed loop of `concurrency` requests, with lengths in tokens."""
 
     name: str
     model: ModelName
@@ -17,7 +17,7 @@ class Workload:
     num_requests: int
 
     def flags(self) -> list[str]:
-        """What says it to bench.serving."""
+        """Return the flags of bench.serving for this workload."""
         return [
             *("--random-input-len", str(self.input_len)),
             *("--max-new-tokens", str(self.output_len), "--no-stop-on-eos"),
@@ -35,11 +35,11 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "smollm2", 128, 128, concurrency=1, num_requests=8),
-        Workload("W2", "smollm2", 128, 128, concurrency=8, num_requests=32),
-        Workload("W3", "smollm2", 256, 128, concurrency=32, num_requests=64),
-        Workload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
-        Workload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
-        Workload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
+        PeerWorkload("W1", "smollm2", 128, 128, concurrency=1, num_requests=8),
+        PeerWorkload("W2", "smollm2", 128, 128, concurrency=8, num_requests=32),
+        PeerWorkload("W3", "smollm2", 256, 128, concurrency=32, num_requests=64),
+        PeerWorkload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
+        PeerWorkload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
+        PeerWorkload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
     )
 }

@@ -1,5 +1,7 @@
-"""CTranslate2 behind a streaming /v1/completions. Its batches are static: what waits when one has
-ended makes the next."""
+"""Serve CTranslate2 behind a streaming /v1/completions.
+
+Its batches are static: the requests that wait when a batch ends make the next one.
+"""
 
 import argparse
 import queue
@@ -13,8 +15,8 @@ from tokenizers import Tokenizer
 MAX_BATCH = 32
 
 
-class Generator:
-    """One thread makes the batches, each of what is waiting with the same length."""
+class CTranslate2Engine:
+    """One thread that generates batches of the waiting requests."""
 
     def __init__(self, model: Path, tokenizer: Path, compute_type: str, threads: int) -> None:
         self._generator = ctranslate2.Generator(
@@ -25,6 +27,7 @@ class Generator:
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, prompt: list[int], max_tokens: int, emit: Emit) -> None:
+        """Queue a request."""
         self._waiting.put((prompt, max_tokens, emit))
 
     def _run(self) -> None:
@@ -60,7 +63,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    engine = Generator(
+    engine = CTranslate2Engine(
         arguments.model, arguments.tokenizer, arguments.compute_type, arguments.threads
     )
     serve(engine, arguments.tokenizer, arguments.port)

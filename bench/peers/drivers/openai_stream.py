@@ -1,6 +1,6 @@
-"""A streaming /v1/completions around an engine that only knows token ids, as thin as it can be.
+"""Serve a streaming /v1/completions around an engine of token ids, with as little as possible.
 
-Runs in the environment of a library that has no server of its own, which has aiohttp beside it.
+It runs in the environment of a library that has no server, where aiohttp is installed too.
 """
 
 import asyncio
@@ -16,15 +16,18 @@ MODEL = "peer"
 Emit = Callable[[list[int]], None]
 
 
-class Engine(Protocol):
-    """emit: called from any thread with new ids of a request, as soon as they are there."""
+class CompletionEngine(Protocol):
+    """An engine that generates from token ids."""
 
     def submit(self, prompt: list[int], max_tokens: int, emit: Emit) -> None:
-        """Queue a greedy request that ends at max_tokens and at nothing else."""
+        """Queue a greedy request of exactly `max_tokens` tokens.
+
+        `emit` is called from any thread with new ids as soon as they are generated.
+        """
 
 
-def serve(engine: Engine, tokenizer: Path, port: int) -> None:
-    """Serve until a signal comes."""
+def serve(engine: CompletionEngine, tokenizer: Path, port: int) -> None:
+    """Serve until a signal arrives."""
     app = web.Application()
     completions = _Completions(engine, Tokenizer.from_file(str(tokenizer)))
     app.router.add_get("/v1/models", completions.models)
@@ -33,11 +36,11 @@ def serve(engine: Engine, tokenizer: Path, port: int) -> None:
 
 
 class _Completions:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: CompletionEngine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, _: web.Request) -> web.Response:
         size = self._tokenizer.get_vocab_size()
         return web.json_response({"data": [{"id": MODEL, "meta": {"n_vocab": size}}]})
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching behind a streaming /v1/completions."""
+"""Serve OpenVINO GenAI's continuous batching behind a streaming /v1/completions."""
 
 import argparse
 import queue
@@ -12,8 +12,8 @@ import openvino_genai
 from openai_stream import Emit, serve
 
 
-class Pipeline:
-    """One thread makes the steps; new requests join between two of them."""
+class OpenVINOEngine:
+    """One thread that runs the steps; new requests join between two steps."""
 
     def __init__(self, model: Path) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -25,6 +25,7 @@ class Pipeline:
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, prompt: list[int], max_tokens: int, emit: Emit) -> None:
+        """Queue a request."""
         self._waiting.put((prompt, max_tokens, emit))
 
     def _run(self) -> None:
@@ -57,4 +58,4 @@ if __name__ == "__main__":
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    serve(Pipeline(arguments.model), arguments.tokenizer, arguments.port)
+    serve(OpenVINOEngine(arguments.model), arguments.tokenizer, arguments.port)

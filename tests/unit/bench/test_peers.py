@@ -22,11 +22,11 @@ from bench.peers.environment import environment
 from bench.peers.peer import Peer, Start
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.peers.workloads import WORKLOADS, Workload
+from bench.peers.workloads import WORKLOADS, PeerWorkload
 from quadriga.errors import ConfigError
 
-SMALL = Workload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
-SMALLER = Workload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
+SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
+SMALLER = PeerWorkload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
 
 SERVER = """
 import json, sys
@@ -76,11 +76,11 @@ def fake(kind: str, name: str = "fake") -> Peer:
 
 
 def compare(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: Workload
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: PeerWorkload
 ) -> list[Outcome | NotMeasured]:
     """Against a server of the same kind in place of ours."""
 
-    def own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], Any]:
+    def own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], Any]:
         return bench_contest._peer_launch(fake("whole"), weights)
 
     async def collect() -> list[Outcome | NotMeasured]:
@@ -132,7 +132,7 @@ def test_weights_that_a_peer_cannot_serve_are_refused(
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=str)
-def test_a_workload_is_a_load_of_the_bench_client(workload: Workload) -> None:
+def test_a_workload_is_a_load_of_the_bench_client(workload: PeerWorkload) -> None:
     options = parse(workload.flags())
     assert len(options.load.workload.requests) == workload.num_requests
     assert {request.num_own_tokens for request in options.load.workload.requests} == {

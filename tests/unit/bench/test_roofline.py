@@ -90,7 +90,7 @@ def test_quantised_weights_are_read_with_what_lies_beside_them(
 
 
 def test_matrices_of_several_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"several sizes.*take int8 or int4"):
+    with pytest.raises(ConfigError, match=r"several formats.*take int8 or int4"):
         roofline.report(ServerConfig().replace(quantization="gguf"))
 
 
@@ -125,7 +125,7 @@ def test_each_round_is_held_against_the_speed_of_its_own_time() -> None:
         rounds.append(MeasuredRound(steps, speed))
     found = line_of(Kind(rows=1, context=10), rounds, work)
     assert found.ratio == pytest.approx(1.5)
-    assert found.least == pytest.approx(
+    assert found.floor_ms == pytest.approx(
         {StepPart.LINEARS: 20, StepPart.HEAD: 400, StepPart.ATTENTION: 0}
     )
     assert found.ms == pytest.approx(630)

@@ -38,7 +38,7 @@ BROKEN = "print('first'); print('the model is missing'); raise SystemExit(3)"
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first true value of `condition`, within ten seconds."""
+    """Return the first true value of `condition`, within ten seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if value := condition():
@@ -54,11 +54,11 @@ def own_server(tmp_path: Path, program: str, **flags: Any) -> tuple[OwnServer, P
 
 
 def is_up(log: Path) -> Callable[[], bool]:
-    return lambda: "up" in log.read_text()
+    return lambda: log.exists() and "up" in (text := log.read_text()) and text.endswith("\n")
 
 
 def is_alive(pid: int) -> bool:
-    """A process that is no zombie."""
+    """Return whether a process runs and is no zombie."""
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -77,8 +77,8 @@ def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
 def test_one_that_does_not_stop_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_server, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(bench_server, "CHILDREN_SECONDS", 0.1)
+    monkeypatch.setattr(bench_server, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(bench_server, "CHILDREN_TIMEOUT_S", 0.1)
     server, log = own_server(tmp_path, STUBBORN)
     with server:
         wait_for(is_up(log))
@@ -88,12 +88,12 @@ def test_one_that_does_not_stop_is_killed_with_its_children(
 
 
 def test_one_that_ends_at_the_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
-    async def nobody() -> dict[str, Any]:
+    async def no_answer() -> dict[str, Any]:
         raise ServerUnreachable("no answer")
 
     server, _ = own_server(tmp_path, BROKEN)
     with server, pytest.raises(ServerFailed, match=r"exit code 3(.|\n)*the model is missing"):
-        asyncio.run(server.wait_ready(nobody))
+        asyncio.run(server.wait_ready(no_answer))
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_it_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).resolve().parents[3]
     )
-    wait_for(lambda: log.exists() and "up" in log.read_text())
+    wait_for(is_up(log))
     pid = int(log.read_text().split()[1])
     os.kill(bench.pid, signal.SIGKILL)
     bench.wait()

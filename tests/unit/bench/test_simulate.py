@@ -184,9 +184,9 @@ def test_arrivals_at_one_moment_are_one_batch() -> None:
 def test_the_simulated_model_draws_from_the_vocabulary() -> None:
     seeds, positions = np.arange(100).repeat(100), np.tile(np.arange(100), 100)
     ids = draw_ids(seeds, positions, VOCABULARY)
-    assert ids.min() >= trace.FIRST_ID
+    assert ids.min() >= trace.MIN_TOKEN_ID
     assert ids.max() < VOCABULARY
-    assert len(np.unique(ids)) > 0.9 * (VOCABULARY - trace.FIRST_ID)
+    assert len(np.unique(ids)) > 0.9 * (VOCABULARY - trace.MIN_TOKEN_ID)
     assert (draw_ids(seeds[:1], positions[:1], VOCABULARY) == ids[:1]).all()
 
 
