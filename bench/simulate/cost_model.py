@@ -120,10 +120,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def step_ms(self, features: Features) -> float:
         """Return the ms of a step in a worker without other processes."""
-        amounts = msgspec.structs.astuple(features)
-        return sum(
-            self.ms.get(name, 0.0) * amount for name, amount in zip(FEATURES, amounts, strict=True)
-        )
+        amounts = zip(FEATURES, msgspec.structs.astuple(features), strict=True)
+        return float(sum(self.ms.get(name, 0.0) * amount for name, amount in amounts))
 
 
 def load(path: Path) -> CostModel:
