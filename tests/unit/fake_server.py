@@ -1,4 +1,4 @@
-"""A front door that answers by itself."""
+"""A frontend on a real socket that answers without a ring."""
 
 import threading
 from pathlib import Path
@@ -30,10 +30,12 @@ from quadriga.wire.messages.public import (
 
 
 class FakeServer(threading.Thread):
-    """Two tokens for every prompt; a text that holds "refuse" is refused, "silent" unanswered, and
-    "endless" gets two with every turn until its client aborts it.
+    """A thread that answers every prompt with two tokens.
 
-    keys: a server's directory; who does not know its public key gets nothing."""
+    A prompt with the word "refuse" is refused, "silent" is not answered, and "endless" gets two
+    tokens per iteration until its client aborts it. With `keys`, a server's directory, only clients
+    with its public key are answered.
+    """
 
     def __init__(self, endpoint: str, keys: Path | None = None) -> None:
         super().__init__(daemon=True)
@@ -77,15 +79,17 @@ class FakeServer(threading.Thread):
     def _answer(self, message: ClientMessage) -> msgspec.Struct | None:
         match message:
             case Ping():
-                return Pong(PROTOCOL_VERSION, "one", 2**20)
+                return Pong(PROTOCOL_VERSION, "fake", 2**20)
             case GetInfo():
                 return Info(message.request_id, {"model": "fake", "vocab_size": 500, "ready": True})
             case Abort():
                 self.aborts += 1
                 return None
-            case _:
+            case Generate():
                 self.requests.append(message)
                 return self._complete(message)
+            case _:
+                raise AssertionError(f"unexpected message {message}")
 
     def _complete(self, request: Generate) -> msgspec.Struct | None:
         if any(word in str(request.prompt) for word in ("silent", "endless")):

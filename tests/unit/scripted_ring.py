@@ -28,8 +28,10 @@ class ScriptedHandle:
 
 
 class ScriptedRing:
-    """Stands for AsyncClient. Each request is answered with `pieces` at once, or with `error`;
-    with `leaves_open` it is never ended."""
+    """Stands for AsyncClient and answers each request at once with `pieces`, or with `error`.
+
+    With `leaves_open` a request never ends.
+    """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
         self.pieces = pieces

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -92,6 +92,10 @@ def compare(
     return asyncio.run(collect())
 
 
+async def first(outcomes: AsyncIterator[Outcome | NotMeasured]) -> Outcome | NotMeasured:
+    return await anext(outcomes)
+
+
 class Vocabulary:
     def get_vocab_size(self) -> int:
         return 500
@@ -128,7 +132,7 @@ def test_weights_that_a_peer_cannot_serve_are_refused(
 ) -> None:
     settings = Settings("zmq", (), 1, 1, tmp_path)
     with pytest.raises(ConfigError, match="vllm does not serve q4_0 weights, only bf16"):
-        asyncio.run(anext(contest(PEERS["vllm"], "q4_0", [SMALL], settings)))
+        asyncio.run(first(contest(PEERS["vllm"], "q4_0", [SMALL], settings)))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=str)

@@ -151,9 +151,9 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(
     found = measure(bench, kinds, ReadSpeed(args, torch.bfloat16, 2**16), products)
     assert not bench.runner.table.held
     for rounds in found.values():
-        steps = [step for round in rounds for step in round.steps]
+        steps = [step for measured in rounds for step in measured.steps]
         assert len(steps) >= 20
-        assert all(round.speed.bytes_per_s > 0 < round.speed.highest_rate for round in rounds)
+        assert all(r.speed.bytes_per_s > 0 < r.speed.highest_rate for r in rounds)
         for step in steps:
             if isinstance(bench.runner.engine, NativeEngine):
                 assert sum(step.parts.values()) == pytest.approx(step.ms)

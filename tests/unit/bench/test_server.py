@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from bench.client import server as bench_server
 from bench.client.server import OwnServer
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ServerFailed, ServerUnreachable
+from tests.waiting import wait_until
+
+TIMEOUT_S = 10.0
 
 POLITE = """
 import signal, sys
@@ -35,16 +37,6 @@ print("up", child.pid, flush=True)
 signal.pause()
 """
 BROKEN = "print('first'); print('the model is missing'); raise SystemExit(3)"
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Return the first true value of `condition`, within ten seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within 10 s")
 
 
 def own_server(tmp_path: Path, program: str, **flags: Any) -> tuple[OwnServer, Path]:
@@ -68,7 +60,7 @@ def is_alive(pid: int) -> bool:
 def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
     server, log = own_server(tmp_path, POLITE, max_batch_size=3)
     with server:
-        wait_for(is_up(log))
+        wait_until(is_up(log), TIMEOUT_S)
     assert f"--endpoint {server.endpoint} --max-batch-size 3" in log.read_text()
     assert f"bye {signal.SIGINT.value}" in log.read_text()
 
@@ -81,10 +73,10 @@ def test_one_that_does_not_stop_is_killed_with_its_children(
     monkeypatch.setattr(bench_server, "CHILDREN_TIMEOUT_S", 0.1)
     server, log = own_server(tmp_path, STUBBORN)
     with server:
-        wait_for(is_up(log))
+        wait_until(is_up(log), TIMEOUT_S)
         child = int(log.read_text().split()[1])
         assert is_alive(child)
-    wait_for(lambda: not is_alive(child))
+    wait_until(lambda: not is_alive(child), TIMEOUT_S)
 
 
 def test_one_that_ends_at_the_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
@@ -106,7 +98,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 def test_it_is_ready_when_it_says_so(tmp_path: Path) -> None:
-    answers = [{"ready": False}, {"ready": True, "model": "m"}]
+    answers: list[dict[str, Any]] = [{"ready": False}, {"ready": True, "model": "m"}]
 
     async def attempt() -> dict[str, Any]:
         return answers.pop(0)
@@ -129,8 +121,8 @@ def test_it_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).resolve().parents[3]
     )
-    wait_for(is_up(log))
+    wait_until(is_up(log), TIMEOUT_S)
     pid = int(log.read_text().split()[1])
     os.kill(bench.pid, signal.SIGKILL)
     bench.wait()
-    wait_for(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), TIMEOUT_S)

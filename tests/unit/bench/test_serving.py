@@ -1,10 +1,9 @@
-"""The command as a whole, against a front door that answers by itself."""
+"""The command as a whole, against a frontend that answers without a ring."""
 
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
 from tests.unit.fake_server import FakeServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,12 +76,8 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
         "=== streaming benchmark ===",
         "=== median (lowest to highest) of 2 runs ===",
     ]
-    assert [
-        run["summary"]["completion_tokens"] for run in json.loads(path.read_text())["runs"]
-    ] == [
-        6,
-        6,
-    ]
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["summary"]["completion_tokens"] for run in runs] == [6, 6]
 
 
 def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
@@ -198,9 +194,7 @@ def test_a_signal_ends_it_in_order(server: FakeServer, number: signal.Signals) -
         [*command, "--prompt", "silent", "--num-requests", "2"],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 20
-    while len(server.requests) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(server.requests) == 2, 20)
     process.send_signal(number)
     _, error = process.communicate(timeout=20)
     assert process.returncode == EXIT_INTERRUPTED

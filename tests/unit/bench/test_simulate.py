@@ -192,7 +192,7 @@ def test_the_simulated_model_draws_from_the_vocabulary() -> None:
 
 def test_memory_of_samples_is_bounded() -> None:
     world = world_of()
-    world._sample_seconds = 1e-6
+    world._sample_interval = 1e-6
     run(world, requests(400))
     assert 100 < len(world.samples) <= MAX_SAMPLES
     times = [sample.time for sample in world.samples]
