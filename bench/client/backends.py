@@ -1,4 +1,4 @@
-"""What the bench needs of a client, and how a server of another kind is named."""
+"""Interfaces of the bench's clients, and the address of an OpenAI-compatible server."""
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field

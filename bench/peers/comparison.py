@@ -134,9 +134,11 @@ def _check(turn: str, summary: Summary) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """key: what the server is started with, to tell whether the one that runs will do.
+    """How the server of a side is started for a workload.
 
-    make: Return the server that logs to a file, and the flags of bench.serving that name it.
+    Attributes:
+        key: Command line; a running server with the same key is used again.
+        make: Returns the server that logs to a file, and the flags of bench.serving that name it.
     """
 
     key: list[str]

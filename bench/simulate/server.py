@@ -76,38 +76,38 @@ class Clock:
 
 
 class SimulatedFrontend:
-    """What becomes of a request before the scheduler has it."""
+    """Makes the scheduler's message of a request, within the limits of the context."""
 
     def __init__(self, config: ServerConfig, model: CostModel) -> None:
-        own = model.measured_on.context_length
-        self._limit = min(config.model.context_length or own, own)
+        context = model.measured_on.context_length
+        self._limit = min(config.model.context_length or context, context)
         self._args = config.front_door
         self.vocab_size = model.measured_on.vocab_size
 
     def submit(
         self, index: int, request: TraceRequest, ids: "array[int]", now: float, tokenized: float
     ) -> Submit:
-        """PromptTooLong where the context cannot hold the request."""
-        most = request.max_new_tokens
+        """Return the message, or raise PromptTooLong."""
+        max_new_tokens = request.max_new_tokens
         if self._args.allow_auto_truncate:
             ids = ids[-(self._limit - 1) :]
-            most = min(most, self._limit - len(ids))
-        if len(ids) + most > self._limit:
-            raise PromptTooLong(f"{len(ids)} + {most} tokens are more than {self._limit}")
-        queue, whole = self._args.queue_timeout, self._args.request_timeout
+            max_new_tokens = min(max_new_tokens, self._limit - len(ids))
+        if len(ids) + max_new_tokens > self._limit:
+            raise PromptTooLong(f"{len(ids)} + {max_new_tokens} tokens are more than {self._limit}")
+        queue_timeout, timeout = self._args.queue_timeout, self._args.request_timeout
         return Submit(
             client=b"%d" % request.client,
             request_id=str(index),
             prompt_ids=pack_ids(ids),
             params=SamplingParams(
-                max_new_tokens=most, temperature=0.0, seed=index, ignore_eos=True
+                max_new_tokens=max_new_tokens, temperature=0.0, seed=index, ignore_eos=True
             ),
             stream=True,
             received=now,
             tokenized=tokenized,
             priority=request.priority,
-            queue_deadline=None if queue is None else now + queue,
-            deadline=None if whole is None else now + whole,
+            queue_deadline=None if queue_timeout is None else now + queue_timeout,
+            deadline=None if timeout is None else now + timeout,
         )
 
 
@@ -115,7 +115,7 @@ class SimulatedFrontend:
 
 
 def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
-    """The token that the simulated model gives at a position: its own ones for each seed."""
+    """Return the tokens of the simulated model at positions, different for each seed."""
     mixed = (seeds * 1_000_003 + positions) * 2_654_435_761 & 0x7FFF_FFFF_FFFF
     return MIN_TOKEN_ID + (mixed >> 13) % (vocab_size - MIN_TOKEN_ID)
 

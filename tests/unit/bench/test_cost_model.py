@@ -1,4 +1,4 @@
-"""The cost model: what it counts, how it is fitted, and what is said about a bad file."""
+"""The cost model: features of plans, fitting, calibration, and errors of files."""
 
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def test_least_squares_gives_nothing_below_zero() -> None:
 
 
 class FakeRunner:
-    """Takes exactly as long as a cost model says, and checks every plan as the worker does."""
+    """A runner whose steps take a cost model's time; it checks every plan as the worker does."""
 
     def __init__(self, model: CostModel, num_pages: int = 4096, page_size: int = 16) -> None:
         self.table = self

@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError
 
 
 class WordTokenizer:
-    """A token for each word."""
+    """A tokenizer with a token for each word."""
 
     def encode(self, text: str, add_special_tokens: bool) -> "WordTokenizer":
         assert not add_special_tokens
@@ -82,8 +82,8 @@ def test_answers_are_as_long_as_the_files_unless_the_command_line_says_how_long(
 ) -> None:
     of_file = lengths(parse(conversations.split()))
     assert len(of_file) == 6 and all(answer - prompt == 46 for prompt, answer in of_file)
-    told = lengths(parse([*conversations.split(), "--max-new-tokens", "64"]))
-    assert {answer for _, answer in told} == {64}
+    given = lengths(parse([*conversations.split(), "--max-new-tokens", "64"]))
+    assert {answer for _, answer in given} == {64}
 
 
 def test_conversations_come_at_a_rate_and_differ_from_run_to_run(conversations: str) -> None:

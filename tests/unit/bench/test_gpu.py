@@ -1,4 +1,4 @@
-"""The benches for a card, as far as they go without one."""
+"""The GPU benches, as far as they run without a GPU."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run loop, with a client that answers by itself."""
+"""The load generator, with a client that answers without a server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(temperature=0.5)
 
 
 class Time:
-    """A clock of which each look takes a millisecond."""
+    """A clock that advances by a millisecond at each reading."""
 
     def __init__(self) -> None:
         self.now = 100.0

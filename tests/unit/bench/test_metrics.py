@@ -1,4 +1,4 @@
-"""The metric definitions, on records made by hand: exact values."""
+"""The metric definitions, with exact values for records made by hand."""
 
 import statistics
 
@@ -11,7 +11,7 @@ from bench.metrics.percentiles import percentile, spread
 
 
 def record(index: int = 0, **changes: object) -> RequestRecord:
-    """Sent at 100 s; 10 ms to the server, 20 tokenising, 30 waiting, 40 prefill, 50 delivery."""
+    """Return a record sent at 100 s: 10 ms transfer, 20 tokenize, 30 queue, 40 prefill, 50 back."""
     values: dict[str, object] = {
         "submit_start": 100.0,
         "submit_end": 100.001,

@@ -1,4 +1,4 @@
-"""Traces of somebody else's format."""
+"""Traces in Mooncake's format."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Flags of the bench: what they mean, and what is refused."""
+"""Flags of the bench: their meaning, and the combinations that are refused."""
 
 import subprocess
 import sys
@@ -159,7 +159,7 @@ def test_bad_flags_get_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
+def test_an_unreachable_endpoint_is_one_line_and_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("bench.serving.CONNECT_TIMEOUT_S", 0.1)

@@ -1,4 +1,4 @@
-"""The comparison with other servers: what is run, in which order, and what is made of it."""
+"""The comparison with other servers: order of the runs, tables, and the models' files."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Paths of models, none of which is there."""
+    """Replace the models by paths that do not exist."""
     for module in (recipes, bench_contest):
         monkeypatch.setattr(module, "hugging_face_directory", lambda model: tmp_path / model)
         monkeypatch.setattr(module, "gguf_file", lambda model, weights: tmp_path / model / weights)
@@ -78,7 +78,7 @@ def fake(kind: str, name: str = "fake") -> Peer:
 def compare(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: PeerWorkload
 ) -> list[Outcome | NotMeasured]:
-    """Against a server of the same kind in place of ours."""
+    """Compare a peer with a fake server in place of Quadriga."""
 
     def own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], Any]:
         return bench_contest._peer_launch(fake("whole"), weights)
@@ -168,11 +168,11 @@ def test_an_installation_that_fails_says_why(
         environment("peer", ["nothing"])
 
 
-# --- what is made of it ---------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def summary(seconds: float) -> Summary:
-    """Of one request of 11 tokens."""
+    """Return the summary of one request of 11 tokens."""
     record = RequestRecord(0, 100.0, 100.0, finished=100.0 + seconds, completion_tokens=11)
     record.arrivals = [100.0 + seconds * share for share in (0.5, 1.0)]
     return summarize([record], 0.0)
@@ -203,7 +203,7 @@ def test_results_of_several_days_are_kept_in_one_file(tmp_path: Path) -> None:
 
 
 def tiny_checkpoint(tokenizer_dir: Path) -> Checkpoint:
-    """Two layers of something like Llama, with 32 values in a row."""
+    """Return a model of two Llama-like layers with rows of 32 values."""
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     random = np.random.default_rng(0)
     shapes = {"token_embd": (6, 32), "output_norm": (32,)}
@@ -238,7 +238,7 @@ def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) 
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Header, and tensors in float32, of a file in bfloat16."""
+    """Return header and float32 tensors of a file in bfloat16."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])

@@ -1,4 +1,4 @@
-"""What is said of a variant's quality: on figures made by hand, and on a tiny model."""
+"""Quality figures of a variant, for numbers made by hand and for a tiny model."""
 
 import math
 from pathlib import Path

@@ -219,15 +219,15 @@ def test_the_json_file_has_every_figure_and_on_request_every_record(tmp_path: Pa
 
 
 def test_cpu_time_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
-    seconds = cpu_seconds({"self": os.getpid(), "nobody": 2**22 + 1})
+    seconds = cpu_seconds({"self": os.getpid(), "dead": 2**22 + 1})
     assert seconds["self"] is not None and seconds["self"] > 0
-    assert seconds["nobody"] is None
+    assert seconds["dead"] is None
 
 
 def test_memory_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
-    held = resident_bytes({"self": os.getpid(), "nobody": 2**22 + 1})
+    held = resident_bytes({"self": os.getpid(), "dead": 2**22 + 1})
     assert held["self"] is not None and held["self"] > 10_000_000
-    assert held["nobody"] is None
+    assert held["dead"] is None
 
 
 def test_pids_count_only_on_this_machine() -> None:

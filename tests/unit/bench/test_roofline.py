@@ -1,4 +1,4 @@
-"""The floor of a step, what is counted for it, and what is said of steps beside it."""
+"""The floor of a step, its parts, and the comparison with measured steps."""
 
 from pathlib import Path
 

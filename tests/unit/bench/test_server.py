@@ -1,4 +1,4 @@
-"""A server of the bench's own is gone when the bench is, whatever it does."""
+"""A server that the bench starts is gone when the bench is."""
 
 import asyncio
 import os

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class ByteTokenizer:
-    """A token for each byte."""
+    """A tokenizer with a token for each byte."""
 
     def encode(self, text: str, add_special_tokens: bool) -> "ByteTokenizer":
         assert not add_special_tokens

@@ -1,4 +1,4 @@
-"""The block and the JSON that users of other bench clients know, the timeline and the plot."""
+"""The block and the JSON of other bench clients, the timeline and the plot."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ NO_COST = Cost(None, None, None, None, {})
 
 
 def record(index: int, start: float, **changes: object) -> RequestRecord:
-    """A first token after 100 ms, two more in a chunk 200 ms later, and the end 10 ms after it."""
+    """Return a record: a token after 100 ms, a chunk of two 200 ms later, the end 10 ms later."""
     first, last = start + 0.1, start + 0.3
     fields = {"submit_end": start, "finished": last + 0.01, "arrivals": [first, last, last],
               "chunks": [first, last], "prompt_tokens": 7, "completion_tokens": 3}  # fmt: skip

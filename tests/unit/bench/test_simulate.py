@@ -24,6 +24,7 @@ from quadriga.config.server_config import ServerConfig
 
 VOCABULARY = 1000
 PAGE = 4
+# A decode step of one row takes 11 ms, the prefill of a prompt of 8 tokens 18 ms.
 MODEL = CostModel(
     ms={"steps": 10.0, "tokens": 1.0},
     measured_on=MeasuredOn(
@@ -38,7 +39,6 @@ MODEL = CostModel(
     ),
     delays_ms=Delays(message_in=3.0, plan=0.5, gap=0.25, result=0.5, delivery=2.0),
 )
-"""A decode step of one row takes 11 ms, the prefill of a prompt of 8 tokens 18 ms."""
 
 
 def world_of(num_pages: int = 1000, replicas: int = 1, **flags: Any) -> World:
@@ -161,7 +161,7 @@ def test_replicas_share_the_work_in_turn() -> None:
 
 
 def test_the_least_loaded_replica_gets_the_next_request() -> None:
-    """Every other request is long: dealt in turn, one replica gets all of those."""
+    """Every other request is long, so that one of two replicas in turn gets all of these."""
     sent = [request(at=n / 100, output=100 if n % 2 else 2, segment=n) for n in range(60)]
     in_turn = run(world_of(replicas=2), sent)
     least_loaded = run(world_of(replicas=2, least_loaded=True), sent)

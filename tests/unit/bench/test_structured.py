@@ -1,4 +1,4 @@
-"""Schemas of the bench, and what it says of the answers."""
+"""Schemas of the structured bench, and the validation of answers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def answer(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 
 
 class FakeClient:
-    """Obeys schemas, all but every fourth."""
+    """A client whose every fourth answer violates its schema."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
