@@ -16,26 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """How jobs get their final form.
-
-    Attributes:
-        prepare: Returns the jobs in their final form.
-        vocab_size: None if no tokenizer was needed.
-    """
+    """How jobs get their final form; vocab_size is None if no tokenizer was needed."""
 
     prepare: Callable[[Sequence[PlannedRequest]], Sequence[PlannedRequest]]
     vocab_size: int | None = None
 
 
 def preparation(options: Options, served: str = "") -> Preparation:
-    """Return the preparation that the options ask for.
+    """Return the preparation that the options ask for, with the running server's model `served`.
 
-    Args:
-        options: The bench.
-        served: Name of the running server's model.
-
-    Raises:
-        ModelError, ConfigError: A tokenizer is needed and not available.
+    Raises ModelError or ConfigError if a tokenizer is needed and not available.
     """
     if not (options.load.pretok or options.load.spell or options.target.tokenizer):
         return Preparation(lambda jobs: jobs)

@@ -100,9 +100,7 @@ def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[f
 def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
     """Return the token ids of a step, -1 for rows that sample nothing.
 
-    Args:
-        plan: The step.
-        computed: Computed and known tokens of each slot; updated.
+    `computed` has the computed and the known tokens of each slot, and is updated.
     """
     for new in plan.new:
         computed[new.slot] = (new.computed, len(new.token_ids) // 4)

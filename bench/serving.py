@@ -68,10 +68,7 @@ async def bench(
 ) -> int:
     """Start or find the server, run warm-ups and measured runs, print and write the results.
 
-    Args:
-        options: The bench.
-        prepared: Prepared prompts; None: prepare them for the model that the server names.
-        draw: Draws the first measured run.
+    `draw` draws the first measured run.
     """
     async with AsyncExitStack() as stack:
         runs = await open_runs(options, stack, prepared)
@@ -248,11 +245,7 @@ async def _info(
 
 
 def run_until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine, on uvloop if it is installed; a signal cancels it.
-
-    Raises:
-        asyncio.CancelledError: A signal arrived.
-    """
+    """Run a coroutine, on uvloop if it is installed; a signal cancels it (CancelledError)."""
 
     async def cancel_on_signal() -> int:
         task = asyncio.ensure_future(work)

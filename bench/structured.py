@@ -79,12 +79,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Some tasks, run to their end.
-
-    Attributes:
-        seconds: From the first submit to the last end.
-        steps: Steps of the server's worker.
-    """
+    """Some tasks, run to their end: seconds from first submit to last end, worker steps."""
 
     completions: list[Completion]
     seconds: float
@@ -109,11 +104,7 @@ class Pass:
 async def run_pass(
     client: AsyncClient, tasks: Sequence[Task], lengths: Sequence[int | None], concurrency: int
 ) -> Pass:
-    """Run tasks with at most `concurrency` requests in flight.
-
-    Raises:
-        QuadrigaError: A request failed.
-    """
+    """Run tasks with at most `concurrency` requests in flight, or raise QuadrigaError."""
     in_flight = asyncio.Semaphore(concurrency)
 
     async def run(task: Task, tokens: int | None) -> Completion:

@@ -104,10 +104,7 @@ class WorkerBench:
     def decoding(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
         """Yield a function that decodes one more token of each request and returns the step's ms.
 
-        Args:
-            rows: Requests in the batch.
-            context: Tokens of each request before the first step.
-            steps: Number of steps for which each request has pages.
+        There are `rows` requests of `context` tokens, with pages for `steps` steps.
         """
         admitted: list[NewSlot] = []
         page = 0
@@ -137,11 +134,7 @@ class WorkerBench:
 def make_bench(
     config: ServerConfig, tokens_a_row: int = MAX_ROW_TOKENS
 ) -> tuple[WorkerBench, MeasuredOn]:
-    """Load the model of a configuration into a worker.
-
-    Raises:
-        QuadrigaError: The model cannot be loaded.
-    """
+    """Load the model of a configuration into a worker, or raise QuadrigaError."""
     from quadriga.model_files.resolve import resolve_model
     from worker_proc.main import SPIN_COUNT
 

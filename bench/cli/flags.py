@@ -90,11 +90,7 @@ NEEDS = {
 
 
 def read_flags(argv: list[str]) -> Namespace:
-    """Return every flag's value; absent server flags stay out.
-
-    Raises:
-        ConfigError: A value cannot work, alone or together with another flag.
-    """
+    """Return every flag's value; absent server flags stay out, or raise ConfigError."""
     arguments, given = _arguments(argv)
     _apply_dataset(arguments, given)
     _check_numbers(arguments)

@@ -93,13 +93,7 @@ LOAD_DEFAULTS: dict[str, Any] = {name: flag.default for name, flag in LOAD_FLAGS
 def add_load_flags(
     group: Any, names: Iterable[str] = LOAD_FLAGS, defaults: Mapping[str, Any] = LOAD_DEFAULTS
 ) -> None:
-    """Add load flags to a parser. Absent flags stay out of the namespace.
-
-    Args:
-        group: Parser or argument group.
-        names: Flags to add.
-        defaults: Defaults that the help shows.
-    """
+    """Add load flags to a parser; the help shows `defaults`, and absent flags stay unset."""
     for name in names:
         flag, default = LOAD_FLAGS[name], defaults[name]
         group.add_argument(
@@ -126,11 +120,7 @@ def add_goodput(group: Any) -> None:
 
 
 def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
-    """Return the load that the values of all load flags and of `seed` describe.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Return the load that the values of all load flags and `seed` describe."""
     input_len, output_len = values["random_input_len"], values["max_new_tokens"]
     return TraceSpec(
         num_requests=values["num_requests"],

@@ -78,12 +78,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One bench, validated.
-
-    Attributes:
-        requested: Features that the command line asks for, of SWITCHES.
-        flags: Every flag's value as JSON knows it.
-    """
+    """One bench, validated, with the SWITCHES that are `requested` and all flags as JSON."""
 
     target: TargetOptions
     load: LoadOptions
@@ -95,11 +90,7 @@ class Options:
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of a command line.
-
-    Raises:
-        ConfigError: A flag cannot work.
-    """
+    """Return the options of a command line, or raise ConfigError."""
     arguments = read_flags(argv)
     target = _target(arguments)
     return Options(

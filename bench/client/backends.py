@@ -41,17 +41,9 @@ class BenchClient(Protocol):
 
 
 class ServerConnection(BenchClient, Protocol):
-    """A client that can also ask for the server's info.
-
-    Attributes:
-        endpoint: Address of the server.
-    """
+    """A client that can also ask for the server's info; `endpoint` is its address."""
 
     endpoint: str
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Return the server's info.
-
-        Raises:
-            ServerUnreachable, DeadlineExceeded: The server does not answer.
-        """
+        """Return the server's info, or raise ServerUnreachable or DeadlineExceeded."""

@@ -61,14 +61,8 @@ async def drive(
     """Send every request when it is due, and wait for every end.
 
     A request that follows another one always waits for that one's end. The clients that the
-    requests name share the connections in turn.
-
-    Args:
-        clients: Open connections.
-        jobs: Requests to send.
-        options: How they are sent.
-        on_done: Called once for each request that has ended.
-        clock: Returns Unix seconds.
+    requests name share the connections in turn. `on_done` is called once for each request that has
+    ended.
     """
     return await _Driver(clients, jobs, options, on_done, clock).run()
 

@@ -72,14 +72,8 @@ _DONE = b"[DONE]"
 class OpenAIClient:
     """Connections to one server, for any number of concurrent requests on one event loop.
 
-    Attributes:
-        endpoint: Base URL of the server.
-        requests_without_usage: Finished requests for which the server sent no usage; their chunks
-            were counted instead.
-
-    Args:
-        server: The server and the form of the requests.
-        connect_timeout: Seconds until ServerUnreachable; a busy server accepts connections late.
+    `connect_timeout` is long, as a busy server accepts connections late. `requests_without_usage`
+    counts finished requests without usage, whose chunks were counted instead.
     """
 
     def __init__(self, server: OpenAIServer, connect_timeout: float = 60.0) -> None:
@@ -111,9 +105,7 @@ class OpenAIClient:
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
         """Return the model's entry in /v1/models, and this client's counter.
 
-        Raises:
-            ServerUnreachable: The server does not answer, or not with a list of models.
-            DeadlineExceeded: The answer took longer than `timeout` seconds.
+        Raises ServerUnreachable without a list of models, and DeadlineExceeded after `timeout`.
         """
         try:
             models = await asyncio.wait_for(self._models(), timeout)
@@ -150,10 +142,8 @@ class OpenAIClient:
     ) -> AsyncIterator[StreamChunk]:
         """Return an iterator that sends the request when it is first advanced.
 
-        The protocol has neither truncation nor priority.
-
-        Raises:
-            RequestFailed: The server refuses the request, breaks off, or ends too early.
+        The protocol has neither truncation nor priority. RequestFailed: the server refuses the
+        request, breaks off, or ends too early.
         """
         assert truncate_prompt is None
         assert priority == 0
@@ -218,11 +208,7 @@ class OpenAIClient:
 
 
 class _Ending:
-    """Collects what a completion needs from the events of a stream.
-
-    Attributes:
-        at: Unix seconds at which the last choice was received.
-    """
+    """Collects what a completion needs from a stream; `at` is the arrival of the last choice."""
 
     def __init__(self) -> None:
         self.usage: _Usage | None = None

@@ -14,14 +14,7 @@ BENCH = "bench client"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment.
-
-    Attributes:
-        time: Seconds of quadriga.clock.
-        info: The server's info.
-        cpu: CPU seconds of each process.
-        memory: Resident bytes of each process.
-    """
+    """The counters at one moment: CPU seconds and resident bytes of each process."""
 
     time: float
     info: Mapping[str, Any]

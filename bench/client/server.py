@@ -35,13 +35,7 @@ class ServerProcess:
     """A server that starts on entering and is stopped, with all its processes, on leaving.
 
     It has a session of its own, so that a Ctrl-C at the terminal reaches only the bench, which
-    then stops the server in order.
-
-    Args:
-        command: Command line of the server.
-        log: File of its output; None: standard error of the bench.
-        start_timeout: Seconds that wait_ready waits.
-        environment: Variables in addition to those of the bench.
+    then stops the server in order. Without a `log` file its output goes to standard error.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class ServerProcess:
                 self._log.close()
 
     async def wait_ready(self, attempt: Attempt) -> dict[str, Any]:
-        """Return the info of the server as soon as it is ready.
-
-        Raises:
-            ServerFailed: The server ends, or is not ready within start_timeout.
-        """
+        """Return the info of the server as soon as it is ready, or raise ServerFailed."""
         deadline = time.monotonic() + self._start_timeout
         while time.monotonic() < deadline:
             self.check()
@@ -149,17 +139,7 @@ class ServerProcess:
 
 
 class OwnServer(ServerProcess):
-    """A `python launcher.py` at a free endpoint.
-
-    Attributes:
-        endpoint: Its public socket.
-
-    Args:
-        config: Flags of the server; the endpoint is replaced.
-        log: File of its output; None: standard error of the bench.
-        launcher: Path of launcher.py.
-        http_port: Port of the web gateway; None: no gateway.
-    """
+    """A `python launcher.py` at a free endpoint, with a gateway if `http_port` is given."""
 
     def __init__(
         self,

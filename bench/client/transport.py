@@ -10,15 +10,9 @@ from quadriga.errors import ConfigError
 def connection(
     server: str | OpenAIServer, connect_timeout: float, curve_dir: str = ""
 ) -> AbstractAsyncContextManager[ServerConnection]:
-    """Return a connection that opens on entering.
+    """Return a connection that opens on entering; `server` may be an endpoint of Quadriga.
 
-    Args:
-        server: Endpoint of a Quadriga server, or an OpenAI-compatible server.
-        connect_timeout: Seconds.
-        curve_dir: Keys for a Quadriga server that asks for them.
-
-    Raises:
-        ConfigError: A package that the connection needs is not installed.
+    Raises ConfigError if a package that the connection needs is not installed.
     """
     if isinstance(server, str):
         return AsyncClient(server, connect_timeout, curve_dir=curve_dir)

@@ -43,11 +43,7 @@ class _Conversation(msgspec.Struct):
 
 
 def read_sharegpt(path: Path) -> list[Exchange]:
-    """Return the exchanges of a file.
-
-    Raises:
-        ConfigError: The file cannot be read, has another format, or has no exchange.
-    """
+    """Return the exchanges of a file, or raise ConfigError."""
     try:
         conversations: Any = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
     except OSError as error:

@@ -19,8 +19,7 @@ MIN_WORDS = 1000
 class Speller:
     """Spells token ids as words, each of which is one token between any other words.
 
-    Raises:
-        ConfigError: The tokenizer's vocabulary has too few such words.
+    Raises ConfigError for a vocabulary with too few such words.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -34,11 +33,7 @@ class Speller:
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return a text of len(ids) tokens, the same for the same ids.
-
-        Raises:
-            ConfigError: The tokenizer joins or splits the words.
-        """
+        """Return a text of len(ids) tokens, the same for the same ids, or raise ConfigError."""
         text = "".join(self._words[token % len(self._words)] for token in ids)
         tokens = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
         if tokens != len(ids):

@@ -109,11 +109,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Return the requests of a file.
-
-    Raises:
-        ConfigError: Names file, line and field of the first error.
-    """
+    """Return the requests of a file, or raise ConfigError."""
     decode = msgspec.json.Decoder(_Line).decode
     requests: list[TraceRequest] = []
     try:

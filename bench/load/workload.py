@@ -46,12 +46,7 @@ class Workload:
     repeat: bool = False
 
     def jobs(self, run: int, vocab_size: int | None = None) -> list[PlannedRequest]:
-        """Return the jobs of a run.
-
-        Args:
-            run: Number of the run.
-            vocab_size: Token ids to draw from, if no text is sent.
-        """
+        """Return the jobs of a run; `vocab_size` is needed if no text is sent."""
         run = 0 if self.repeat else run
         prompts = self._texts(run) if self.text is not None else self._ids(run, vocab_size)
         return [PlannedRequest(*pair) for pair in zip(self.requests, prompts, strict=True)]

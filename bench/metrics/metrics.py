@@ -121,12 +121,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The requests within the limits of an Slo.
-
-    Attributes:
-        share: Share of all requests, 0 to 1.
-        rate: Good requests per second.
-    """
+    """The requests within the limits of an Slo, as a share of all (0 to 1) and per second."""
 
     requests: int
     share: float

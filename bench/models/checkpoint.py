@@ -53,11 +53,7 @@ class Checkpoint:
 
 
 def load_checkpoint(model: ModelName) -> Checkpoint:
-    """Return the built-in model, or GPT-2 with random weights.
-
-    Raises:
-        ModelError: The built-in model cannot be fetched.
-    """
+    """Return the built-in model, or GPT-2 with random weights, or raise ModelError."""
     builtin = _builtin()
     return builtin if model == "smollm2" else _random_gpt2(builtin)
 

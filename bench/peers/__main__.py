@@ -16,10 +16,9 @@ from typing import get_args
 
 from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.peer import Peer
+from bench.peers.peer import WORKLOADS, Peer, PeerWorkload
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.peers.workloads import WORKLOADS, PeerWorkload
 from bench.serving import run_until_signal
 from quadriga.errors import ConfigError, QuadrigaError
 

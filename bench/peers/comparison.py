@@ -19,8 +19,7 @@ from bench.client.server import OwnServer, ServerProcess, free_port
 from bench.client.transport import connection
 from bench.metrics.metrics import Summary
 from bench.models.files import Weights, gguf_file, hugging_face_directory
-from bench.peers.peer import Peer, Start
-from bench.peers.workloads import PeerWorkload
+from bench.peers.peer import Peer, PeerWorkload, Start
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
 
 READY_TIMEOUT_S = 600.0

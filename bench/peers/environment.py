@@ -21,13 +21,7 @@ def home_of(name: str) -> Path:
 def environment(name: str, requirements: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
     """Return the python of a peer's environment; install it at the first call, in minutes.
 
-    Args:
-        name: Name of the peer.
-        requirements: Requirements for pip.
-        unwanted: Packages that they bring and that are uninstalled.
-
-    Raises:
-        ConfigError: pip failed; the text has the end of its output.
+    `unwanted` packages are uninstalled afterwards. Raises ConfigError with the end of pip's output.
     """
     home = home_of(name)
     python, stamp = home / "bin" / "python", home / "installed.txt"

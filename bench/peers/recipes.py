@@ -18,7 +18,7 @@ NUM_CORES = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
 HOST = "127.0.0.1"
-DRIVERS = Path(__file__).parent / "drivers"
+LIBRARY_SERVER = Path(__file__).with_name("library_server.py")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 CONTEXT_TOKENS, GPT2_CONTEXT_TOKENS = 2048, 1024
 
@@ -171,7 +171,7 @@ def _ctranslate2(start: Start) -> list[str]:
         run([str(converter), "--model", str(source), "--output_dir", str(model),
              "--quantization", quantization])  # fmt: skip
     return [
-        *(str(start.program), str(DRIVERS / "ctranslate2_server.py")),
+        *(str(start.program), str(LIBRARY_SERVER), "ctranslate2"),
         *("--model", str(model), "--tokenizer", str(source / "tokenizer.json")),
         *("--compute-type", quantization, "--threads", str(NUM_CORES), "--port", str(start.port)),
     ]
@@ -195,7 +195,7 @@ def _openvino(start: Start) -> list[str]:
         raise ConfigError("openvino reads GGUFs of Llama-like models only, not of GPT-2")
     tokenizer = hugging_face_directory(start.workload.model) / "tokenizer.json"
     return [
-        *(str(start.program), str(DRIVERS / "openvino_server.py"), "--model", str(model)),
+        *(str(start.program), str(LIBRARY_SERVER), "openvino", "--model", str(model)),
         *("--tokenizer", str(tokenizer), "--port", str(start.port)),
     ]
 

@@ -12,12 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """Token ids of the text and the prompts.
-
-    Attributes:
-        windows: Parts of the text, each scored by itself.
-        prompts: Prompts of one length, which are continued by `continued` tokens.
-    """
+    """Token ids: windows of the text, and prompts of one length with `continued` more tokens."""
 
     windows: list[list[int]]
     prompts: list[list[int]]

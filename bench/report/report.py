@@ -17,14 +17,7 @@ HEADING = "=== streaming benchmark ==="
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run.
-
-    Attributes:
-        summary: Figures of the run.
-        cost: CPU time and memory of the processes.
-        records: One record per request.
-        info: The server's info after the run.
-    """
+    """One run, with the server's info after it."""
 
     summary: Summary
     cost: Cost
@@ -136,12 +129,7 @@ def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) 
 
 
 def _counted_by(summary: Summary, uncounted: int) -> str:
-    """Return the source of token counts.
-
-    Args:
-        summary: The run.
-        uncounted: Requests of all runs for which the server sent no usage.
-    """
+    """Return the source of token counts; `uncounted` requests of all runs had no usage."""
     if uncounted == 0:
         return "the server's usage"
     return f"chunks, in {min(uncounted, summary.requests)} requests or more: no usage came"

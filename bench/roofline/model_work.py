@@ -15,15 +15,9 @@ WEIGHT_BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
 
 
 def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> Work:
-    """Return the work of a model.
+    """Return the work of a model with this config.json, or raise ModelError.
 
-    Args:
-        hf_config: config.json.
-        quantization: Value of --quantization.
-        number_bytes: Bytes of a weight that is not quantised, and of a number in the KV cache.
-
-    Raises:
-        ModelError: The architecture is not supported.
+    `number_bytes` is the size of a weight that is not quantised, and of a number in the KV cache.
     """
     model = build_model(hf_config)  # without storage
     recorder = _WorkRecorder(model.attention_shape)

@@ -26,7 +26,6 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
     """Amount of each kind of work in a step.
 
     Attributes:
-        steps: 1.
         extends: 1 if a row has more than one token.
         tokens_beyond: Tokens beyond READ_BOUND_TOKENS, which take additional time.
         samples: Rows that sample a token.
@@ -48,12 +47,9 @@ FEATURES = Features.__struct_fields__
 
 
 def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
-    """Return the features of a step.
+    """Return the features of a step in which `samples` rows sample a token.
 
-    Args:
-        num_tokens: Tokens that each row computes, [rows].
-        computed: Tokens of each row before them, [rows].
-        samples: Rows that sample a token.
+    `num_tokens` [rows] are computed after `computed` [rows] earlier tokens.
     """
     rows, tokens, context = len(num_tokens), int(num_tokens.sum()), int(computed.sum())
     beyond = max(0, tokens - READ_BOUND_TOKENS)

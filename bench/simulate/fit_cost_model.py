@@ -82,15 +82,10 @@ def _short(value: float) -> float:
 
 
 def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostModel:
-    """Return the model with the delays of a measured run.
+    """Return the model with the median delays of a document of `bench.serving --json`.
 
-    `plan` and `result` are kept, as no run measures them.
-
-    Args:
-        model: The model to change.
-        run: Document of `bench.serving --json`; medians over its runs are taken.
-        slowdown: Measured over simulated latency of one trace, as `bench.simulate --compare`
-            prints them.
+    `plan` and `result` are kept, as no run measures them. `slowdown` is measured over simulated
+    latency of one trace, as `bench.simulate --compare` prints it.
     """
     summaries = [measured["summary"] for measured in run["runs"]]
 

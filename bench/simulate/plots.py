@@ -17,13 +17,9 @@ MAX_POINTS = 1000  # of a drawn distribution
 
 
 def draw(path: Path, records: Records, samples: Sequence[RecordSample], start: float) -> None:
-    """Draw TTFT over time, distributions, requests and KV pages over time into one picture.
+    """Draw TTFT, requests and KV pages over time, and distributions, into one picture.
 
-    Args:
-        path: File to write; its suffix chooses the format.
-        records: Records of the requests.
-        samples: Queue and page counts over time.
-        start: Simulated time at which the run began, shown as 0.
+    `start` is the simulated time at which the run began, shown as 0.
     """
     figure = Figure(figsize=(12, 8), layout="constrained")
     (over_time, shares), (requests, pages) = figure.subplots(2, 2)

@@ -32,16 +32,10 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class World:
-    """Clients and replicas.
+    """Clients and replicas, each with `num_pages` KV pages.
 
-    Args:
-        config: Flags of each server.
-        model: Durations of steps and delays.
-        num_pages: KV pages of each replica.
-        replicas: Number of replicas.
-        least_loaded: Send a request to the replica with the fewest open ones; else to each in turn.
-        seed: Seed of the prompts.
-        on_end: Called once for each request that has ended.
+    A request goes to the next replica in turn, or with `least_loaded` to the one with the fewest
+    open requests. `on_end` is called once for each request that has ended.
     """
 
     def __init__(
@@ -74,11 +68,9 @@ class World:
         self._turns = None if least_loaded else cycle(self.replicas)
 
     def run(self, arrivals: Iterable[tuple[int, TraceRequest]]) -> None:
-        """Run until every request has ended.
+        """Run until every request of `arrivals`, with their indexes, has ended.
 
-        Args:
-            arrivals: Requests with their indexes, sorted by time. A request that follows another
-                comes before any request that is later than that one.
+        They are sorted by time; a request that follows another comes before any later request.
         """
         self._arrivals = iter(arrivals)
         self._next_arrival()

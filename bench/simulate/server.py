@@ -123,11 +123,7 @@ def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
 class SimulatedWorker:
     """A worker without a model; of each slot it counts the known and the computed tokens.
 
-    Args:
-        model: Durations of steps and delays.
-        num_slots: Slots of the worker.
-        clock: Simulated clock.
-        deliver: Called with the time at which the scheduler has a result, and the result.
+    `deliver` is called with the time at which the scheduler has a result, and the result.
     """
 
     def __init__(
@@ -200,16 +196,9 @@ def tune_prefill_size(model: CostModel) -> int:
 class Replica:
     """A scheduler with its worker, and the loop of the scheduler's process.
 
-    Attributes:
-        load: Open requests; the sender of a request increments it.
-
-    Args:
-        config: Flags of the server.
-        model: Durations of steps and delays.
-        num_pages: KV pages.
-        clock: Simulated clock.
-        on_tokens: Called with the indexes of the requests that got a token in a step, and the time.
-        on_close: Called with the terminal message of each request, and the time.
+    `on_tokens` is called with the indexes of the requests that got a token in a step, `on_close`
+    with the terminal message of each request, and both with the time. The sender of a request
+    increments `load`, the number of open requests.
     """
 
     def __init__(

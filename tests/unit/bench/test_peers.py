@@ -19,10 +19,9 @@ from bench.peers import comparison as bench_contest
 from bench.peers import recipes
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.environment import environment
-from bench.peers.peer import Peer, Start
+from bench.peers.peer import WORKLOADS, Peer, PeerWorkload, Start
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.peers.workloads import WORKLOADS, PeerWorkload
 from quadriga.errors import ConfigError
 
 SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
