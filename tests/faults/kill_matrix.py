@@ -52,7 +52,7 @@ Answer = tuple[list[int], str]
 
 
 @dataclass
-class Tally:
+class StreamTally:
     """Results of the streams of several rounds.
 
     Attributes:
@@ -169,7 +169,7 @@ class Matrix:
             yield server
 
     async def disturbed(
-        self, endpoint: str, tally: Tally, disturb: Callable[[], Awaitable[None]]
+        self, endpoint: str, tally: StreamTally, disturb: Callable[[], Awaitable[None]]
     ) -> None:
         """Run the load, and call `disturb` once all streams have started."""
         load = Load(endpoint)
@@ -180,7 +180,7 @@ class Matrix:
         tally.take(await running, self.expected)
         tally.seconds.append(load.silence_after(moment))
 
-    def streams(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def streams(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         with self.server() as server:
 
             async def kill() -> None:
@@ -189,7 +189,7 @@ class Matrix:
             for _ in range(rounds):
                 asyncio.run(self.disturbed(server.endpoint, tally, kill))
 
-    def draining(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def draining(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
             with self.server() as server:
 
@@ -201,7 +201,7 @@ class Matrix:
 
                 asyncio.run(self.disturbed(server.endpoint, tally, stop_and_kill))
 
-    def loading(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def loading(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
             flags = self._next_flags()
             endpoint, log = f"tcp://127.0.0.1:{free_port()}", self._directory / f"l{self._number}"
@@ -217,7 +217,7 @@ class Matrix:
             finally:
                 kill_tree(process)
 
-    def at_random(self, names: list[str], seconds: float, tally: Tally) -> int:
+    def at_random(self, names: list[str], seconds: float, tally: StreamTally) -> int:
         """Kill a random process every three seconds under load, and return the number of kills."""
         chosen, kills = random.Random(0), 0
 
@@ -269,20 +269,20 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
         matrix = Matrix(Path(directory))
         if options.random:
-            tally = Tally()
+            tally = StreamTally()
             kills = matrix.at_random(options.processes, options.random, tally)
             clean = _print(f"{kills} random kills", tally)
         else:
             for name in options.processes:
                 for kind in options.signals:
                     for moment in options.moments:
-                        tally, number = Tally(), signal.Signals[kind]
+                        tally, number = StreamTally(), signal.Signals[kind]
                         getattr(matrix, moment)(name, number, options.rounds, tally)
                         clean &= _print(f"{name} {kind} {moment}", tally)
     return int(not clean)
 
 
-def _print(title: str, tally: Tally) -> bool:
+def _print(title: str, tally: StreamTally) -> bool:
     print(f"{title:42} {tally.row()}", *sorted(tally.errors), sep="\n    ", flush=True)
     return tally.is_clean
 

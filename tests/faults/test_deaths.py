@@ -20,7 +20,7 @@ CLIENTS = 4
 STREAMS = 4
 
 
-class ClientLoad:
+class BusyClients:
     """Clients that keep many requests open, and record how each ended."""
 
     def __init__(self, endpoint: str) -> None:
@@ -66,17 +66,17 @@ def own_server(llama_dir: Path, tmp_path: Path) -> Iterator[Server]:
 def test_a_child_that_dies_under_load_is_named_to_every_client_within_two_seconds(
     own_server: Server, name: str, number: signal.Signals
 ) -> None:
-    load = ClientLoad(own_server.endpoint)
+    clients = BusyClients(own_server.endpoint)
     os.kill(own_server.pids[name], number)
     killed_at = time.monotonic()
     assert own_server.process.wait(10) == EXIT_CHILD_DIED
-    load.join()
-    assert len(load.errors) == CLIENTS
-    seconds = max(load.ended_at) - killed_at
+    clients.join()
+    assert len(clients.errors) == CLIENTS
+    seconds = max(clients.ended_at) - killed_at
     print(f"{name} {number.name}: every client had its error after {seconds:.2f} s")
     assert seconds < 2.0
     expected = ServerUnreachable if name == "tokenizer_proc" else ServerFailed
-    for error in load.errors:
+    for error in clients.errors:
         assert isinstance(error, expected)
         assert name.replace("_proc", "") in str(error)
     log = own_server.log.read_text()
@@ -85,16 +85,16 @@ def test_a_child_that_dies_under_load_is_named_to_every_client_within_two_second
 
 
 def test_a_killed_launcher_leaves_no_process_and_no_socket_file(own_server: Server) -> None:
-    load = ClientLoad(own_server.endpoint)
+    clients = BusyClients(own_server.endpoint)
     own_server.process.kill()
     killed_at = time.monotonic()
     own_server.process.wait(5)
     own_server.wait_for_nothing_left(2.0)
-    load.join()
-    seconds = max(load.ended_at) - killed_at
+    clients.join()
+    seconds = max(clients.ended_at) - killed_at
     print(f"launcher SIGKILL: every client had its error after {seconds:.2f} s")
     assert seconds < 2.0
-    assert len(load.errors) == CLIENTS
+    assert len(clients.errors) == CLIENTS
 
 
 def test_a_stop_signal_lets_running_requests_finish_and_refuses_new_ones(
@@ -128,14 +128,14 @@ def test_what_does_not_finish_within_the_shutdown_timeout_is_aborted_with_a_reas
 
 
 def test_a_second_signal_stops_at_once(own_server: Server) -> None:
-    load = ClientLoad(own_server.endpoint)
+    clients = BusyClients(own_server.endpoint)
     os.kill(own_server.pids["worker_proc"], signal.SIGSTOP)  # so that nothing can finish
     own_server.process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping" in own_server.log.read_text(), 5)
     own_server.process.send_signal(signal.SIGINT)
     assert own_server.process.wait(5) == EXIT_FORCED
     own_server.wait_for_nothing_left()
-    load.join()
+    clients.join()
 
 
 def test_an_idle_server_stops_quickly_and_says_so(own_server: Server) -> None:
