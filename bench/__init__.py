@@ -1,1 +1,1 @@
-"""The bench client and its parts. No torch."""
+"""Benchmarks: the bench client, which needs no torch, and developer tools."""

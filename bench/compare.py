@@ -1,11 +1,11 @@
-"""Ways to serve against one another: `python -m bench.compare "NAME: FLAGS" ... -- FLAGS`.
+"""Compare server configurations: `python -m bench.compare "NAME: FLAGS" ... -- FLAGS`.
 
-Each variant is a server of its own, started with the common flags after `--` and those behind its
-name; all of them run at the same time, and the load goes to one after the other, again and again
-(--repeat-runs), so that a slow minute of the machine meets all of them. The table shows medians
-over the runs, and throughput as a ratio to the first variant. For example
+Each variant is a server of its own, started with the common flags after `--` and the flags after
+its name. All servers run at the same time and take turns with the load (--repeat-runs), so that a
+slow minute of the machine affects all of them. The table shows medians over the runs, and
+throughput as a ratio to the first variant. For example
 
-    python -m bench.compare "together: " "apart: --batch-mode prefill-first" -- --num-requests 64
+    python -m bench.compare "mixed: " "first: --batch-mode prefill-first" -- --num-requests 64
 """
 
 import asyncio
@@ -13,10 +13,11 @@ import contextlib
 import io
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -28,10 +29,12 @@ from bench.metrics.percentiles import Percentiles
 from bench.report.report import Result
 from quadriga.errors import ConfigError, QuadrigaError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a run; `places`: digits after the point."""
+    """A figure of a run, shown with `places` digits after the point."""
 
     title: str
     value: Callable[[Result], float | None]
@@ -41,12 +44,12 @@ class Column:
 def spread_columns(
     title: str, get: Callable[[Result], Percentiles | None], shares: int = 2
 ) -> list[Column]:
-    """p50, p99 and max of something in ms, or the first `shares` of them."""
+    """Return columns of p50, p99 and max in ms, or of the first `shares` of them."""
 
-    def of(share: str) -> Callable[[Result], float | None]:
+    def reader(share: str) -> Callable[[Result], float | None]:
         return lambda result: getattr(get(result), share, None)
 
-    return [Column(f"{title} {share}", of(share)) for share in ("p50", "p99", "max")[:shares]]
+    return [Column(f"{title} {share}", reader(share)) for share in ("p50", "p99", "max")[:shares]]
 
 
 COLUMNS = [
@@ -65,22 +68,22 @@ COLUMNS = [
 
 
 def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
-    """Of each client apart, where there are a few."""
+    """Return the columns of each client, if there are two to four."""
     if not 2 <= len(clients) <= 4:
         return []
+
+    def reader(index: int, name: str) -> Callable[[Result], Percentiles | None]:
+        return lambda result: getattr(result.summary.clients[index], name)
+
     columns = []
-    for place, client in enumerate(clients):
-
-        def one(result: Result, place: int = place) -> ClientSummary:
-            return result.summary.clients[place]
-
-        columns += spread_columns(f"TTFT of {client.client}", lambda r, one=one: one(r).ttft)  # type: ignore[misc]
-        columns += spread_columns(f"ITL of {client.client}", lambda r, one=one: one(r).itl, 3)  # type: ignore[misc]
+    for index, client in enumerate(clients):
+        columns += spread_columns(f"TTFT of {client.client}", reader(index, "ttft"))
+        columns += spread_columns(f"ITL of {client.client}", reader(index, "itl"), 3)
     return columns
 
 
 async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
-    """Run them; the results of each. What bench.serving prints of every run is left out."""
+    """Run the variants and return the results of each, without printing the single runs."""
     results: dict[str, list[Result]] = {name: [] for name in variants}
     async with AsyncExitStack() as stack:
         runs = {}
@@ -104,13 +107,13 @@ async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
     return results
 
 
-async def _quietly(run):  # type: ignore[no-untyped-def]
+async def _quietly(run: Awaitable[T]) -> T:
     with contextlib.redirect_stdout(io.StringIO()):
         return await run
 
 
 def table(results: dict[str, list[Result]]) -> str:
-    """Medians, as a table in markdown: a line for each figure, a column for each variant."""
+    """Return the medians as a markdown table with a row per figure and a column per variant."""
     names = list(results)
     first = results[names[0]]
     lines = ["| ms where not said | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -137,7 +140,7 @@ def _median(column: Column, results: list[Result]) -> float | None:
 
 
 def variants_of(argv: list[str]) -> dict[str, Options]:
-    """The options of each variant. ConfigError for a command line that is none."""
+    """Return the options of each variant, or raise ConfigError for a malformed command line."""
     split = argv.index("--") if "--" in argv else len(argv)
     named, common = argv[:split], argv[split + 1 :]
     variants = {}
@@ -146,7 +149,7 @@ def variants_of(argv: list[str]) -> dict[str, Options]:
         if not colon or not name.strip():
             raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
         variants[name.strip()] = parse([*common, *flags.split()])
-        if variants[name.strip()].server is None:
+        if variants[name.strip()].target.config is None:
             raise ConfigError("--endpoint measures one server: leave it out to compare several")
     if len(variants) < 2:
         raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS" -- ...')
@@ -154,6 +157,7 @@ def variants_of(argv: list[str]) -> dict[str, Options]:
 
 
 def main() -> int:
+    """Compare the variants of the command line, and return the exit code."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         print(__doc__)
         return serving.EXIT_OK

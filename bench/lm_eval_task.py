@@ -1,10 +1,8 @@
-"""A task for lm-eval that needs no download: 200 questions with four answers each.
+"""Write a task for lm-eval that needs no download: `python -m bench.lm_eval_task DIRECTORY`.
 
-python -m bench.lm_eval_task DIRECTORY
-
-writes `quadriga_quiz.yaml` and its questions, and prints where the built-in model lies as a
-directory of safetensors, which lm-eval's own backends can load: docs/http.md says how to compare
-the gateway with them.
+The task has 200 questions with four answers each. The command writes `quadriga_quiz.yaml` and the
+questions, and prints the directory of the built-in model in safetensors, which lm-eval's own
+backends can load. docs/http.md describes how to compare the gateway with them.
 """
 
 import argparse
@@ -14,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.peers.models import hugging_face_directory
+from bench.models.files import hugging_face_directory
 
 NAME = "quadriga_quiz"
-CHOICES = 4
-OF_EACH_KIND = 50
+NUM_CHOICES = 4
+NUM_PER_KIND = 50
 
 CAPITALS = """
 France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna,
@@ -43,7 +41,7 @@ cheap expensive, simple complex, brave cowardly
 
 
 class Question(NamedTuple):
-    """choices: all different, the right one at `answer`."""
+    """A question with different choices, of which `answer` is the index of the right one."""
 
     question: str
     choices: list[str]
@@ -51,25 +49,25 @@ class Question(NamedTuple):
 
 
 def questions(seed: int = 0) -> list[Question]:
-    """The same ones for the same seed."""
+    """Return the questions, the same for the same seed."""
     chance = random.Random(seed)
     capitals, opposites = _pairs(CAPITALS), _pairs(OPPOSITES)
-    asked = [
+    quiz = [
         *_of_pairs("What is the capital of {}?", capitals, chance),
         *_of_pairs("What is the opposite of {}?", opposites, chance),
         *_of_numbers(_sum, chance),
         *_of_numbers(_series, chance),
     ]
-    chance.shuffle(asked)
-    return asked
+    chance.shuffle(quiz)
+    return quiz
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    found = []
+    pairs = []
     for pair in text.replace("\n", " ").split(","):
         first, second = pair.split()
-        found.append((first, second.replace("_", " ")))
-    return found[:OF_EACH_KIND]
+        pairs.append((first, second.replace("_", " ")))
+    return pairs[:NUM_PER_KIND]
 
 
 def _of_pairs(
@@ -84,12 +82,12 @@ def _of_pairs(
 def _of_numbers(
     ask: Callable[[random.Random], tuple[str, int]], chance: random.Random
 ) -> Iterator[Question]:
-    asked: dict[str, int] = {}
-    while len(asked) < OF_EACH_KIND:
+    answers: dict[str, int] = {}
+    while len(answers) < NUM_PER_KIND:
         text, answer = ask(chance)
-        asked[text] = answer
-    for text, answer in asked.items():
-        others = [str(answer + away) for away in (-10, -3, -2, -1, 1, 2, 3, 10)]
+        answers[text] = answer
+    for text, answer in answers.items():
+        others = [str(answer + offset) for offset in (-10, -3, -2, -1, 1, 2, 3, 10)]
         yield _question(text, str(answer), others, chance)
 
 
@@ -100,21 +98,21 @@ def _sum(chance: random.Random) -> tuple[str, int]:
 
 def _series(chance: random.Random) -> tuple[str, int]:
     start, step = chance.randint(1, 20), chance.randint(1, 10)
-    shown = ", ".join(str(start + step * place) for place in range(4))
+    shown = ", ".join(str(start + step * index) for index in range(4))
     return f"Which number comes next: {shown}?", start + step * 4
 
 
 def _question(text: str, answer: str, others: Sequence[str], chance: random.Random) -> Question:
-    choices = [answer, *chance.sample(others, CHOICES - 1)]
+    choices = [answer, *chance.sample(others, NUM_CHOICES - 1)]
     chance.shuffle(choices)
     return Question(text, choices, choices.index(answer))
 
 
-def write(directory: Path, asked: Sequence[Question]) -> None:
-    """The task's two files."""
+def write(directory: Path, quiz: Sequence[Question]) -> None:
+    """Write the two files of the task."""
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / f"{NAME}.jsonl").resolve()
-    file.write_text("".join(json.dumps(question._asdict()) + "\n" for question in asked))
+    file.write_text("".join(json.dumps(question._asdict()) + "\n" for question in quiz))
     task = {
         "task": NAME,
         "dataset_path": "json",
@@ -126,11 +124,12 @@ def write(directory: Path, asked: Sequence[Question]) -> None:
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    # JSON is YAML.
+    # A JSON document is a YAML document, too.
     (directory / f"{NAME}.yaml").write_text(json.dumps(task, indent=2) + "\n")
 
 
 def main() -> None:
+    """Write the task into the directory of the command line."""
     parser = argparse.ArgumentParser(
         "python -m bench.lm_eval_task",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Prompts in the form in which they are sent: as they are, as token ids, or as spelled texts."""
+"""Bring prompts into the form that is sent: unchanged, as token ids, or as spelled texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """prepare: gives jobs their final form. vocab_size: None where no tokenizer is at hand."""
+    """How jobs get their final form; vocab_size is None if no tokenizer was needed."""
 
     prepare: Callable[[Sequence[PlannedRequest]], Sequence[PlannedRequest]]
     vocab_size: int | None = None
 
 
 def preparation(options: Options, served: str = "") -> Preparation:
-    """What the options ask for. served: the running server's name of its model.
+    """Return the preparation that the options ask for, with the running server's model `served`.
 
-    ModelError or ConfigError where that needs a tokenizer, and there is none.
+    Raises ModelError or ConfigError if a tokenizer is needed and not available.
     """
-    if not (options.pretok or options.spell or options.tokenizer):
+    if not (options.load.pretok or options.load.spell or options.target.tokenizer):
         return Preparation(lambda jobs: jobs)
-    tokenizer = tokenizer_of(options.tokenizer, _model(options, served))
+    tokenizer = tokenizer_of(options.target.tokenizer, _model(options, served))
     size = tokenizer.get_vocab_size()
-    if options.pretok:
+    if options.load.pretok:
         return Preparation(lambda jobs: pretokenize(jobs, _encoder(tokenizer)), size)
-    if options.spell:
+    if options.load.spell:
         speller = Speller(tokenizer)
         return Preparation(lambda jobs: spelled(jobs, speller), size)
     return Preparation(lambda jobs: jobs, size)
 
 
 def _model(options: Options, served: str) -> ModelArgs:
-    if options.server is not None:
-        return options.server.model
-    return ModelArgs(model=options.model or served)
+    if options.target.config is not None:
+        return options.target.config.model
+    return ModelArgs(model=options.target.model or served)
 
 
 def _encoder(tokenizer: "Tokenizer") -> Callable[[str], list[int]]:
-    """Text to ids, as the front door does it."""
+    """Return a function from text to token ids, as the frontend computes them."""
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,9 +1,9 @@
-"""How long the scheduler itself takes for a step: `python -m bench.scheduler_speed`.
+"""Measure the scheduler's own time per step: `python -m bench.scheduler_speed`.
 
-The real scheduler with a worker that answers at once. 256 requests run and 10,000 wait; whoever
-ends is replaced. Timed is all that lies between a worker's result and the next plan: decoding the
-result, taking in its tokens, planning, encoding plan and output. One step a line of the table is
-one call; new requests arrive outside of the timed part, as they come between results.
+The real scheduler runs with a worker that answers at once. 256 requests run and 10,000 wait;
+finished requests are replaced outside the timed part. The timed part is everything between a
+worker's result and the next plan: decoding the result, recording its tokens, planning, and encoding
+plan and output.
 """
 
 import argparse
@@ -25,34 +25,39 @@ from quadriga.wire.sockets import encode
 from scheduler_proc.scheduler import Scheduler
 
 PAGE_SIZE = 16
-PREFIXES = 32
-CLIENTS = 16
+NUM_PREFIXES = 32
+NUM_CLIENTS = 16
 decode = msgspec.msgpack.Decoder(StepPlan | StepResult).decode
 
 
 class Sink:
-    """Takes messages as a socket would: it encodes them. Keeps the plans."""
+    """Encodes messages as a socket would, and keeps the frames."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
 
     def send(self, message: msgspec.Struct) -> None:
+        """Encode a message."""
         self.frames.append(encode(message))
 
 
 class SpeedCase:
-    """Endless requests: a prompt of 64 to 512 tokens, half of them with one of 32 prefixes of 256
-    tokens; 32 to 512 tokens of output."""
+    """An endless load.
+
+    Prompts have 64 to 512 tokens, half of them with one of 32 prefixes of 256 tokens; outputs have
+    32 to 512 tokens.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._prefixes = [self._tokens(256) for _ in range(PREFIXES)]
+        self._prefixes = [self._tokens(256) for _ in range(NUM_PREFIXES)]
         self._count = 0
 
     def _tokens(self, count: int) -> "array[int]":
         return array("i", self._random.choices(range(3, 30_000), k=count))
 
     def next(self, now: float) -> Submit:
+        """Return the next request."""
         chosen = self._random
         prompt = self._tokens(chosen.randint(64, 512))
         if chosen.random() < 0.5:
@@ -61,7 +66,7 @@ class SpeedCase:
         params = SamplingParams(
             max_new_tokens=chosen.randint(32, 512), seed=0, ignore_eos=True, temperature=0
         )
-        client = b"%d" % (self._count % CLIENTS)
+        client = b"%d" % (self._count % NUM_CLIENTS)
         return Submit(
             client, f"r{self._count}", pack_ids(prompt), params, True, now, now,
             priority=chosen.randint(-5, 5),
@@ -69,7 +74,7 @@ class SpeedCase:
 
 
 def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     worker, now, load = Sink(), 1000.0, SpeedCase(0)
     scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
     scheduler.step([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
@@ -93,7 +98,10 @@ def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[f
 
 
 def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
-    """What a worker would answer. computed: of each slot, tokens computed and known."""
+    """Return the token ids of a step, -1 for rows that sample nothing.
+
+    `computed` has the computed and the known tokens of each slot, and is updated.
+    """
     for new in plan.new:
         computed[new.slot] = (new.computed, len(new.token_ids) // 4)
     tokens = []
@@ -107,6 +115,7 @@ def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
 
 
 def main() -> None:
+    """Measure the policies of the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=10_000)

@@ -1,11 +1,11 @@
-"""What it costs to obey JSON schemas: `python -m bench.structured`.
+"""Measure the cost of structured output: `python -m bench.structured`.
 
-Requests with a schema each, some at a time, in turns with the same requests without: those give as
-many tokens each as the first ones did. Every answer is judged by a validator that has nothing to do
-with the grammars. Grammars are compiled as they come: the first of each schema counts.
+Requests with a JSON schema each take turns with the same requests without a schema, which generate
+as many tokens. A validator that is independent of the grammars checks every answer. The compilation
+of each schema's grammar is part of the measurement.
 
 Without --endpoint the bench starts a server of its own, which takes the server's flags. Exit codes:
-0 all answers valid and the throughput within the bound, 1 not so, 2 bad flags, 3 no server.
+0 all answers valid and throughput within the bound, 1 otherwise, 2 bad flags, 3 no server.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from bench.load.schemas import complaint, schemas
 from bench.load.workload import word
 from bench.metrics.percentiles import MS, percentile
 from bench.serving import (
-    CONNECT_SECONDS,
+    CONNECT_TIMEOUT_S,
     EXIT_INTERRUPTED,
     EXIT_NO_SERVER,
     EXIT_OK,
     EXIT_USAGE,
-    START_CONNECT_SECONDS,
-    START_INFO_SECONDS,
+    START_CONNECT_TIMEOUT_S,
+    START_INFO_TIMEOUT_S,
     run_until_signal,
 )
 from quadriga.client import AsyncClient, Completion, SamplingParams
@@ -38,32 +38,32 @@ from quadriga.config import server_config as server_flags
 from quadriga.config.flags import check_positive
 from quadriga.errors import ConfigError, QuadrigaError
 
-BOUND = 0.85
-"""Of the throughput without schemas."""
+# Share of the throughput without schemas.
+MIN_THROUGHPUT_RATIO = 0.85
 EXIT_MISSED = 1
 MAX_TOKENS = 768
-WARM_UP = 16
-WARM_UP_NUMBERS, FREE_NUMBERS = 1_000_000, 2_000_000
-"""Where their tasks are numbered from: no two prompts are alike, or one would be served from the
-prefix cache."""
-SHOWN_WRONG = 5
+NUM_WARM_UP = 16
+# First numbers of these tasks: equal prompts would be served from the prefix cache.
+FIRST_WARM_UP_NUMBER, FIRST_FREE_NUMBER = 1_000_000, 2_000_000
+MAX_SHOWN_COMPLAINTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request. number: draws its prompt and seed."""
+    """One request, whose number determines prompt and seed."""
 
     number: int
     schema: dict[str, Any]
 
     @property
-    def prompt(self) -> Any:
+    def prompt(self) -> list[dict[str, str]]:
+        """Chat that asks for the fields of the schema."""
         fields = ", ".join(self.schema["properties"])
         text = f"{word(self.number)}: make up a JSON object with the fields {fields}."
         return [{"role": "user", "content": text}]
 
     def params(self, tokens: int | None) -> SamplingParams:
-        """tokens: None: obey the schema; else give so many, whatever they are."""
+        """Return parameters that obey the schema, or that generate `tokens` tokens without it."""
         if tokens is None:
             return SamplingParams(
                 json_schema=self.schema,
@@ -79,8 +79,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Some tasks, run to their end. seconds: from the first submit to the last end. steps: of the
-    server's worker."""
+    """Some tasks, run to their end: seconds from first submit to last end, worker steps."""
 
     completions: list[Completion]
     seconds: float
@@ -88,14 +87,16 @@ class Pass:
 
     @property
     def tokens(self) -> int:
+        """Number of generated tokens."""
         return sum(completion.usage.completion_tokens for completion in self.completions)
 
     @property
     def rate(self) -> float:
+        """Tokens per second."""
         return self.tokens / self.seconds
 
     def first_tokens(self) -> list[float]:
-        """TTFT by the server's clock, in ms."""
+        """Return the TTFTs by the server's clock, in ms."""
         times = [completion.timings for completion in self.completions]
         return [(t.first_token - t.received) * MS for t in times]
 
@@ -103,25 +104,26 @@ class Pass:
 async def run_pass(
     client: AsyncClient, tasks: Sequence[Task], lengths: Sequence[int | None], concurrency: int
 ) -> Pass:
-    """So many tasks at a time. QuadrigaError where a request fails."""
-    room = asyncio.Semaphore(concurrency)
+    """Run tasks with at most `concurrency` requests in flight, or raise QuadrigaError."""
+    in_flight = asyncio.Semaphore(concurrency)
 
-    async def one(task: Task, tokens: int | None) -> Completion:
-        async with room:
-            return await client.generate(task.prompt, task.params(tokens))
+    async def run(task: Task, tokens: int | None) -> Completion:
+        async with in_flight:
+            completion: Completion = await client.generate(task.prompt, task.params(tokens))
+            return completion
 
     steps_before = (await client.info())["steps"]
     began = time.perf_counter()
-    jobs = [one(task, tokens) for task, tokens in zip(tasks, lengths, strict=True)]
+    jobs = [run(task, tokens) for task, tokens in zip(tasks, lengths, strict=True)]
     completions = await asyncio.gather(*jobs)
     seconds = time.perf_counter() - began
     return Pass(completions, seconds, (await client.info())["steps"] - steps_before)
 
 
 async def measure(client: AsyncClient, arguments: Namespace) -> "Measured":
-    """Warm up, then all turns."""
-    others = schemas(WARM_UP, arguments.seed + 1)
-    await _turn(client, _tasks(WARM_UP, others, WARM_UP_NUMBERS), arguments.concurrency)
+    """Warm up, then run all turns."""
+    others = schemas(NUM_WARM_UP, arguments.seed + 1)
+    await _turn(client, _tasks(NUM_WARM_UP, others, FIRST_WARM_UP_NUMBER), arguments.concurrency)
     tasks = _tasks(arguments.num_requests, schemas(arguments.num_schemas, arguments.seed))
     size = -(-len(tasks) // arguments.turns)
     turns: list[TimedTurn] = []
@@ -132,83 +134,87 @@ async def measure(client: AsyncClient, arguments: Namespace) -> "Measured":
     return Measured(tasks, turns)
 
 
-def _tasks(count: int, made: Sequence[dict[str, Any]], first: int = 0) -> list[Task]:
-    return [Task(first + number, made[number % len(made)]) for number in range(count)]
+def _tasks(count: int, drawn: Sequence[dict[str, Any]], first: int = 0) -> list[Task]:
+    return [Task(first + number, drawn[number % len(drawn)]) for number in range(count)]
 
 
 async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) -> "TimedTurn":
-    obeying = await run_pass(client, tasks, [None] * len(tasks), concurrency)
-    lengths = [completion.usage.completion_tokens for completion in obeying.completions]
-    fresh = [Task(FREE_NUMBERS + task.number, task.schema) for task in tasks]
-    return TimedTurn(obeying, await run_pass(client, fresh, lengths, concurrency))
+    constrained = await run_pass(client, tasks, [None] * len(tasks), concurrency)
+    lengths = [completion.usage.completion_tokens for completion in constrained.completions]
+    fresh = [Task(FIRST_FREE_NUMBER + task.number, task.schema) for task in tasks]
+    return TimedTurn(constrained, await run_pass(client, fresh, lengths, concurrency))
 
 
 @dataclass(frozen=True, slots=True)
 class TimedTurn:
-    """The same load twice: with schemas, and free."""
+    """The same load twice: with schemas, and without."""
 
-    obeying: Pass
+    constrained: Pass
     free: Pass
 
     @property
     def ratio(self) -> float:
-        return self.obeying.rate / self.free.rate
+        """Throughput with schemas over throughput without."""
+        return self.constrained.rate / self.free.rate
 
     @property
     def shown(self) -> str:
-        return f"{self.obeying.rate:.0f} tok/s with schemas, {self.free.rate:.0f} without"
+        """Both rates as a text."""
+        return f"{self.constrained.rate:.0f} tok/s with schemas, {self.free.rate:.0f} without"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All turns, and the tasks of all of them in order."""
+    """All turns, and their tasks in order."""
 
     tasks: list[Task]
     turns: list[TimedTurn]
 
     def invalid(self) -> list[str]:
-        """What is wrong with each answer that does not obey its schema."""
-        answers = [answer for turn in self.turns for answer in turn.obeying.completions]
-        found = (complaint(t.schema, a) for t, a in zip(self.tasks, answers, strict=True))
-        return [text for text in found if text]
+        """Return a complaint for each answer that does not obey its schema."""
+        answers = [answer for turn in self.turns for answer in turn.constrained.completions]
+        complaints = (complaint(t.schema, a) for t, a in zip(self.tasks, answers, strict=True))
+        return [text for text in complaints if text]
 
     def rate(self, which: str) -> float:
-        """Tokens per second over all turns."""
+        """Return the tokens per second over all turns."""
         passes = [getattr(turn, which) for turn in self.turns]
         return float(sum(p.tokens for p in passes) / sum(p.seconds for p in passes))
 
     def steps(self, which: str) -> int:
+        """Return the steps over all turns."""
         return sum(getattr(turn, which).steps for turn in self.turns)
 
     @property
     def ratio(self) -> float:
-        return self.rate("obeying") / self.rate("free")
+        """Throughput with schemas over throughput without, over all turns."""
+        return self.rate("constrained") / self.rate("free")
 
 
 def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str:
-    """The figures."""
-    wrong, turns = measured.invalid(), measured.turns
+    """Return the printed lines."""
+    complaints, turns = measured.invalid(), measured.turns
     count, ratios = len(measured.tasks), [turn.ratio for turn in turns]
     lines = [
         "=== structured output ===",
         f"Model: {info['model']} ({info['dtype']}, {info['device']}, {info['attention_backend']})",
         f"Requests: {count} of {arguments.num_schemas} schemas, {arguments.concurrency} at a time,"
         f" in {len(turns)} turns",
-        f"Valid answers: {count - len(wrong)} of {count} ({1 - len(wrong) / count:.1%})",
-        f"Tokens of an answer: {sum(turn.obeying.tokens for turn in turns) / count:.1f} on average",
-        f"TTFT p50/p99, schemas: {_first_tokens([turn.obeying for turn in turns])}",
+        f"Valid answers: {count - len(complaints)} of {count} ({1 - len(complaints) / count:.1%})",
+        f"Tokens of an answer: {sum(t.constrained.tokens for t in turns) / count:.1f} on average",
+        f"TTFT p50/p99, schemas: {_first_tokens([turn.constrained for turn in turns])}",
         f"TTFT p50/p99, free: {_first_tokens([turn.free for turn in turns])}",
-        f"Throughput, schemas: {measured.rate('obeying'):.1f} tokens/s",
+        f"Throughput, schemas: {measured.rate('constrained'):.1f} tokens/s",
         f"Throughput, free: {measured.rate('free'):.1f} tokens/s",
-        f"Steps: {measured.steps('obeying')} with schemas, {measured.steps('free')} free",
+        f"Steps: {measured.steps('constrained')} with schemas, {measured.steps('free')} free",
         f"Ratio: {measured.ratio:.3f} over all, {percentile(ratios, 50):.3f} in the median turn"
         f" ({min(ratios):.3f} to {max(ratios):.3f})",
     ]
-    return "\n".join([*lines, *(f"invalid: {text}" for text in wrong[:SHOWN_WRONG])])
+    return "\n".join([*lines, *(f"invalid: {text}" for text in complaints[:MAX_SHOWN_COMPLAINTS])])
 
 
 def _first_tokens(passes: Sequence[Pass]) -> str:
-    times = [time for one in passes for time in one.first_tokens()]
+    times = [time for measured in passes for time in measured.first_tokens()]
     return f"{percentile(times, 50):.1f}/{percentile(times, 99):.1f} ms"
 
 
@@ -216,34 +222,34 @@ def _first_tokens(passes: Sequence[Pass]) -> str:
 
 
 async def bench(arguments: Namespace) -> int:
-    """Start or find the server, measure, print; the exit code."""
+    """Start or find the server, measure and print, and return the exit code."""
     async with AsyncExitStack() as stack:
         endpoint = await _server(arguments, stack)
         client = await stack.enter_async_context(
-            AsyncClient(endpoint, CONNECT_SECONDS, curve_dir=_keys(arguments))
+            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=_keys(arguments))
         )
         info = await client.info()
         measured = await measure(client, arguments)
     print(block(arguments, info, measured))
-    missed = measured.ratio < BOUND and not arguments.report_only
+    missed = measured.ratio < MIN_THROUGHPUT_RATIO and not arguments.report_only
     return EXIT_MISSED if measured.invalid() or missed else EXIT_OK
 
 
 def _keys(arguments: Namespace) -> str:
-    """With which the bench connects: those of its own server, or a client's."""
+    """Return the directory of the keys with which the bench connects."""
     return str(arguments.server_config.frontend.curve_dir)
 
 
 async def _server(arguments: Namespace, stack: AsyncExitStack) -> str:
-    """The endpoint of a server that is ready."""
+    """Return the endpoint of a server that is ready."""
     if "endpoint" in arguments:
         return str(arguments.endpoint)
     server = stack.enter_context(OwnServer(arguments.server_config, arguments.server_log))
 
     async def info() -> dict[str, Any]:
         keys = _keys(arguments)
-        async with AsyncClient(server.endpoint, START_CONNECT_SECONDS, curve_dir=keys) as client:
-            return await client.info(START_INFO_SECONDS)
+        async with AsyncClient(server.endpoint, START_CONNECT_TIMEOUT_S, curve_dir=keys) as client:
+            return await client.info(START_INFO_TIMEOUT_S)
 
     await server.wait_ready(info)
     return server.endpoint
@@ -253,17 +259,21 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench.structured", usage="%(prog)s [FLAGS]", description=__doc__.split("\n")[0]
     )
-    group = parser.add_argument_group("the load")
+    group = parser.add_argument_group("load")
     for name, default, what in (
         ("--num-requests", 500, "requests"),
-        ("--num-schemas", 50, "different schemas among them"),
-        ("--concurrency", 16, "requests at a time"),
-        ("--turns", 10, "turns in which the requests are sent, each with and without schemas"),
+        ("--num-schemas", 50, "different schemas"),
+        ("--concurrency", 16, "requests in flight"),
+        ("--turns", 10, "parts of the load, each sent with and without schemas"),
     ):
         group.add_argument(name, type=int, default=default, help=f"{what} (default: {default})")
-    group.add_argument("--seed", type=int, default=0, help="of schemas, prompts and sampling")
-    group.add_argument("--report-only", action="store_true", help="exit with 0 below the bound too")
-    group.add_argument("--server-log", type=Path, metavar="FILE", help="log of the bench's server")
+    group.add_argument("--seed", type=int, default=0, help="seed of schemas, prompts and sampling")
+    group.add_argument(
+        "--report-only", action="store_true", help="exit with 0 even below the bound"
+    )
+    group.add_argument(
+        "--server-log", type=Path, metavar="FILE", help="log of the server that the bench starts"
+    )
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
     for name in ("num_requests", "num_schemas", "concurrency", "turns"):
@@ -273,19 +283,19 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what a command line says; the exit code."""
+    """Run the bench of a command line, and return the exit code."""
     try:
         return run_until_signal(bench(_parse(argv)))
     except ConfigError as error:
-        return _say(error, EXIT_USAGE)
+        return _exit(error, EXIT_USAGE)
     except QuadrigaError as error:
-        return _say(error, EXIT_NO_SERVER)
+        return _exit(error, EXIT_NO_SERVER)
     except (asyncio.CancelledError, KeyboardInterrupt):
-        return _say("interrupted", EXIT_INTERRUPTED)
+        return _exit("interrupted", EXIT_INTERRUPTED)
 
 
-def _say(what: object, code: int) -> int:
-    print(f"bench.structured: {what}", file=sys.stderr)
+def _exit(message: object, code: int) -> int:
+    print(f"bench.structured: {message}", file=sys.stderr)
     return code
 
 

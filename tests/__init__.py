@@ -1,12 +1,12 @@
-"""What has to be set before torch and Triton are imported.
+"""Set variables that torch and Triton read when they are imported.
 
 Each worker of a parallel run keeps to its own share of the CPUs.
 
-Torch's threads wait for each other as a worker's do: with libgomp's own patience a test takes ten
-times as long where something else keeps a core busy.
+Torch's threads spin as long as a worker's: with libgomp's default a test takes ten times as long
+beside another busy process.
 
-Triton kernels run on a card if there is one, else in Triton's interpreter. Triton decides that when
-a kernel is defined, and servers that tests start inherit it.
+Triton kernels run on a GPU if there is one, and else in Triton's interpreter. Triton decides that
+when a kernel is defined, and servers that tests start inherit the variable.
 """
 
 import ctypes

@@ -45,12 +45,11 @@ def pytest_collection_finish() -> None:
 
 
 def _silence_bindings() -> None:
-    """Triton's bindings count what they hold when the interpreter is gone, and complain of it in a
-    hundred lines behind the results."""
+    """Close stderr at exit, where Triton's bindings print a hundred lines about leaked objects."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-atexit.register(_silence_bindings)  # the first to be registered is the last to run
+atexit.register(_silence_bindings)  # the first function that is registered runs last
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A float32 server of the tiny Llama that tests share; none of them may break it."""
+    """Start a float32 server of the tiny Llama that tests share and must not break."""
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
     flags += ["--max-total-tokens", "8192", "--max-batch-size", "16"]
@@ -89,6 +88,6 @@ def server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def gateway(server: Server, llama_dir: Path) -> Iterator[str]:
-    """The URL of a web gateway of the shared server, whose model is called `tiny`."""
+    """Start a gateway of the shared server, whose model is `tiny`, and return its URL."""
     with running_gateway(server.endpoint, llama_dir) as url:
         yield url

@@ -23,11 +23,7 @@ def keep_to_own_share() -> None:
 
 
 def share(cpus: Sequence[int], worker: int, num_workers: int) -> list[int]:
-    """Return the CPUs of one worker: a run of neighbours, and at least one.
-
-    Args:
-        worker: The worker's number, from 0.
-    """
+    """Return the CPUs of worker number `worker`: a run of neighbours, and at least one."""
     if num_workers >= len(cpus):
         return [cpus[worker % len(cpus)]]
     begin, end = (len(cpus) * n // num_workers for n in (worker, worker + 1))

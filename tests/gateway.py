@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 
 from bench.client.server import free_port
 from tests.server import ROOT
+from tests.waiting import wait_until
 
 MODEL = "tiny"
 
@@ -34,12 +34,12 @@ def running_gateway(endpoint: str, model_dir: object, *flags: str) -> Iterator[s
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_ready() -> bool:
         assert process.poll() is None, "the gateway did not start"
-        assert time.monotonic() < deadline, "the gateway is not ready"
         try:
             with urllib.request.urlopen(f"{url}/readyz", timeout=5):
-                return
+                return True
         except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
+            return False
+
+    wait_until(is_ready, 30)

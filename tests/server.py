@@ -1,29 +1,35 @@
-"""A real server for a test: started, awaited, and checked to leave nothing behind."""
+"""Start a real server for a test, and check that it leaves nothing behind."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.errors import QuadrigaError
+from tests.waiting import wait_until as wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-START_SECONDS = 90.0
-STOP_SECONDS = 20.0
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 20.0
 
 
 @dataclass
 class Server:
-    """A running launcher. run_dir: where its sockets are; pids: by process name."""
+    """A running launcher.
+
+    Attributes:
+        run_dir: Directory of its sockets.
+        pids: Pids of its processes by name, at the start.
+    """
 
     process: "subprocess.Popen[bytes]"
     endpoint: str
@@ -32,8 +38,7 @@ class Server:
     pids: dict[str, int]
 
     def pid_of(self, name: str) -> int:
-        """The process of this name as it is now, which may be another one than at the start; 0
-        where there is none at this moment."""
+        """Return the current pid of a process, which may have been restarted, or 0."""
         for child in psutil.Process(self.process.pid).children():
             try:
                 if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
@@ -43,28 +48,20 @@ class Server:
         return 0
 
     def leftovers(self) -> list[str]:
-        """Processes and files of this server that are still there."""
+        """Return processes and files of this server that still exist."""
         alive = [f"{name} {pid}" for name, pid in self.pids.items() if is_alive(pid)]
         return alive + ([str(self.run_dir)] if self.run_dir.exists() else [])
 
     def wait_for_nothing_left(self, seconds: float = 5.0) -> None:
-        """Fail unless every process and file is gone within so many seconds."""
+        """Fail unless every process and file is gone within `seconds`."""
         wait_until(lambda: not self.leftovers(), seconds, lambda: f"left: {self.leftovers()}")
 
 
 def is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition, seconds: float, complaint=lambda: "") -> None:  # type: ignore[no-untyped-def]
-    """Poll a condition that other processes bring about; fail after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s. {complaint()}"
-        time.sleep(0.01)
 
 
 def launch(
@@ -73,8 +70,14 @@ def launch(
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a launcher; its log goes to a file or a pipe. Without a --port it serves no HTTP.
-    environment: variables beside ours."""
+    """Start a launcher, without HTTP unless the flags have --port.
+
+    Args:
+        endpoint: Its public socket.
+        flags: Further flags.
+        log: File of its output; None: a pipe.
+        environment: Variables in addition to those of this process.
+    """
     flags = flags if "--port" in flags else (*flags, "--no-http")
     output = log.open("wb") if log else subprocess.PIPE
     return subprocess.Popen(
@@ -91,11 +94,11 @@ def launch(
 def running_server(
     log: Path, *flags: str, endpoint: str = "", environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that answers. On leaving it is stopped, and everything of it must be gone."""
+    """Start a server and wait until it answers; stop it and check that nothing is left."""
     endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
     process = launch(endpoint, *flags, log=log, environment=environment)
     try:
-        server = _wait_until_ready(process, endpoint, log)
+        server = _running(process, endpoint, log)
         yield server
         stop(process)
         server.wait_for_nothing_left()
@@ -103,17 +106,22 @@ def running_server(
         kill_tree(process)
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> Server:
-    deadline = time.monotonic() + START_SECONDS
-    while "quadriga ready" not in log.read_text():
+def wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait for the launcher's line that the server is ready."""
+
+    def is_ready() -> bool:
         assert process.poll() is None, f"the server did not start:\n{log.read_text()}"
-        assert time.monotonic() < deadline, f"not ready in time:\n{log.read_text()}"
-        time.sleep(0.05)
+        return "quadriga ready" in log.read_text()
+
+    wait_until(is_ready, START_TIMEOUT_S, log.read_text)
+
+
+def _running(process: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> Server:
+    wait_until_ready(process, log)
     with Client(endpoint) as client:
-        while not (info := client.info())["ready"]:  # the scheduler has not yet heard of the worker
-            assert time.monotonic() < deadline, f"not ready in time:\n{log.read_text()}"
-            time.sleep(0.01)
-        pids = info["pids"]
+        # The scheduler may not have received the worker's message yet.
+        wait_until(lambda: client.info()["ready"], START_TIMEOUT_S, log.read_text)
+        pids = client.info()["pids"]
     for child in psutil.Process(process.pid).children():
         if child.pid not in pids.values():
             pids["http_proc"] = child.pid
@@ -123,14 +131,14 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", endpoint: str, log: Pa
 
 
 def stop(process: "subprocess.Popen[bytes]") -> int:
-    """SIGTERM, and the exit code."""
+    """Send SIGTERM, and return the exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-    return process.wait(STOP_SECONDS)
+    return process.wait(STOP_TIMEOUT_S)
 
 
 def kill_tree(process: "subprocess.Popen[bytes]") -> None:
-    """Whatever a failed test left running."""
+    """Kill the launcher and its processes that a failed test left running."""
     try:
         children = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -147,9 +155,9 @@ def kill_tree(process: "subprocess.Popen[bytes]") -> None:
         process.stdout.close()
 
 
-def settle(endpoint: str, seconds: float = 20.0) -> dict:  # type: ignore[type-arg]
-    """Wait until nothing runs and nobody holds a page; the info then."""
-    info: dict = {}  # type: ignore[type-arg]
+def settle(endpoint: str, seconds: float = 20.0) -> dict[str, Any]:
+    """Wait until no request runs or waits and no page is held, and return the info."""
+    info: dict[str, Any] = {}
 
     def idle() -> bool:
         nonlocal info
@@ -158,7 +166,8 @@ def settle(endpoint: str, seconds: float = 20.0) -> dict:  # type: ignore[type-a
                 info = client.info()
         except QuadrigaError:
             return False
-        return info["ready"] and info["running"] == info["waiting"] == info["pages_held"] == 0
+        is_empty = info["running"] == info["waiting"] == info["pages_held"] == 0
+        return bool(info["ready"] and is_empty)
 
     wait_until(idle, seconds, lambda: f"info: {info}")
     return info

@@ -1,6 +1,6 @@
 """Tiny random models as real Hugging Face directories: weights, configs and a tokenizer.
 
-They speak nonsense, but the same nonsense every time, and load in an instant.
+Their output is random but always the same, and they load quickly.
 """
 
 import json
@@ -42,8 +42,10 @@ CHAT_TEMPLATE = (
 
 
 def tiny_gpt2(directory: Path, **changes: Any) -> Path:
-    """A GPT-2 of 2 layers, 4 heads of 12; context 128. Returns the directory. changes: further
-    fields of GPT2Config."""
+    """Write a GPT-2 of 2 layers, 4 heads of 12 and context 128; return the directory.
+
+    `changes` are further fields of GPT2Config.
+    """
     end = write_tokenizer(directory)
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -59,24 +61,26 @@ def tiny_gpt2(directory: Path, **changes: Any) -> Path:
 
 
 def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
-    """A Llama of 3 layers, 6 heads of 16 over 2 key/value heads; context 256. Returns the
-    directory. changes: further fields of LlamaConfig."""
+    """Write a Llama of 3 layers, 6 heads of 16, 2 key/value heads and context 256.
+
+    Return the directory. `changes` are further fields of LlamaConfig.
+    """
     return _like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
 
 
 def tiny_mistral(directory: Path, **changes: Any) -> Path:
-    """As tiny_llama, with a window as long as its context."""
+    """Write a model like tiny_llama with a window as long as its context."""
     changes = {"sliding_window": 2 * CONTEXT_LENGTH, "head_dim": 16, **changes}
     return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
 
 
 def tiny_qwen2(directory: Path, **changes: Any) -> Path:
-    """As tiny_llama, with biased queries, keys and values."""
+    """Write a model like tiny_llama with biased queries, keys and values."""
     return _like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
 
 
 def tiny_qwen3(directory: Path, **changes: Any) -> Path:
-    """As tiny_llama, with normalised heads, of 24."""
+    """Write a model like tiny_llama with normalised heads of 24."""
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
@@ -101,7 +105,7 @@ def _like_llama(
 
 
 def write_tokenizer(directory: Path) -> int:
-    """Train a byte-level BPE on a few sentences. Returns the id that ends a text."""
+    """Train a byte-level BPE on a few sentences, and return the end-of-text id."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,11 +127,13 @@ def write_tokenizer(directory: Path) -> int:
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    return int(tokenizer.token_to_id(END_OF_TEXT))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
+    return end
 
 
 def _save(model_class: Any, config: Any, directory: Path) -> Path:
-    """Weights large enough that the likeliest token stands clear of the others."""
+    """Save a model with weights large enough that the top token is clearly the most likely."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)
         model = model_class(config)

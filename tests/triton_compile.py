@@ -1,15 +1,15 @@
-"""Compiles each Triton kernel for a card that need not be there:
+"""Compile each Triton kernel for a GPU that need not exist.
 
     TRITON_INTERPRET=0 python -m tests.triton_compile
 
-The interpreter takes what the compiler refuses: types that do not fit, shapes that are no powers of
-two. In a process of its own, as a kernel is for either of them.
+The interpreter accepts what the compiler refuses: types that do not fit, shapes that are no powers
+of two. It runs in a process of its own, as a kernel is defined for one of the two.
 """
 
 from typing import Any
 
+from triton import compiler
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from worker_proc.gpu.kernels import attention, matmul, rotate_write, rows
 
@@ -19,13 +19,13 @@ HEADS = {"KV_HEADS": 3, "DIM": 64, "PAGE_SIZE": 16}
 
 
 def check(kernel: Any, constants: dict[str, Any], **types: str) -> None:
-    """types: of the arguments that are no bfloat16 numbers; *i64 and *fp32 are pointers."""
+    """Compile a kernel; `types` has the arguments that are no pointers to bfloat16."""
     signature = {
         name: "constexpr" if name in constants else types.get(name, NUMBERS)
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compile(ASTSource(kernel, signature, places), target=HOPPER)
+    compiler.compile(compiler.ASTSource(kernel, signature, places), target=HOPPER)
 
 
 def main() -> None:

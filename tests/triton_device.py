@@ -1,4 +1,4 @@
-"""Where Triton kernels run in tests; to be imported before anything of worker_proc/gpu."""
+"""The device of Triton kernels in tests; import it before anything of worker_proc/gpu."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="triton is not installed; pip install -e '.
 class _Numpy:
     """numpy for Triton's interpreter, with products whose rows do not depend on each other.
 
-    A card computes every row of a tile alike. numpy's BLAS does not: on some CPUs the rows at the
-    end of a matrix are added up in another order.
+    A GPU computes every row of a tile alike. numpy's BLAS does not: on some CPUs it sums the last
+    rows of a matrix in another order.
     """
 
     def __getattr__(self, name: str) -> Any:

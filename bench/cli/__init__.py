@@ -1,1 +1,1 @@
-"""Command line flags of the bench client."""
+"""Command-line flags of the bench client."""

@@ -1,17 +1,24 @@
-"""The flags that describe a load, the same for `bench.serving` and `bench.simulate.simulator`."""
+"""Flags that `bench.serving` and `bench.simulate` share: the load, goodput limits, the server's."""
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from bench.load.trace import LENGTHS_FORM, Lengths, TraceSpec
 from quadriga.config.flags import flag_name
+from quadriga.config.server_config import ServerConfig
 
 
 class LoadFlag(NamedTuple):
-    """kind: makes the value of its text. default: None where the flag has none to show. alias:
-    what other bench clients call it."""
+    """One flag that describes a load.
+
+    Attributes:
+        kind: Converts the text to the value.
+        default: None: the help shows no default.
+        alias: The flag's name in other bench clients.
+    """
 
     kind: type
     default: Any
@@ -26,65 +33,67 @@ LOAD_FLAGS = {
         int, 32, "N", "requests in all, with every turn of a chat", alias="--num-prompts"
     ),
     "random_input_len": LoadFlag(
-        str, None, "SPEC", f"random token ids in place of a text, so many: {LENGTHS_FORM}"
+        str, None, "SPEC", f"number of random token ids to send in place of a text: {LENGTHS_FORM}"
     ),
     "max_new_tokens": LoadFlag(
-        str, "64", "SPEC", f"of each request: {LENGTHS_FORM}", alias="--random-output-len"
+        str,
+        "64",
+        "SPEC",
+        f"tokens to generate per request: {LENGTHS_FORM}",
+        alias="--random-output-len",
     ),
     "prefix_groups": LoadFlag(
-        int, 0, "G", "groups of prompts, each with a random prefix of its own in common"
+        int, 0, "G", "groups of prompts; the prompts of a group share a random prefix"
     ),
-    "prefix_len": LoadFlag(int, 0, "P", "tokens of such a prefix"),
+    "prefix_len": LoadFlag(int, 0, "P", "tokens of a shared prefix"),
     "prefix_order": LoadFlag(
         str,
         "shuffled",
         None,
-        "whether the groups are mixed or come one after the other",
+        "mix the groups, or send one after the other",
         choices=("shuffled", "grouped"),
     ),
     "turns": LoadFlag(
         int,
         1,
         "T",
-        "requests of a chat: each continues the one before, prompt and answer, with"
-        " --random-input-len tokens more",
+        "requests of a chat: each continues prompt and answer of the one before with"
+        " --random-input-len more tokens",
     ),
     "think_time": LoadFlag(
         float,
         0.0,
         "SECONDS",
-        "from an answer to the next request of the chat, or of the closed loop",
+        "delay from an answer to the next request of the chat, or of the closed loop",
     ),
-    "num_clients": LoadFlag(int, 1, "N", "clients, each with a connection, to spread over"),
+    "num_clients": LoadFlag(
+        int, 1, "N", "clients, each with its own connection, that the requests are spread over"
+    ),
     "request_rate": LoadFlag(
         float,
         math.inf,
         "R",
-        "requests (with --turns: chats) a second, at random times; inf: all at once",
+        "requests (with --turns: chats) per second, at random times; inf: all at once",
     ),
     "burstiness": LoadFlag(
-        float, 1.0, "B", "of --request-rate: 1 is Poisson, less is burstier, inf is even"
+        float, 1.0, "B", "shape of --request-rate: 1 is Poisson, less is burstier, inf is even"
     ),
     "max_concurrency": LoadFlag(
         int,
         None,
         "N",
-        "closed loop: N at a time, the next when one has ended; with --request-rate: no more than N"
-        " at a time, so that requests may leave later than that says",
+        "closed loop: N requests in flight, the next one when one has ended; with --request-rate:"
+        " at most N in flight, so that requests may leave later than scheduled",
     ),
 }
 
 LOAD_DEFAULTS: dict[str, Any] = {name: flag.default for name, flag in LOAD_FLAGS.items()}
-"""A command that has other ones says so."""
 
 
 def add_load_flags(
     group: Any, names: Iterable[str] = LOAD_FLAGS, defaults: Mapping[str, Any] = LOAD_DEFAULTS
 ) -> None:
-    """Add these flags to a parser; like those of a server, absent ones stay out of the namespace.
-
-    defaults: shown in the help.
-    """
+    """Add load flags to a parser; the help shows `defaults`, and absent flags stay unset."""
     for name in names:
         flag, default = LOAD_FLAGS[name], defaults[name]
         group.add_argument(
@@ -98,9 +107,20 @@ def add_load_flags(
         )
 
 
+def add_goodput(group: Any) -> None:
+    """Add the flag for the limits that Slo.parse reads."""
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count the requests within these limits as good: ttft:200 tpot:30 e2el:5000, any of"
+        " them",
+    )
+
+
 def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
-    """The load that is meant. values: of every load flag, and of `seed`. ConfigError for values
-    that cannot work."""
+    """Return the load that the values of all load flags and `seed` describe."""
     input_len, output_len = values["random_input_len"], values["max_new_tokens"]
     return TraceSpec(
         num_requests=values["num_requests"],
@@ -117,3 +137,14 @@ def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
         num_clients=values["num_clients"],
         seed=values["seed"],
     )
+
+
+def server_flag_names() -> set[str]:
+    """Return the names of all flags of a server."""
+    groups = ServerConfig().groups()
+    return {field.name for group in groups for field in dataclasses.fields(group)}
+
+
+def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the server flags that were given, with their values."""
+    return {k: v for k, v in vars(arguments).items() if k in server_flag_names()}

@@ -1,4 +1,4 @@
-"""What a command line of `bench.serving` means: the server, the load and what is measured."""
+"""The meaning of a command line of `bench.serving`: the server, the load and the output."""
 
 import dataclasses
 import json
@@ -8,111 +8,129 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cli.flags import SWITCHES, read_flags, server_flags_in
-from bench.cli.load_flags import trace_spec
-from bench.cli.output_flags import result_file
-from bench.client.transport import DEFAULT_BASE_URL, OpenAIServer
+from bench.cli.flags import SWITCHES, read_flags, result_file
+from bench.cli.load_flags import server_flags_in, trace_spec
+from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
+from bench.client.load_generator import SendOptions
 from bench.load.datasets import read_sharegpt, sample
 from bench.load.mooncake import read_requests
 from bench.load.tokenizing import tokenizer_of
 from bench.load.trace import TraceRequest, TraceSpec, generate
 from bench.load.workload import DEFAULT_PROMPT, Workload
 from bench.metrics.metrics import Slo
-from quadriga.config import server_config as server_flags
+from quadriga.config import server_config
 from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """One bench, validated.
+class TargetOptions:
+    """The server to measure: one that the bench starts, a running one, or an OpenAI-compatible one.
 
-    server: the bench's own server; None: the one at `endpoint` is measured, or `openai`.
-    curve_dir: the keys with which the bench connects, its own server's or a client's; "": none.
-    model: as given on the command line, or "". tokenizer: likewise, where the model's is not it.
-    spell: random token ids are sent as a text of as many tokens.
-    spec: what the workload's requests were generated from; None: they are from a trace file.
-    gap: seconds between two submits; None: by the clock. limit: requests under way at a time, of an
-    arrival rate; None: any number.
+    Attributes:
+        config: Flags of the server that the bench starts; None: a running one is measured.
+        endpoint: Endpoint of a running Quadriga server, or "".
+        openai: The OpenAI-compatible server, or None.
+        curve_dir: Directory of the keys that the bench connects with, or "".
+        model: Model as given on the command line, or "".
+        tokenizer: Tokenizer as given on the command line, or "": the model's.
     """
 
+    config: ServerConfig | None
     endpoint: str
     openai: OpenAIServer | None
-    server: ServerConfig | None
     curve_dir: str
     model: str
     tokenizer: str
-    spell: bool
+    server_log: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The requests of every run.
+
+    Attributes:
+        spec: What the requests were generated from; None: they come from a trace file.
+        pretok: Texts are sent as token ids.
+        spell: Random token ids are sent as a text of as many tokens.
+    """
+
     workload: Workload
     spec: TraceSpec | None
-    gap: float | None
-    limit: int | None
-    params: SamplingParams
-    truncate: bool | None
+    send: SendOptions
     pretok: bool
-    warmup_runs: int
-    repeat_runs: int
+    spell: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """The figures and files of a bench; a path of None writes no file."""
+
     slo: Slo
-    asked: tuple[str, ...]
     json_path: Path | None
     details: bool
     result_path: Path | None
     output_details: bool
     plot: Path | None
     save_trace: Path | None
-    server_log: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One bench, validated, with the SWITCHES that are `requested` and all flags as JSON."""
+
+    target: TargetOptions
+    load: LoadOptions
+    output: OutputOptions
+    warmup_runs: int
+    repeat_runs: int
+    requested: tuple[str, ...]
     flags: dict[str, Any]
 
 
 def parse(argv: list[str]) -> Options:
-    """The options of a command line. ConfigError for flags that cannot work."""
+    """Return the options of a command line, or raise ConfigError."""
     arguments = read_flags(argv)
-    server_given = server_flags_in(arguments)
-    openai = _openai(arguments) if arguments.backend == "openai" else None
-    endpoint = server_given.get("endpoint", "")
-    own = openai is None and not endpoint
-    server = server_flags.from_namespace(arguments) if own else None
-    if endpoint:
-        ServerConfig().replace(endpoint=endpoint, insecure=True).validate()
-    spec = _spec(arguments) if arguments.trace is None else None
-    if arguments.dataset_name == "sharegpt" and spec is not None:
-        workload = _conversations(arguments, spec, server)
-    else:
-        workload = _workload(arguments, spec)
-    if openai is not None:
-        _refuse_what_openai_cannot(arguments, workload)
+    target = _target(arguments)
     return Options(
-        endpoint=endpoint,
-        openai=openai,
-        server=server,
-        curve_dir=server.frontend.curve_dir if server else server_given.get("curve_dir", ""),
-        model=server_given.get("model", ""),
-        tokenizer=arguments.tokenizer,
-        spell=arguments.prompt_form == "text",
-        workload=workload,
-        spec=spec,
-        gap=_gap(arguments),
-        limit=arguments.max_concurrency if arguments.request_rate < math.inf else None,
-        params=SamplingParams(
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-            ignore_eos=arguments.no_stop_on_eos,
+        target=target,
+        load=_load(arguments, target),
+        output=OutputOptions(
+            slo=Slo.parse(arguments.goodput),
+            json_path=arguments.json,
+            details=arguments.details,
+            result_path=result_file(arguments),
+            output_details=arguments.output_details,
+            plot=arguments.plot,
+            save_trace=arguments.save_trace,
         ),
-        truncate=True if arguments.truncate else None,
-        pretok=arguments.pretok,
         warmup_runs=arguments.warmup_runs,
         repeat_runs=arguments.repeat_runs,
-        slo=Slo.parse(arguments.goodput),
-        asked=tuple(name for name in SWITCHES if getattr(arguments, name, False)),
-        json_path=arguments.json,
-        details=arguments.details,
-        result_path=result_file(arguments),
-        output_details=arguments.output_details,
-        plot=arguments.plot,
-        save_trace=arguments.save_trace,
-        server_log=arguments.server_log,
+        requested=tuple(name for name in SWITCHES if getattr(arguments, name, False)),
         flags={name: _as_json(value) for name, value in vars(arguments).items()},
+    )
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def _target(arguments: Namespace) -> TargetOptions:
+    given = server_flags_in(arguments)
+    openai = _openai(arguments) if arguments.backend == "openai" else None
+    endpoint = given.get("endpoint", "")
+    starts_one = openai is None and not endpoint
+    config = server_config.from_namespace(arguments) if starts_one else None
+    if endpoint:
+        ServerConfig().replace(endpoint=endpoint, insecure=True).validate()
+    return TargetOptions(
+        config=config,
+        endpoint=endpoint,
+        openai=openai,
+        curve_dir=config.frontend.curve_dir if config else given.get("curve_dir", ""),
+        model=given.get("model", ""),
+        tokenizer=arguments.tokenizer,
+        server_log=arguments.server_log,
     )
 
 
@@ -133,7 +151,37 @@ def _openai(arguments: Namespace) -> OpenAIServer:
     return OpenAIServer(url.removesuffix("/v1"), model, arguments.openai_endpoint, extra)
 
 
-def _refuse_what_openai_cannot(arguments: Namespace, workload: Workload) -> None:
+# --- the load -------------------------------------------------------------------------------------
+
+
+def _load(arguments: Namespace, target: TargetOptions) -> LoadOptions:
+    spec = _spec(arguments) if arguments.trace is None else None
+    if arguments.dataset_name == "sharegpt" and spec is not None:
+        workload = _conversations(arguments, spec, target.config)
+    else:
+        workload = _workload(arguments, spec)
+    if target.openai is not None:
+        _check_openai_supports(arguments, workload)
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        ignore_eos=arguments.no_stop_on_eos,
+    )
+    return LoadOptions(
+        workload=workload,
+        spec=spec,
+        send=SendOptions(
+            params,
+            gap_s=_gap_s(arguments),
+            truncate=True if arguments.truncate else None,
+            max_in_flight=arguments.max_concurrency if arguments.request_rate < math.inf else None,
+        ),
+        pretok=arguments.pretok,
+        spell=arguments.prompt_form == "text",
+    )
+
+
+def _check_openai_supports(arguments: Namespace, workload: Workload) -> None:
     if arguments.truncate:
         raise ConfigError("--backend openai cannot ask a server to truncate: leave --truncate out")
     if any(request.priority or request.predecessor is not None for request in workload.requests):
@@ -144,8 +192,11 @@ def _refuse_what_openai_cannot(arguments: Namespace, workload: Workload) -> None
 
 
 def _spec(arguments: Namespace) -> TraceSpec:
-    """An absolute schedule is a rate, and an even one. Beside a rate, --max-concurrency makes no
-    closed loop."""
+    """Return the load to generate.
+
+    An absolute schedule is an even request rate. Beside a rate, --max-concurrency is a bound and
+    makes no closed loop.
+    """
     values = vars(arguments)
     if arguments.request_rate < math.inf:
         values = values | {"max_concurrency": None}
@@ -167,13 +218,18 @@ def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
     )
 
 
-def _conversations(arguments: Namespace, spec: TraceSpec, server: ServerConfig | None) -> Workload:
-    """Prompts of a file, each with an answer as long as the file's unless --max-new-tokens says
-    how long. ConfigError, ModelError where no tokenizer is at hand to count them."""
+def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig | None) -> Workload:
+    """Return a workload of the file's prompts.
+
+    Answers are as long as those of the file unless --max-new-tokens is given.
+
+    Raises:
+        ConfigError, ModelError: No tokenizer is available to count tokens.
+    """
     named = arguments.tokenizer or getattr(arguments, "model", "")
-    if not named and server is None:
+    if not named and config is None:
         raise ConfigError("--dataset-name sharegpt counts tokens: add --tokenizer MODEL")
-    model = ModelArgs(model=named) if server is None else server.model
+    model = ModelArgs(model=named) if config is None else config.model
     tokenizer = tokenizer_of(arguments.tokenizer, model)
     samples = sample(
         read_sharegpt(arguments.dataset_path),
@@ -196,8 +252,8 @@ def _conversations(arguments: Namespace, spec: TraceSpec, server: ServerConfig |
     )
 
 
-def _gap(arguments: Namespace) -> float | None:
-    """Only an interval that is relative to the submit before is no matter of the clock."""
+def _gap_s(arguments: Namespace) -> float | None:
+    """Return the gap between submits in seconds, or None if each request has its own time."""
     by_the_clock = (
         arguments.trace is not None
         or arguments.request_rate < math.inf
@@ -208,6 +264,6 @@ def _gap(arguments: Namespace) -> float | None:
 
 
 def _as_json(value: Any) -> Any:
-    """JSON knows no paths and nothing infinite."""
+    """Return the value, or its text for a path or infinity, which JSON does not have."""
     plain = not isinstance(value, Path) and value != math.inf
     return value if plain else str(value)

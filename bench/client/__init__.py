@@ -1,1 +1,1 @@
-"""How the bench client sends it, and the servers that it starts."""
+"""Clients that send the load, and the servers that the bench starts."""

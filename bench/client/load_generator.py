@@ -4,10 +4,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from bench.client.backends import BenchClient
 from bench.load.workload import PlannedRequest, Prompt
 from bench.metrics.metrics import RequestRecord
 from quadriga.clock import now
@@ -15,28 +16,35 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 
 Clock = Callable[[], float]
-AT_ONCE = 0.0
-"""A gap: each request leaves when the submit of the one before has ended."""
-
-
-class BenchClient(Protocol):
-    """What the bench needs of quadriga.client.AsyncClient; chunks are its StreamChunks."""
-
-    def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None = None,
-        *,
-        truncate_prompt: bool | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[Any]:
-        """Send at once; the answer comes through the iterator."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """The records of a run, in the order of its jobs. start: Unix seconds. submit_wall: seconds
-    until all were sent."""
+class SendOptions:
+    """How the requests of a run are sent.
+
+    Attributes:
+        params: Sampling parameters of every request; max_new_tokens is the request's own.
+        gap_s: Seconds from the end of a submit to the next one. None: each request is due at its
+            `at`, counted from the start of the run, so that a late request delays no other.
+        truncate: Value of truncate_prompt.
+        max_in_flight: Bound on requests in flight; a due request waits for the end of another.
+    """
+
+    params: SamplingParams
+    gap_s: float | None = 0.0
+    truncate: bool | None = None
+    max_in_flight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """One run.
+
+    Attributes:
+        records: Records in the order of the jobs.
+        start: Unix seconds.
+        submit_wall: Seconds until all requests were sent.
+    """
 
     records: list[RequestRecord]
     start: float
@@ -46,55 +54,48 @@ class Run:
 async def drive(
     clients: Sequence[BenchClient],
     jobs: Sequence[PlannedRequest],
-    params: SamplingParams,
-    gap: float | None = AT_ONCE,
-    truncate: bool | None = None,
+    options: SendOptions,
     on_done: Callable[[], None] = lambda: None,
     clock: Clock = now,
-    limit: int | None = None,
-) -> Run:
+) -> LoadRun:
     """Send every request when it is due, and wait for every end.
 
-    gap: seconds from the end of a submit to the next; None: by each request's `at`, counted from
-    the start of the run, so that a late request does not delay those after it. One that follows
-    another always waits for that one's end. The clients of the requests share the connections in
-    turn. on_done is called once for each request that has ended. limit: so many are under way at
-    most; one that is due waits for the end of another.
+    A request that follows another one always waits for that one's end. The clients that the
+    requests name share the connections in turn. `on_done` is called once for each request that has
+    ended.
     """
-    return await _Drive(clients, jobs, params, truncate, on_done, clock, limit).run(gap)
+    return await _Driver(clients, jobs, options, on_done, clock).run()
 
 
-class _Drive:
-    """A run under way: one task per request that was sent."""
+class _Driver:
+    """A run in progress: one task per request that was sent."""
 
     def __init__(
         self,
         clients: Sequence[BenchClient],
         jobs: Sequence[PlannedRequest],
-        params: SamplingParams,
-        truncate: bool | None,
+        options: SendOptions,
         on_done: Callable[[], None],
         clock: Clock,
-        limit: int | None,
     ) -> None:
         self._jobs = jobs
-        self._params = params
-        self._truncate = truncate
+        self._options = options
         self._on_done = on_done
         self._clock = clock
-        self._room = asyncio.Semaphore(len(jobs) if limit is None else limit)
+        self._in_flight = asyncio.Semaphore(options.max_in_flight or len(jobs))
         self._connections = _connections(clients, jobs)
         self._followers = _followers(jobs)
         self._records: dict[int, RequestRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, gap: float | None) -> Run:
-        start = self._clock()
+    async def run(self) -> LoadRun:
+        """Send everything; on cancellation, cancel the requests too."""
+        start, gap_s = self._clock(), self._options.gap_s
         try:
-            if gap is None:
+            if gap_s is None:
                 await self._send_by_the_clock(start)
             else:
-                await self._send_in_turn(start, gap)
+                await self._send_in_turn(start, gap_s)
             while self._tasks:
                 await asyncio.gather(*self._tasks)
         finally:
@@ -103,41 +104,43 @@ class _Drive:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         records = [self._records[index] for index in range(len(self._jobs))]
-        return Run(records, start, max(record.submit_end for record in records) - start)
+        return LoadRun(records, start, max(record.submit_end for record in records) - start)
 
     async def _send_by_the_clock(self, start: float) -> None:
-        """Each request that follows no other, at its own time."""
+        """Send each request that follows no other at its own time."""
         for index in sorted(self._roots(), key=lambda root: self._jobs[root].request.at):
             due = start + self._jobs[index].request.at
             await self._wait_until(due)
-            await self._room.acquire()
+            await self._in_flight.acquire()
             self._send(index, self._jobs[index].prompt, due)
 
-    async def _send_in_turn(self, start: float, gap: float) -> None:
-        """Each request that follows no other, a gap after the submit before."""
+    async def _send_in_turn(self, start: float, gap_s: float) -> None:
+        """Send each request that follows no other, a gap after the submit before it."""
         due = start
         for index in self._roots():
             await self._wait_until(due)
-            await self._room.acquire()
-            due = self._send(index, self._jobs[index].prompt, None).submit_end + gap
+            await self._in_flight.acquire()
+            due = self._send(index, self._jobs[index].prompt, None).submit_end + gap_s
 
     def _roots(self) -> list[int]:
         return [i for i, job in enumerate(self._jobs) if job.request.follows is None]
 
     async def _wait_until(self, due: float) -> None:
-        """Sleep until then. Never without giving way, so that arrivals are stamped in time."""
+        """Sleep until `due`; always yield once, so that arrivals are stamped in time."""
         await asyncio.sleep(max(0.0, due - self._clock()))
 
     def _send(self, index: int, prompt: Prompt, due: float | None) -> RequestRecord:
-        """Submit a request, for which there is room; a task of its own reads the answer."""
+        """Submit a request within the bound; a task of its own reads the answer."""
         request = self._jobs[index].request
-        params = msgspec.structs.replace(self._params, max_new_tokens=request.max_new_tokens)
-        options = {"priority": request.priority} if request.priority else {}
+        params = msgspec.structs.replace(
+            self._options.params, max_new_tokens=request.max_new_tokens
+        )
+        priority = {"priority": request.priority} if request.priority else {}
         began = self._clock()
         chunks: AsyncIterator[Any] | QuadrigaError
         try:
             chunks = self._connections[request.client].submit(
-                prompt, params, truncate_prompt=self._truncate, **options
+                prompt, params, truncate_prompt=self._options.truncate, **priority
             )
         except QuadrigaError as error:
             chunks = error
@@ -152,11 +155,11 @@ class _Drive:
         try:
             generated = await _read(chunks, record, self._clock)
         finally:
-            self._room.release()
+            self._in_flight.release()
         self._ended(record, prompt, generated)
 
     def _ended(self, record: RequestRecord, prompt: Prompt, generated: list[int]) -> None:
-        """Let those go that wait for this one."""
+        """Start the requests that follow this one."""
         self._on_done()
         for index in self._followers.get(record.index, ()):
             head: list[int] = []
@@ -166,18 +169,18 @@ class _Drive:
             self._start(self._follow(index, record, head))
 
     async def _follow(self, index: int, before: RequestRecord, head: list[int]) -> None:
-        """Send a request when its time after the end of another has come, with `head` in front."""
+        """Send a request that follows `before`, with the tokens `head` in front of its prompt."""
         job = self._jobs[index]
         if job.request.continues and before.error is not None:
             self._leave_out(index, before)
             return
         due = before.finished + job.request.at
         await self._wait_until(due)
-        await self._room.acquire()
+        await self._in_flight.acquire()
         self._send(index, head + job.prompt if isinstance(job.prompt, list) else job.prompt, due)
 
     def _leave_out(self, index: int, before: RequestRecord) -> None:
-        """The rest of a chat cannot be sent when a turn has failed."""
+        """Record the next turn of a chat as failed, as it continues a turn that failed."""
         record = RequestRecord(
             index, client=self._jobs[index].request.client, finished=before.finished
         )
@@ -186,7 +189,7 @@ class _Drive:
         self._ended(record, [], [])
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it as a task. One that breaks is kept, so that it is seen."""
+        """Start a task; a task that raises stays in the set, so that `run` raises too."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._drop_if_done)
@@ -199,13 +202,13 @@ class _Drive:
 def _connections(
     clients: Sequence[BenchClient], jobs: Sequence[PlannedRequest]
 ) -> dict[int, BenchClient]:
-    """The connection of each client that the requests name."""
+    """Return the connection of each client that the requests name."""
     named = dict.fromkeys(job.request.client for job in jobs)
-    return {name: clients[place % len(clients)] for place, name in enumerate(named)}
+    return {name: clients[index % len(clients)] for index, name in enumerate(named)}
 
 
 def _followers(jobs: Sequence[PlannedRequest]) -> dict[int, list[int]]:
-    """Which requests wait for the end of each."""
+    """Return the requests that wait for the end of each request."""
     followers = defaultdict(list)
     for index, job in enumerate(jobs):
         if job.request.follows is not None:
@@ -216,7 +219,7 @@ def _followers(jobs: Sequence[PlannedRequest]) -> dict[int, list[int]]:
 async def _read(
     chunks: AsyncIterator[Any] | QuadrigaError, record: RequestRecord, clock: Clock
 ) -> list[int]:
-    """Fill in the record from the chunks of its request; the generated ids."""
+    """Fill in the record from the chunks of its request; return the generated ids."""
     generated: list[int] = []
     try:
         if isinstance(chunks, QuadrigaError):

@@ -1,6 +1,6 @@
-"""A client of any OpenAI-compatible server, with as much of AsyncClient's face as the bench needs.
+"""Client of any OpenAI-compatible server, with the methods of AsyncClient that the bench uses.
 
-On aiohttp: a chunk costs it 31 µs of CPU time where httpx takes 78, and the client shares the
+It uses aiohttp, which takes 31 µs of CPU time per chunk where httpx takes 78: the client shares the
 cores with the server that it measures.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.client.transport import OpenAIServer
+from bench.client.backends import OpenAIServer
 from quadriga import clock
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, RequestFailed, ServerUnreachable
@@ -20,13 +20,12 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import Usage
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# An environment variable, as the flags of a process are visible to all users.
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Not a flag, which everybody sees who lists the processes."""
-NO_ID = -1
-"""The protocol has no token ids: a chunk stands for one token."""
-SILENT_SECONDS = 600.0
-"""How long a stream may say nothing before its request fails."""
-SHOWN_BODY = 300
+# The protocol has no token ids: a chunk counts as one token of this id.
+UNKNOWN_TOKEN_ID = -1
+READ_TIMEOUT_S = 600.0
+MAX_SHOWN_CHARACTERS = 300
 
 
 class _Delta(msgspec.Struct):
@@ -40,8 +39,11 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """A chat begins with a chunk that names the role, and a stream may end with one that only
-        says why; a token whose text is not whole yet comes as an empty one."""
+        """Whether the choice brings a token.
+
+        A chat begins with a chunk that has only the role, and a stream may end with a chunk that
+        has only the finish reason. A token whose text is incomplete comes as an empty text.
+        """
         if self.delta is not None:
             return bool(self.delta.content)
         return bool(self.text) or self.finish_reason is None
@@ -68,11 +70,10 @@ _DONE = b"[DONE]"
 
 
 class OpenAIClient:
-    """Connections to one server; any number of requests at once. Use it on one event loop.
+    """Connections to one server, for any number of concurrent requests on one event loop.
 
-    connect_timeout: seconds until ServerUnreachable; a server that has much to do on few cores
-    takes new connections late. requests_without_usage: how many ended
-    without the server saying how many tokens they had; their chunks were counted instead.
+    `connect_timeout` is long, as a busy server accepts connections late. `requests_without_usage`
+    counts finished requests without usage, whose chunks were counted instead.
     """
 
     def __init__(self, server: OpenAIServer, connect_timeout: float = 60.0) -> None:
@@ -87,11 +88,11 @@ class OpenAIClient:
     async def __aenter__(self) -> "OpenAIClient":
         self._session = aiohttp.ClientSession(
             self.endpoint,
-            # A connection for each request: servers close idle ones when they like, llama.cpp's
-            # even between two requests, and a request that meets that would fail.
+            # One connection per request: some servers (llama.cpp) close idle connections between
+            # two requests, and a request sent on a closing connection would fail.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._connect_timeout, sock_read=SILENT_SECONDS
+                total=None, sock_connect=self._connect_timeout, sock_read=READ_TIMEOUT_S
             ),
             headers={"Content-Type": "application/json", **_authorization()},
         )
@@ -102,9 +103,9 @@ class OpenAIClient:
             await self._session.close()
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """What /v1/models says of the model, and what this client counted.
+        """Return the model's entry in /v1/models, and this client's counter.
 
-        ServerUnreachable: nobody answers, or not with a list of models. DeadlineExceeded.
+        Raises ServerUnreachable without a list of models, and DeadlineExceeded after `timeout`.
         """
         try:
             models = await asyncio.wait_for(self._models(), timeout)
@@ -139,11 +140,13 @@ class OpenAIClient:
         truncate_prompt: bool | None = None,
         priority: int = 0,
     ) -> AsyncIterator[StreamChunk]:
-        """Send when the iterator is first asked; the protocol knows no truncation and no priority.
+        """Return an iterator that sends the request when it is first advanced.
 
-        Raises RequestFailed where the server refuses, breaks off, or ends too soon.
+        The protocol has neither truncation nor priority. RequestFailed: the server refuses the
+        request, breaks off, or ends too early.
         """
-        assert truncate_prompt is None and priority == 0
+        assert truncate_prompt is None
+        assert priority == 0
         self._counter += 1
         params = params or SamplingParams()
         body = msgspec.json.encode(self._body(prompt, params))
@@ -170,7 +173,7 @@ class OpenAIClient:
     async def _stream(
         self, request_id: str, body: bytes, params: SamplingParams
     ) -> AsyncIterator[StreamChunk]:
-        """Chunks as they come; the last one carries the completion, where the server ended it."""
+        """Yield the chunks; the last one has the completion, if the server sent a finish reason."""
         assert self._session is not None
         ending = _Ending()
         try:
@@ -179,7 +182,7 @@ class OpenAIClient:
                     raise RequestFailed(f"HTTP {answer.status}: {_short(await answer.read())}")
                 async for event, now in _events(answer.content):
                     if ending.take(event, now):
-                        yield StreamChunk(request_id, "", [NO_ID], [], now)
+                        yield StreamChunk(request_id, "", [UNKNOWN_TOKEN_ID], [], now)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise RequestFailed(f"the stream broke off: {error!r}") from None
         if ending.finish_reason is not None:
@@ -205,7 +208,7 @@ class OpenAIClient:
 
 
 class _Ending:
-    """What is known of a request's end so far. at: when its last choice came, Unix seconds."""
+    """Collects what a completion needs from a stream; `at` is the arrival of the last choice."""
 
     def __init__(self) -> None:
         self.usage: _Usage | None = None
@@ -214,9 +217,9 @@ class _Ending:
         self.at = 0.0
 
     def take(self, event: _Event, now: float) -> bool:
-        """Whether the event brings a token. RequestFailed where it is an error."""
+        """Record an event and return whether it has a token. Raise RequestFailed for an error."""
         if event.error is not None:
-            raise RequestFailed(f"the server says: {_short(msgspec.json.encode(event.error))}")
+            raise RequestFailed(f"the server reports: {_short(msgspec.json.encode(event.error))}")
         if event.usage is not None:
             self.usage = event.usage
         if not event.choices:
@@ -229,7 +232,7 @@ class _Ending:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[_Event, float]]:
-    """The events of a server-sent stream, each with the time at which its bytes were read."""
+    """Yield the events of a server-sent stream, each with the time at which it was read."""
     rest = b""
     async for data in content.iter_any():
         read_at = clock.now()
@@ -251,4 +254,4 @@ def _authorization() -> dict[str, str]:
 
 def _short(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
-    return text if len(text) <= SHOWN_BODY else text[:SHOWN_BODY] + " ..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + " ..."

@@ -1,4 +1,4 @@
-"""What a run cost the processes: the worker's busy time, its gaps, CPU time and memory of each."""
+"""Read CPU time, memory and step counters of the processes around a run."""
 
 import os
 import sys
@@ -14,8 +14,7 @@ BENCH = "bench client"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment. time: by quadriga.clock; info: as the server tells; cpu: seconds;
-    memory: resident bytes."""
+    """The counters at one moment: CPU seconds and resident bytes of each process."""
 
     time: float
     info: Mapping[str, Any]
@@ -25,11 +24,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Between two readings; None where it is not known.
+    """The difference of two readings; None if unknown.
 
-    busy_share: share of the time in which the worker computed, 0 to 1. step gaps: ms between one
-    step and the next, over recent steps. cpu: seconds of each process and its threads. memory:
-    resident bytes of each process in the end; pages that they share count in each.
+    Attributes:
+        busy_share: Share of the time in which the worker computed, 0 to 1.
+        step_gap_ms_p50: Median gap in ms between one step and the next, over recent steps.
+        cpu: CPU seconds of each process and its threads.
+        memory: Resident bytes of each process at the end; shared pages count in each.
     """
 
     steps: int | None
@@ -41,7 +42,7 @@ class Cost:
 
 
 def cost_between(before: Reading, after: Reading) -> Cost:
-    """What happened from one reading to the other."""
+    """Return the cost of the run between two readings."""
     steps = _difference(before.info.get("steps"), after.info.get("steps"))
     busy = _difference(before.info.get("busy_seconds"), after.info.get("busy_seconds"))
     wall = after.time - before.time
@@ -56,24 +57,24 @@ def cost_between(before: Reading, after: Reading) -> Cost:
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether the server at `endpoint` runs on this machine, so that its pids mean something."""
+    """Return whether the server at `endpoint` runs on this machine, so that its pids are valid."""
     return endpoint.removeprefix("tcp://").startswith(LOCAL_HOSTS)
 
 
 def pids_of(info: Mapping[str, Any], endpoint: str) -> dict[str, int]:
-    """The server's processes where they are on this machine, and the bench client itself."""
+    """Return the pids of the server's processes, if it is local, and of the bench client."""
     pids = info.get("pids") if is_local(endpoint) else None
     named = {str(name): int(pid) for name, pid in pids.items()} if isinstance(pids, dict) else {}
     return {**named, BENCH: os.getpid()}
 
 
 def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float | None]:
-    """User and system time of each process and its threads so far; None where it is not known."""
+    """Return user and system seconds of each process and its threads; None if unknown."""
     return {name: _cpu_of(pid) for name, pid in pids.items()}
 
 
 def resident_bytes(pids: Mapping[str, int]) -> dict[str, int | None]:
-    """Memory of each process that is in RAM; None where it is not known."""
+    """Return the resident bytes of each process; None if unknown."""
     return {name: _memory_of(pid) for name, pid in pids.items()}
 
 
@@ -92,9 +93,9 @@ def _cpu_of(pid: int) -> float | None:
 
 
 def _cpu_clock(pid: int) -> int:
-    """The clock of a process's CPU time, as clock_getcpuclockid(3) makes it on Linux.
+    """Return the id of a process's CPU clock, as clock_getcpuclockid(3) computes it on Linux.
 
-    /proc/PID/stat counts in ticks of 10 ms, which is more than a short run costs.
+    /proc/PID/stat counts in ticks of 10 ms, which is too coarse for a short run.
     """
     return (~pid << 3) | 2
 
@@ -111,7 +112,7 @@ def _memory_of(pid: int) -> int | None:
 
 
 def _by_psutil(pid: int, ask: Callable[[Any], Any]) -> Any:
-    """psutil is optional."""
+    """Ask psutil, which is optional, about a process."""
     try:
         import psutil
     except ImportError:

@@ -1,4 +1,4 @@
-"""Servers of the bench's own, which live as long as the bench."""
+"""Start servers for the bench, and stop them when the bench ends."""
 
 import asyncio
 import os
@@ -22,22 +22,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher.py"
-STOP_SECONDS = 15.0
-"""How long each signal may take before the next, harder one. Seconds."""
-CHILDREN_SECONDS = 3.0
-LOG_LINES = 20
-RETRY_SECONDS = 0.1
+STOP_TIMEOUT_S = 15.0  # after each signal
+CHILDREN_TIMEOUT_S = 3.0
+MAX_SHOWN_LINES = 20
+RETRY_INTERVAL_S = 0.1
 
+# Asks a server for its info; raises ServerUnreachable or DeadlineExceeded if it does not answer.
 Attempt = Callable[[], Awaitable[dict[str, Any]]]
-"""Asks the server for its info; ServerUnreachable or DeadlineExceeded while it cannot answer."""
 
 
 class ServerProcess:
-    """A server that starts on entering and is gone after leaving, with all of its processes.
+    """A server that starts on entering and is stopped, with all its processes, on leaving.
 
     It has a session of its own, so that a Ctrl-C at the terminal reaches only the bench, which
-    then stops it in order. log: a file, or None for our standard error. environment: variables
-    beside ours. start_timeout: seconds that wait_ready waits.
+    then stops the server in order. Without a `log` file its output goes to standard error.
     """
 
     def __init__(
@@ -81,10 +79,7 @@ class ServerProcess:
                 self._log.close()
 
     async def wait_ready(self, attempt: Attempt) -> dict[str, Any]:
-        """The info of the server, as soon as it answers.
-
-        ServerFailed where it ends before, or is not ready within its start_timeout.
-        """
+        """Return the info of the server as soon as it is ready, or raise ServerFailed."""
         deadline = time.monotonic() + self._start_timeout
         while time.monotonic() < deadline:
             self.check()
@@ -92,20 +87,20 @@ class ServerProcess:
                 info = await attempt()
                 if info.get("ready", True):
                     return info
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(RETRY_INTERVAL_S)
         raise ServerFailed(
             f"the server is not ready after {self._start_timeout:g} s{self._last_lines()}"
         )
 
     def check(self) -> None:
-        """ServerFailed with the last lines of the log if the server has ended."""
+        """Raise ServerFailed with the last lines of the log if the server has ended."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
             raise ServerFailed(f"the server ended with exit code {code}{self._last_lines()}")
 
     def pause(self) -> None:
-        """None of its processes runs until `resume`: an idle loop of it takes nothing."""
+        """Stop all processes of the server (SIGSTOP) until `resume`, so that they use no CPU."""
         assert self._process is not None
         _signal_group(self._process.pid, signal.SIGSTOP)
 
@@ -115,9 +110,9 @@ class ServerProcess:
         _signal_group(self._process.pid, signal.SIGCONT)
 
     def _stop(self) -> None:
-        """SIGINT lets it finish, a second signal forces it, and the third cannot be refused.
+        """Send SIGINT, then SIGTERM, then SIGKILL.
 
-        Its children leave when it is gone, and are given the time to clean up.
+        The children leave when the server is gone, and get CHILDREN_TIMEOUT_S to clean up.
         """
         assert self._process is not None
         self.resume()
@@ -126,12 +121,12 @@ class ServerProcess:
                 break
             self._process.send_signal(number)
             try:
-                self._process.wait(STOP_SECONDS)
+                self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 continue
         self._process.kill()
         self._process.wait()
-        deadline = time.monotonic() + CHILDREN_SECONDS
+        deadline = time.monotonic() + CHILDREN_TIMEOUT_S
         while _signal_group(self._process.pid, 0) and time.monotonic() < deadline:
             time.sleep(0.02)
         _signal_group(self._process.pid, signal.SIGKILL)
@@ -139,13 +134,12 @@ class ServerProcess:
     def _last_lines(self) -> str:
         if self._log_path is None:
             return "; its log is above"
-        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        lines = self._log_path.read_text(errors="replace").splitlines()[-MAX_SHOWN_LINES:]
         return f"; the end of {self._log_path}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 class OwnServer(ServerProcess):
-    """A `python launcher.py` at a free endpoint. config: its flags, but for that. http_port: of its
-    web gateway; None: it has none."""
+    """A `python launcher.py` at a free endpoint, with a gateway if `http_port` is given."""
 
     def __init__(
         self,
@@ -163,14 +157,14 @@ class OwnServer(ServerProcess):
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on right now."""
+    """Return a TCP port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """False if nobody is left in it."""
+    """Send a signal to a process group; return False if the group has no process."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

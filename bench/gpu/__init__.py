@@ -1,1 +1,1 @@
-"""Measurements on a card, one command each."""
+"""Measurements on a GPU, one command each."""

@@ -1,11 +1,10 @@
-"""The four loads by which a card is judged here, each as a run of bench.serving with a server of
-its own.
+"""Run four standard loads on a GPU, each with bench.serving and a server of its own.
 
     python -m bench.gpu.blocks --model gpt2                 # all, one after the other
     python -m bench.gpu.blocks --model gpt2 --only streams  # one of them
     python -m bench.gpu.blocks --dry-run                    # only print the commands
 
-Flags that are not known here go on to bench.serving (`--load-format dummy`, `--tp 2`).
+Unknown flags are passed on to bench.serving (`--load-format dummy`, `--tp 2`).
 """
 
 import argparse
@@ -23,18 +22,19 @@ BLOCKS = {
     # 64 requests of 128 tokens, one every 20 ms, text every 8 tokens
     "paced": "--num-requests 64 --max-new-tokens 128 --submit-interval-ms 20"
     " --submit-schedule absolute --max-batch-size 64 --pretok --stream-interval 8",
-    # 256 streams at once: the worker's busy share is the figure
+    # 256 streams at once, to see the worker's busy share
     "streams": "--num-requests 256 --max-new-tokens 512 --max-batch-size 256",
 }
 
 
 def main() -> None:
+    """Run the loads of the command line."""
     parser = argparse.ArgumentParser(
         "python -m bench.gpu.blocks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=BLOCKS, help="one of them")
+    parser.add_argument("--only", choices=BLOCKS, help="run one of the loads")
     parser.add_argument("--device", default="cuda", help="(default: cuda)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     arguments, others = parser.parse_known_args()

@@ -1,12 +1,11 @@
-"""Decode steps on a card against the least time that its memory allows, as graphs and without.
+"""Compare decode steps on a GPU, with and without CUDA graphs, with the bound by its memory.
 
     python -m bench.gpu.decode_floor --model gpt2 --load-format dummy
     python -m bench.gpu.decode_floor                      # SmolLM2-135M, built in
 
 Takes the flags of a server. Prints, for batches of 1, 8, 64 and 256 rows with 128 and 1,000 tokens
-of context: ms of a step as a graph, ms launched kernel by kernel, the floor (weights and keys over
-the speed at which a large tensor is read here, see bench/roofline/roofline_model.py), and graph
-over floor.
+of context: ms of a step as a graph, ms launched kernel by kernel, the floor (bytes of weights and
+keys over the measured read speed, see bench/roofline/roofline_model.py), and graph over floor.
 """
 
 import argparse
@@ -16,19 +15,20 @@ from statistics import median
 
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
-from bench.simulate.measure_steps import Bench, Row
+from bench.worker_steps import Row, WorkerBench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
-STEPS, WARM_UP = 50, 5
+NUM_STEPS, NUM_WARM_UP = 50, 5
 READ_BYTES = 2**30
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the command line describes."""
     parser = argparse.ArgumentParser(
         "python -m bench.gpu.decode_floor",
         description=__doc__,
@@ -48,7 +48,7 @@ def report(config: ServerConfig) -> None:
     config = config.replace(
         max_batch_size=rows,
         max_running_requests=rows,
-        max_total_tokens=rows * 2 ** (max(CONTEXTS) + STEPS).bit_length(),
+        max_total_tokens=rows * 2 ** (max(CONTEXTS) + NUM_STEPS).bit_length(),
     )
     graphs = times_of(config)
     eager = times_of(config.replace(disable_cuda_graph=True))
@@ -67,21 +67,24 @@ def report(config: ServerConfig) -> None:
 
 
 def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
-    """Median ms of a step, by (rows, context); launched one by one, as the card times them."""
+    """Return the median ms of a step by (rows, context), timed by the GPU."""
     from worker_proc.runner import make_runner
 
     runner = make_runner(config, resolve_model(config.model, show_progress=True))
     runner.warm_up()
-    bench, times = Bench(runner), {}
+    bench = WorkerBench(runner)
+    times: dict[tuple[int, int], float] = {}
     for context in CONTEXTS:
         for batch in BATCHES:
-            with bench.decoding(batch, context, STEPS + WARM_UP) as step:
-                times[batch, context] = median([step() for _ in range(STEPS + WARM_UP)][WARM_UP:])
+            with bench.decoding(batch, context, NUM_STEPS + NUM_WARM_UP) as step:
+                times[batch, context] = median(
+                    [step() for _ in range(NUM_STEPS + NUM_WARM_UP)][NUM_WARM_UP:]
+                )
     return times
 
 
 def describe(config: ServerConfig) -> tuple[str, str, float]:
-    """The device, the dtype, and bytes/s at which the device reads a large tensor."""
+    """Return device, dtype, and bytes/s at which the device reads a large tensor."""
     from bench.gpu.read_speed import bytes_per_second
     from worker_proc.system.devices import choose_device, choose_dtype
 

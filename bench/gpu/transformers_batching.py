@@ -1,8 +1,8 @@
-"""The same prompts through transformers' continuous batching, on the same card.
+"""Measure transformers' continuous batching on the same GPU.
 
     python -m bench.gpu.transformers_batching --load-format dummy
 
-Prints tokens/s. Beside it: `python -m bench.gpu.blocks --only width --model gpt2
+Prints tokens/s. Compare with `python -m bench.gpu.blocks --only width --model gpt2
 --load-format dummy`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 measured, 2 no such device."""
+    """Measure, and return the exit code: 0 measured, 2 no such device."""
     parser = argparse.ArgumentParser(
         "python -m bench.gpu.transformers_batching",
         description=__doc__,
@@ -31,27 +31,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
+    import transformers
+
+    library: Any = transformers
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device is cuda, but torch finds no card here", file=sys.stderr)
+        print("error: --device is cuda, but torch finds no GPU", file=sys.stderr)
         return 2
     model: Any
     if arguments.load_format == "dummy":
-        model = AutoModelForCausalLM.from_config(GPT2Config(), dtype=torch.bfloat16)
+        model = library.AutoModelForCausalLM.from_config(library.GPT2Config(), dtype=torch.bfloat16)
     else:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+        model = library.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     model = model.to(arguments.device).eval()
     source = random.Random(0)
     prompts = [
         [source.randrange(3, model.config.vocab_size) for _ in range(arguments.prompt_tokens)]
         for _ in range(arguments.num_requests)
     ]
-    settings = GenerationConfig(max_new_tokens=arguments.max_new_tokens, do_sample=False,
+    settings = library.GenerationConfig(max_new_tokens=arguments.max_new_tokens, do_sample=False,
                                 eos_token_id=-1, pad_token_id=0)  # fmt: skip
-    for name, some in (("warm-up", prompts[:8]), ("measured", prompts)):
+    for name, batch in (("warm-up", prompts[:8]), ("measured", prompts)):
         began = time.perf_counter()
-        outputs = model.generate_batch(inputs=some, generation_config=settings)
+        outputs = model.generate_batch(inputs=batch, generation_config=settings)
         seconds = time.perf_counter() - began
         tokens = sum(len(output.generated_tokens) for output in outputs.values())
         print(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")

@@ -1,1 +1,1 @@
-"""What the bench client sends: datasets, traces and synthetic workloads."""
+"""Loads of the bench client: datasets, traces and synthetic workloads."""

@@ -1,5 +1,8 @@
-"""Conversations of a file as prompts, in the format that was ShareGPT's: a JSON list of objects,
-each with `conversations`, a list of `{"from": ..., "value": ...}`."""
+"""Take prompts from a file in ShareGPT's format.
+
+The file is a JSON list of objects, each with `conversations`, a list of
+`{"from": ..., "value": ...}`.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -11,12 +14,10 @@ import msgspec
 
 from quadriga.errors import ConfigError
 
-MIN_TOKENS = 4
-"""Tokens that prompt and answer must have each. These limits are those of other bench clients, so
-that all draw from the same conversations of a file."""
+# The limits are those of other bench clients, so that all use the same conversations of a file.
+MIN_TOKENS = 4  # of a prompt, and of an answer
 MAX_PROMPT_TOKENS = 1024
-MAX_TOKENS = 2048
-"""Prompt and answer together."""
+MAX_TOKENS = 2048  # of prompt and answer together
 
 
 class Exchange(NamedTuple):
@@ -27,7 +28,7 @@ class Exchange(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt to send, and how many tokens the answer had in the file."""
+    """A prompt, and the number of tokens of its answer in the file."""
 
     prompt: str
     answer_tokens: int
@@ -42,16 +43,16 @@ class _Conversation(msgspec.Struct):
 
 
 def read_sharegpt(path: Path) -> list[Exchange]:
-    """The exchanges of a file. ConfigError where it is no such file, or has none."""
+    """Return the exchanges of a file, or raise ConfigError."""
     try:
-        found: Any = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+        conversations: Any = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(
             f'{path} is no list of {{"conversations": [{{"from", "value"}}, ...]}}: {error}'
         ) from None
-    turns = [conversation.conversations for conversation in found]
+    turns = [conversation.conversations for conversation in conversations]
     exchanges = [Exchange(t[0].value, t[1].value) for t in turns if len(t) >= 2]
     if not exchanges:
         raise ConfigError(f"{path} has no conversation of two turns")
@@ -64,9 +65,10 @@ def sample(
     count_tokens: Callable[[str], int],
     seed: int,
 ) -> list[Sample]:
-    """So many of them, in random order, the same for the same seed; none twice.
+    """Return `count` exchanges in random order, the same for the same seed, none twice.
 
-    ConfigError where too few have a length that other bench clients would send, too.
+    Raises:
+        ConfigError: Too few exchanges are within the limits of length.
     """
     shuffled = random.Random(f"{seed}/conversations").sample(exchanges, len(exchanges))
     usable = _usable(shuffled, count_tokens)

@@ -1,6 +1,8 @@
-"""Traces in the format that Mooncake's were published in: a JSON object a line, with `timestamp`
-(ms), `input_length`, `output_length` and `hash_ids`, one for every 512 tokens of the prompt. Equal
-ids are equal tokens, so that prompts of the trace share what they shared.
+"""Read traces in the format in which Mooncake's were published.
+
+Each line is a JSON object with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
+one for every 512 tokens of the prompt. Equal ids stand for equal tokens, so that prompts share the
+prefixes that they shared in the recorded system.
 """
 
 from pathlib import Path
@@ -11,8 +13,7 @@ import msgspec
 from bench.load.trace import Count, Index, TraceRequest, read_trace
 from quadriga.errors import ConfigError
 
-BLOCK = 512
-"""Tokens of a hash id."""
+BLOCK_TOKENS = 512  # per hash id
 
 
 class _Line(msgspec.Struct):
@@ -23,7 +24,7 @@ class _Line(msgspec.Struct):
 
 
 def read_requests(path: Path) -> list[TraceRequest]:
-    """The requests of a file, of this format or of ours. ConfigError as of read_trace."""
+    """Return the requests of a file in this format or in ours; raise ConfigError as read_trace."""
     try:
         with path.open("rb") as file:
             is_ours = b'"hash_ids"' not in file.readline()
@@ -45,12 +46,12 @@ def _read(path: Path) -> list[TraceRequest]:
 
 
 def _request(line: _Line) -> TraceRequest:
-    blocks = -(-line.input_length // BLOCK)
+    blocks = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != blocks:
         raise ValueError(
             f"`hash_ids` has {len(line.hash_ids)} ids: {line.input_length} tokens are {blocks}"
-            f" blocks of {BLOCK}"
+            f" blocks of {BLOCK_TOKENS}"
         )
-    lengths = [BLOCK] * (blocks - 1) + [line.input_length - BLOCK * (blocks - 1)]
+    lengths = [BLOCK_TOKENS] * (blocks - 1) + [line.input_length - BLOCK_TOKENS * (blocks - 1)]
     segments = tuple(zip(line.hash_ids, lengths, strict=True))
     return TraceRequest(line.timestamp / 1000, segments, line.output_length)

@@ -1,5 +1,8 @@
-"""JSON schemas as programs ask for them, and what is wrong with an answer: objects of a few fields,
-whose texts and lists are bounded, so that a model without sense comes to an end, too."""
+"""Generate JSON schemas as programs use them, and validate answers.
+
+Schemas are objects of a few fields. Texts and lists are bounded, so that a model with random
+weights comes to an end, too.
+"""
 
 import json
 import random
@@ -17,23 +20,22 @@ VALUES = (
     "new", "open", "closed", "red", "green", "blue", "small", "medium", "large", "low", "high",
     "north", "south", "paper", "steel", "spring", "autumn", "daily", "weekly", "draft", "final",
 )  # fmt: skip
-FEWEST_FIELDS, MAX_FIELDS = 3, 8
-NESTED = 0.25
-"""Share of the objects that hold another one."""
+MIN_FIELDS, MAX_FIELDS = 3, 8
+NESTED_SHARE = 0.25
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
-    """So many, no two alike; the same for the same seed."""
+    """Return `count` different schemas, the same for the same seed."""
     source = random.Random(f"{seed}/schemas")
     made: dict[str, dict[str, Any]] = {}
     while len(made) < count:
-        schema = _object(source, MAX_FIELDS, source.random() < NESTED)
+        schema = _object(source, MAX_FIELDS, source.random() < NESTED_SHARE)
         made.setdefault(repr(schema), schema)
     return list(made.values())
 
 
 def complaint(schema: dict[str, Any], answer: Completion) -> str:
-    """Why the answer does not obey the schema; "" where it does."""
+    """Return why the answer does not obey the schema, or ""."""
     from jsonschema import Draft202012Validator, ValidationError
 
     if answer.finish_reason != "stop":
@@ -45,11 +47,11 @@ def complaint(schema: dict[str, Any], answer: Completion) -> str:
     return ""
 
 
-def _object(source: random.Random, most: int, nested: bool) -> dict[str, Any]:
-    names = source.sample(WORDS, source.randint(FEWEST_FIELDS, most))
+def _object(source: random.Random, max_fields: int, nested: bool) -> dict[str, Any]:
+    names = source.sample(WORDS, source.randint(MIN_FIELDS, max_fields))
     properties = {name: source.choice(FIELDS)(source) for name in names}
     if nested:
-        properties["details"] = _object(source, FEWEST_FIELDS + 1, nested=False)
+        properties["details"] = _object(source, MIN_FIELDS + 1, nested=False)
     return {
         "type": "object",
         "properties": properties,
@@ -70,11 +72,11 @@ def _integer(source: random.Random) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": source.choice((9, 100, 2100))}
 
 
-def _boolean(source: random.Random) -> dict[str, Any]:
+def _boolean(_: random.Random) -> dict[str, Any]:
     return {"type": "boolean"}
 
 
-def _date(source: random.Random) -> dict[str, Any]:
+def _date(_: random.Random) -> dict[str, Any]:
     return {"type": "string", "pattern": "^20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$"}
 
 

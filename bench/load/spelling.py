@@ -1,4 +1,4 @@
-"""Random prompts as text that has exactly as many tokens, for servers that take no token ids."""
+"""Turn random token ids into texts of as many tokens, for servers that take no token ids."""
 
 import dataclasses
 import re
@@ -11,29 +11,29 @@ from quadriga.errors import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# A space, as byte-level and SentencePiece vocabularies write it, and lower-case letters.
 WORD = re.compile("[Ġ▁][a-z]{2,}")
-"""A space, as byte-level and SentencePiece vocabularies write it, and lower-case letters."""
-FEWEST_WORDS = 1000
+MIN_WORDS = 1000
 
 
 class Speller:
-    """Spells token ids as words, each of which is one token whatever words stand around it.
+    """Spells token ids as words, each of which is one token between any other words.
 
-    ConfigError for a tokenizer whose vocabulary has too few such words.
+    Raises ConfigError for a vocabulary with too few such words.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         vocabulary = tokenizer.get_vocab()
         self._tokenizer = tokenizer
         self._words = sorted(f" {token[1:]}" for token in vocabulary if WORD.fullmatch(token))
-        if len(self._words) < FEWEST_WORDS:
+        if len(self._words) < MIN_WORDS:
             raise ConfigError(
                 f"the tokenizer has only {len(self._words)} words to make texts of (at least"
-                f" {FEWEST_WORDS}): send ids"
+                f" {MIN_WORDS}): send ids"
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        """A text of len(ids) tokens, the same for the same ids. ConfigError where it is not."""
+        """Return a text of len(ids) tokens, the same for the same ids, or raise ConfigError."""
         text = "".join(self._words[token % len(self._words)] for token in ids)
         tokens = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
         if tokens != len(ids):
@@ -45,7 +45,7 @@ class Speller:
 
 
 def spelled(jobs: Sequence[PlannedRequest], speller: Speller) -> list[PlannedRequest]:
-    """The same jobs with texts in place of token ids."""
+    """Return the jobs with texts in place of token ids."""
     return [
         dataclasses.replace(job, prompt=speller.spell(job.prompt))
         if isinstance(job.prompt, list)

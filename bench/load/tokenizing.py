@@ -1,4 +1,4 @@
-"""The tokenizer on the bench's side, where it needs one."""
+"""Load the tokenizer with which the bench prepares prompts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +11,18 @@ if TYPE_CHECKING:
 
 
 def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
-    """That of a directory or model, where one is named, else the model's as the front door loads
-    it. ModelError where there is none, ConfigError where what loads it is not installed."""
+    """Return the tokenizer of a directory or model `name`, or of `model` if the name is "".
+
+    Raises:
+        ModelError: The model has no tokenizer.
+        ConfigError: A package that loads it is not installed.
+    """
     try:
         from quadriga.model_files.resolve import resolve_model
         from quadriga.model_files.tokenizer import load_tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"a tokenizer is needed on this side, and {error.name} is not installed:"
+            f"the bench needs a tokenizer, and {error.name} is not installed:"
             " pip install 'quadriga[serve]', or use --random-input-len with --prompt-form ids"
         ) from None
     directory = Path(name)

@@ -1,7 +1,7 @@
-"""Traces: which requests are sent and when, as a file and as a generator. Pure but for the file.
+"""Traces: the requests of a load and their times, as a file and as a generator.
 
-A trace file has one JSON object a line, with the fields of TraceRequest; those at their default
-are left out. The requests of a trace are named by their position in it, from 0.
+A trace file has one JSON object per line with the fields of TraceRequest; fields at their default
+are left out. Requests refer to each other by their position in the trace, from 0.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ import msgspec
 from quadriga.errors import ConfigError
 from quadriga.sampling.limits import LIMITS
 
-FIRST_ID = 3
-"""Ids below it are special tokens in many vocabularies, and not drawn."""
+# Lower ids are special tokens in many vocabularies, and are not drawn.
+MIN_TOKEN_ID = 3
 MAX_LENGTH = 2**31 - 1
-CACHED_SEGMENTS = 4096
+NUM_CACHED_SEGMENTS = 4096
 LENGTHS_FORM = "N, LOW:HIGH (uniform) or lognormal:MEAN:SIGMA[:MIN:MAX]"
 
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -37,14 +37,15 @@ Priority = Annotated[
 class TraceRequest:
     """One request.
 
-    at: seconds after the start of the run; with `follows`: after that request's end.
-    segments: (segment id, tokens) each; the prompt is their concatenation. The same id is the same
-        text, so that prompts can share a prefix.
-    client: requests of one client share a connection.
-    follows: an earlier request of the trace; this one is sent when that one has ended.
-    continues: with `follows`: its prompt and its generated tokens stand before this one's segments,
-        as in the next turn of a chat. False: the two have nothing but time in common.
-    ids: literal token ids, in place of segments.
+    Attributes:
+        at: Seconds after the start of the run; with `follows`: after the end of that request.
+        segments: Pairs of segment id and number of tokens, whose concatenation is the prompt. Equal
+            ids are equal text, so that prompts can share a prefix.
+        client: Requests of one client share a connection.
+        follows: Earlier request of the trace, after whose end this one is sent.
+        continues: With `follows`: the prompt and the generated tokens of that request precede this
+            one's segments, as in the next turn of a chat. False: only the time depends on it.
+        ids: Literal token ids, in place of segments.
     """
 
     at: Seconds
@@ -58,12 +59,12 @@ class TraceRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """Prompt tokens, without those of a request that it continues."""
+        """Number of prompt tokens, without those of a request that it continues."""
         return len(self.ids) + sum(tokens for _, tokens in self.segments)
 
     @property
     def predecessor(self) -> int | None:
-        """The request whose tokens stand before this one's; None where it begins by itself."""
+        """The request whose tokens precede this one's, or None."""
         return self.follows if self.continues else None
 
 
@@ -71,10 +72,10 @@ class TraceRequest:
 
 
 def prompt_ids(request: TraceRequest, vocab_size: int, seed: int | str) -> "array[int]":
-    """The request's own prompt tokens, without those of a request that it continues.
+    """Return the prompt tokens of a request, without those of a request that it continues.
 
-    A segment is drawn by seed and segment id alone; where two lengths of one id occur, the shorter
-    is a prefix of the longer.
+    A segment depends on seed and segment id alone; of two lengths of one id, the shorter one is a
+    prefix of the longer one.
     """
     ids = array("i", request.ids)
     for segment, tokens in request.segments:
@@ -82,11 +83,11 @@ def prompt_ids(request: TraceRequest, vocab_size: int, seed: int | str) -> "arra
     return ids
 
 
-@lru_cache(CACHED_SEGMENTS)
+@lru_cache(NUM_CACHED_SEGMENTS)
 def _segment(seed: int | str, segment: int, tokens: int, vocab_size: int) -> "array[int]":
     draw = random.Random(f"{seed}/{segment}").random
-    drawable = vocab_size - FIRST_ID
-    return array("i", [FIRST_ID + int(draw() * drawable) for _ in range(tokens)])
+    drawable = vocab_size - MIN_TOKEN_ID
+    return array("i", [MIN_TOKEN_ID + int(draw() * drawable) for _ in range(tokens)])
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ _Line: Any = msgspec.defstruct(
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write the requests, one a line."""
+    """Write the requests, one per line."""
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:
         for request in requests:
@@ -111,7 +112,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a file. ConfigError names file, line and field of the first that is wrong."""
+    """Return the requests of a file, or raise ConfigError."""
     decode = msgspec.json.Decoder(_Line).decode
     requests: list[TraceRequest] = []
     try:
@@ -150,9 +151,11 @@ def _check(request: TraceRequest, index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens: from `low` to `high`, uniformly, or lognormal and clipped to that range.
+    """Distribution of a number of tokens: uniform from `low` to `high`, or lognormal and clipped.
 
-    mean, sigma: of the lognormal distribution before clipping; mean None: uniform.
+    Attributes:
+        mean: Mean of the lognormal distribution before clipping; None: uniform.
+        sigma: Its sigma.
     """
 
     low: int
@@ -162,7 +165,11 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, name: str = "length") -> "Lengths":
-        """ "64", "16:256" or "lognormal:200:0.8:4:2048". ConfigError says `name` and the form."""
+        """Parse "64", "16:256" or "lognormal:200:0.8:4:2048".
+
+        Raises:
+            ConfigError: Names `name` and the form.
+        """
         try:
             lengths = cls._of_parts(text.split(":"))
         except (ValueError, TypeError):
@@ -185,7 +192,7 @@ class Lengths:
         return cls(low, high)
 
     def draw(self, source: random.Random) -> int:
-        """One length, in tokens."""
+        """Draw one length in tokens."""
         if self.mean is None:
             return source.randint(self.low, self.high)
         drawn = source.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
@@ -194,20 +201,25 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What to generate. ConfigError for values that cannot work.
+    """Parameters of a generated trace.
 
-    input_len: own tokens of each prompt; None: no segments, the prompts come from elsewhere.
-    request_rate: arrivals a second, of chats where there are several turns; infinite: all at once.
-    burstiness: shape of the gamma-distributed gaps between arrivals; 1: Poisson, below: burstier,
-        infinite: one every 1 / request_rate seconds.
-    max_concurrency: a closed loop of so many lanes; the next of a lane is sent when the one before
-        has ended.
-    prefix_groups, prefix_len: so many groups of prompts, each with a prefix of its own in common.
-    shuffle_groups: requests of the groups come in a random order, not group after group.
-    turns: requests of a chat, each continuing the one before. num_requests counts every turn, and
-        the last chat may have fewer.
-    think_time: seconds from the end of a request to the start of the one that follows it.
-    num_clients: the chats are spread over them in turn.
+    Attributes:
+        num_requests: Requests in all, with every turn of a chat; the last chat may be shorter.
+        output_len: Generated tokens of each request.
+        input_len: New prompt tokens of each request; None: no segments, the prompts are texts.
+        request_rate: Arrivals (of chats, if there are turns) per second; infinite: all at once.
+        burstiness: Shape of the gamma-distributed gaps between arrivals; 1: Poisson, less:
+            burstier, infinite: one arrival every 1 / request_rate seconds.
+        max_concurrency: Lanes of a closed loop; the next request of a lane is sent when the one
+            before has ended.
+        prefix_groups: Groups of prompts that share a prefix of `prefix_len` tokens.
+        shuffle_groups: Requests of the groups come in random order, not group after group.
+        turns: Requests of a chat, each continuing the one before.
+        think_time: Seconds from the end of a request to the start of the one that follows it.
+        num_clients: Clients, over which the chats are spread in turn.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     num_requests: int
@@ -242,12 +254,15 @@ class TraceSpec:
 
     @property
     def num_chats(self) -> int:
+        """Number of chats, the last of which may be shorter."""
         return -(-self.num_requests // self.turns)
 
 
 def generate(spec: TraceSpec) -> Iterator[TraceRequest]:
-    """The requests, one after the other; the same spec gives the same ones. Sorted by `at`, but
-    for those that follow another."""
+    """Yield the requests, the same for the same spec.
+
+    Requests that follow no other are sorted by `at`.
+    """
     inputs, outputs = (random.Random(f"{spec.seed}/{name}") for name in ("inputs", "outputs"))
     arrivals, groups = _arrivals(spec), _groups(spec)
     for index in range(spec.num_requests):
@@ -256,11 +271,11 @@ def generate(spec: TraceSpec) -> Iterator[TraceRequest]:
         if turn == 0:
             at = next(arrivals)
             prefix = [(group, spec.prefix_len) for group in next(groups)]
-        own = [] if spec.input_len is None else [spec.input_len.draw(inputs)]
+        lengths = [] if spec.input_len is None else [spec.input_len.draw(inputs)]
         follows = index - 1 if turn else _end_of_lane(spec, chat)
         yield TraceRequest(
             at=at if follows is None else spec.think_time,
-            segments=(*prefix, *((spec.prefix_groups + index, tokens) for tokens in own)),
+            segments=(*prefix, *((spec.prefix_groups + index, tokens) for tokens in lengths)),
             max_new_tokens=spec.output_len.draw(outputs),
             client=chat % spec.num_clients,
             follows=follows,
@@ -269,14 +284,14 @@ def generate(spec: TraceSpec) -> Iterator[TraceRequest]:
 
 
 def _end_of_lane(spec: TraceSpec, chat: int) -> int | None:
-    """The last request of the chat before this one in its lane; None where it is the first."""
+    """Return the last request of the chat before this one in its lane, or None."""
     if spec.max_concurrency is None or chat < spec.max_concurrency:
         return None
     return (chat - spec.max_concurrency + 1) * spec.turns - 1
 
 
 def _arrivals(spec: TraceSpec) -> Iterator[float]:
-    """Seconds after the start, of each chat; the first comes at once."""
+    """Yield the arrival of each chat in seconds after the start; the first one is 0."""
     source = random.Random(f"{spec.seed}/arrivals")
     at = 0.0
     for chat in range(spec.num_chats):
@@ -289,12 +304,12 @@ def _arrivals(spec: TraceSpec) -> Iterator[float]:
 
 
 def _groups(spec: TraceSpec) -> Iterator[tuple[int, ...]]:
-    """The group of each chat, as one id; empty where there are no groups."""
+    """Yield the group of each chat as a tuple of one id, empty if there are no groups."""
     if spec.prefix_groups == 0:
         yield from (() for _ in range(spec.num_chats))
         return
-    places = array("l", range(spec.num_chats))
+    order = array("l", range(spec.num_chats))
     if spec.shuffle_groups:
-        random.Random(f"{spec.seed}/groups").shuffle(places)
-    for place in places:
-        yield (place * spec.prefix_groups // spec.num_chats,)
+        random.Random(f"{spec.seed}/groups").shuffle(order)
+    for chat in order:
+        yield (chat * spec.prefix_groups // spec.num_chats,)

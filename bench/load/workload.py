@@ -1,25 +1,24 @@
-"""What is sent: the prompts of every run."""
+"""Workloads: requests, and their prompts in every run."""
 
 import dataclasses
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.load.trace import FIRST_ID, TraceRequest, prompt_ids
+from bench.load.trace import MIN_TOKEN_ID, TraceRequest, prompt_ids
 from quadriga.errors import ConfigError
 
 DEFAULT_PROMPT = "Hello, my name is"
 
+# Its multiples modulo 1 stay far from one another: each run shifts ids by another distance.
 GOLDEN_RATIO = 0.6180339887
-"""Its multiples, modulo 1, stay far from one another: each run shifts ids by another distance."""
 
-Prompt = str | list[int]
-"""Text, or token ids."""
+Prompt = str | list[int]  # text, or token ids
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send. prompt: its own part, where it continues another request."""
+    """One request to send, with its new part of the prompt if it continues another request."""
 
     request: TraceRequest
     prompt: Prompt
@@ -29,16 +28,15 @@ class PlannedRequest:
 class Workload:
     """The requests, and their prompts in every run.
 
-    Measured runs and warm-ups have a number each, and no two runs share a prompt: a run that
-    repeats another's would be served from the prefix cache, and measure nothing. What the prompts
-    of one run share is the same in every run.
+    Measured runs and warm-ups are numbered, and no two runs share a prompt: otherwise the prefix
+    cache would serve the second one. The sharing of prefixes within a run is the same in every run.
+    Run 0 sends texts and literal ids as given. Other runs put a word in front of each text, and
+    replace each literal id by another one.
 
-    text: the prompt of all requests, or of each; None: token ids, as the requests say. Run 0 sends
-    the text as it is given; in other runs, and in front of every prompt where they shall be
-    unique, stands a word that differs from its first letter on. Literal ids are sent as they are in
-    run 0, and as others in other runs.
-    repeat: every run sends what run 0 sends. Then the prefix cache serves them, as far as prompts
-    fill pages; it does not where a prompt is shorter than one.
+    Attributes:
+        text: Prompt of all requests, or one per request; None: token ids of the requests' segments.
+        unique: Put a word that differs from its first letter on in front of every text.
+        repeat: Send the prompts of run 0 in every run, so that the prefix cache can serve them.
     """
 
     requests: Sequence[TraceRequest]
@@ -48,7 +46,7 @@ class Workload:
     repeat: bool = False
 
     def jobs(self, run: int, vocab_size: int | None = None) -> list[PlannedRequest]:
-        """The jobs of a run. vocab_size: ids to draw from, where no text is sent."""
+        """Return the jobs of a run; `vocab_size` is needed if no text is sent."""
         run = 0 if self.repeat else run
         prompts = self._texts(run) if self.text is not None else self._ids(run, vocab_size)
         return [PlannedRequest(*pair) for pair in zip(self.requests, prompts, strict=True)]
@@ -61,7 +59,7 @@ class Workload:
         return list(texts) if run == 0 else [f"{word(run - 1)} {text}" for text in texts]
 
     def _ids(self, run: int, vocab_size: int | None) -> Sequence[Prompt]:
-        if vocab_size is None or vocab_size <= FIRST_ID:
+        if vocab_size is None or vocab_size <= MIN_TOKEN_ID:
             raise ConfigError(
                 "token ids are drawn from the vocabulary, and the server says that its"
                 f" vocab_size is {vocab_size}: send a text with --prompt"
@@ -74,17 +72,17 @@ class Workload:
 
 
 def _other_ids(request: TraceRequest, run: int, vocab_size: int) -> TraceRequest:
-    """Each literal id replaced by another one, so that equal prefixes of one run stay equal."""
+    """Replace each literal id by another one; equal prefixes within a run stay equal."""
     if run == 0 or not request.ids:
         return request
-    drawable = vocab_size - FIRST_ID
+    drawable = vocab_size - MIN_TOKEN_ID
     shift = int(run * GOLDEN_RATIO % 1 * drawable)
-    ids = tuple(FIRST_ID + (token - FIRST_ID + shift) % drawable for token in request.ids)
+    ids = tuple(MIN_TOKEN_ID + (token - MIN_TOKEN_ID + shift) % drawable for token in request.ids)
     return dataclasses.replace(request, ids=ids)
 
 
 def word(number: int) -> str:
-    """A word for each number >= 0; of any 52 in a row, no two begin with the same letter."""
+    """Return a word for a number >= 0; any 52 consecutive words differ in their first letter."""
     letters = string.ascii_letters
     text = ""
     while True:
@@ -98,7 +96,7 @@ def word(number: int) -> str:
 def pretokenize(
     jobs: Sequence[PlannedRequest], encode: Callable[[str], list[int]]
 ) -> list[PlannedRequest]:
-    """The same jobs with token ids as prompts; equal texts are encoded once."""
+    """Return the jobs with token ids as prompts; equal texts are encoded once."""
     known: dict[str, list[int]] = {}
     encoded = []
     for job in jobs:

@@ -1,7 +1,7 @@
-"""Records of requests → summary. Pure: no clock, no I/O.
+"""Summarize the records of a run's requests.
 
-All times are Unix seconds on one clock; all spreads are in milliseconds. A difference that comes
-out negative (clocks were set, or two stamps were taken in the other order) counts as 0.
+All times are Unix seconds on one clock, all spreads are in ms. A negative difference (two stamps
+were taken in the other order) counts as 0.
 """
 
 import math
@@ -15,15 +15,16 @@ from quadriga.errors import ConfigError
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What was seen of one request. A time of 0.0: the request never came there.
+    """Time stamps and counts of one request; a time of 0.0 was never reached.
 
-    submit_start, submit_end: 0.0: it could not be sent, as a request that it continues failed.
-    due: when it should have been sent; None where the schedule named no time.
-    received, tokenized, admitted, first_token: stamped by the server.
-    token_times: the end of the step that gave each token, stamped by the server.
-    arrivals: when the client got each token; the tokens of one chunk arrive together.
-    chunks: when the client got each chunk that had a token.
-    finished: when the client got the end marker.
+    Attributes:
+        submit_start: 0.0: the request was not sent, as the request that it continues failed.
+        due: Time at which it should have been sent; None: the schedule has no time for it.
+        received: Stamped by the server, as are tokenized, admitted and first_token.
+        finished: Arrival of the end marker.
+        token_times: End of the step that sampled each token, stamped by the server.
+        arrivals: Arrival of each token; the tokens of one chunk arrive together.
+        chunks: Arrival of each chunk that has a token.
     """
 
     index: int
@@ -47,13 +48,13 @@ class RequestRecord:
 
     @property
     def first_received(self) -> float:
-        """When the client got the first token."""
+        """Arrival of the first token, or 0.0."""
         return self.arrivals[0] if self.arrivals else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many tokens the requests had."""
+    """Token counts over the requests."""
 
     mean: float
     low: int
@@ -62,8 +63,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as good, in ms; None: no limit. A request of one token
-    has no TPOT, and keeps any. e2el: from the submit to the end marker."""
+    """Limits within which a request counts as good, in ms; None: no limit.
+
+    A request of one token has no TPOT and is within any limit of it.
+
+    Attributes:
+        e2el_ms: Limit of the time from the submit to the end marker.
+    """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -71,8 +77,12 @@ class Slo:
 
     @classmethod
     def parse(cls, limits: Sequence[str]) -> "Slo":
-        """ "ttft:200", "tpot:30" and "e2el:5000", any of them. ConfigError for anything else."""
-        found: dict[str, float] = {}
+        """Parse limits such as "ttft:200", "tpot:30" and "e2el:5000".
+
+        Raises:
+            ConfigError: A limit has another form.
+        """
+        limits_ms: dict[str, float] = {}
         for limit in limits:
             name, _, text = limit.partition(":")
             try:
@@ -84,19 +94,19 @@ class Slo:
                     f"goodput is {limit!r}: a limit is ttft, tpot or e2el, a colon and ms above 0,"
                     " such as ttft:200"
                 )
-            found[f"{name}_ms"] = value
-        return cls(**found)
+            limits_ms[f"{name}_ms"] = value
+        return cls(**limits_ms)
 
     def __bool__(self) -> bool:
         return bool(self.limits())
 
     def limits(self) -> dict[str, float]:
-        """In ms, by their names on the command line."""
+        """Return the limits in ms by their names on the command line."""
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
         return {name: ms for name, ms in named.items() if ms is not None}
 
     def is_kept(self, record: RequestRecord) -> bool:
-        """Failed requests keep nothing."""
+        """Return whether a request finished within all limits."""
         if record.error is not None or not record.arrivals:
             return False
         ttft = (record.first_received - record.submit_start) * MS
@@ -111,7 +121,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The requests that kept the Slo. share: of all, 0 to 1. rate: of them, per second."""
+    """The requests within the limits of an Slo, as a share of all (0 to 1) and per second."""
 
     requests: int
     share: float
@@ -120,7 +130,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class ClientSummary:
-    """What one of several clients saw. Spreads as in Summary."""
+    """Figures of one of several clients, with spreads as in Summary."""
 
     client: int
     requests: int
@@ -134,16 +144,21 @@ class ClientSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Spreads in ms; None where nothing was measured.
+    """Figures of one run, with spreads in ms; None if nothing was measured.
 
-    submit_wall: seconds to submit everything. duration: seconds from the first submit to the last
-    finish. throughput: completion tokens per second of it.
-    ttft: the client's clock, and the sum of to_server, tokenize, queue_wait, prefill and delivery;
-    parts_gap is the largest difference between the two over all requests, in ms.
-    tpot: between the arrivals of the first and the last token. itl: gaps between the times at which
-    consecutive tokens were made, whatever the stream interval; itl_received: between arrivals.
-    request_rate: requests done per second of duration. cache_hit_rate: share of the prompt tokens
-    that were cached, 0 to 1. goodput: None without limits. clients: empty where there is only one.
+    Attributes:
+        submit_wall: Seconds until all requests were sent.
+        duration: Seconds from the first submit to the last end.
+        throughput: Completion tokens per second of the duration.
+        ttft: By the client's clock; the sum of to_server, tokenize, queue_wait, prefill, delivery.
+        parts_gap: Largest difference between the TTFT and that sum over all requests, in ms.
+        tpot: Between the arrivals of the first and the last token, per token.
+        itl: Gaps between the times at which consecutive tokens were sampled.
+        itl_received: Gaps between the arrivals of consecutive tokens.
+        request_rate: Finished requests per second of the duration.
+        cache_hit_rate: Share of the prompt tokens that were cached, 0 to 1.
+        goodput: None without limits.
+        clients: Empty if there is only one client.
     """
 
     requests: int
@@ -180,8 +195,10 @@ NO_SLO = Slo()
 
 
 def summarize(records: Sequence[RequestRecord], submit_wall: float, slo: Slo = NO_SLO) -> Summary:
-    """The figures of one run. Failed requests count only for what concerns submitting, and against
-    the goodput."""
+    """Return the figures of one run.
+
+    Failed requests count only in the figures about submitting, and against the goodput.
+    """
     sent = [record for record in records if record.submit_start]
     done = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]
@@ -268,13 +285,13 @@ def _duration(sent: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> f
 
 
 def _between(records: Iterable[RequestRecord], start: str, end: str) -> Percentiles | None:
-    """From one stamp to another, over the requests that have both."""
+    """Return the spread from one stamp to another, over the requests that have both."""
     stamps = [(getattr(record, start), getattr(record, end)) for record in records]
     return spread(after - before for before, after in stamps if before and after)
 
 
 def _time_per_token(record: RequestRecord) -> list[float]:
-    """(last - first) / (n - 1), for a request whose tokens came in two chunks or more."""
+    """Return [(last - first) / (n - 1)], or [] if all tokens came in one chunk."""
     arrivals, tokens = record.arrivals, max(len(record.arrivals), record.completion_tokens)
     if len(arrivals) < 2:
         return []
@@ -286,7 +303,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def _parts_gap(records: Iterable[RequestRecord]) -> float | None:
-    """How far the parts of a TTFT are from it at most, in ms: 0 unless a stamp is out of order."""
+    """Return the largest difference in ms of a TTFT and its parts: 0 if all stamps are in order."""
     gaps = []
     for r in records:
         stamps = [r.submit_start, r.received, r.tokenized, r.admitted, r.first_token]

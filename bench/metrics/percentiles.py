@@ -1,14 +1,14 @@
-"""How durations are spread: seconds in, milliseconds out."""
+"""Percentiles of durations: seconds in, milliseconds out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MS = 1000.0
+MS = 1000.0  # per second
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """How `count` durations are spread, in ms."""
+    """The distribution of `count` durations in ms."""
 
     count: int
     mean: float
@@ -19,7 +19,7 @@ class Percentiles:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), by linear interpolation between the two nearest ranks."""
+    """Return the q-th percentile (0 to 100), interpolated between the two nearest ranks."""
     if not values:
         raise ValueError("no values to take a percentile of")
     ordered = sorted(values)
@@ -30,7 +30,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Percentiles | None:
-    """The spread in ms of durations in seconds; None if there are none."""
+    """Return the distribution in ms of durations in seconds, or None if there are none."""
     values = [max(0.0, value) * MS for value in seconds]
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""What went on at each moment of a run: requests in flight, tokens coming in. Pure."""
+"""Requests in flight and token rates over the time of a run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,24 @@ from bench.metrics.metrics import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A number over time: values[i] from times[i] (Unix seconds) until times[i + 1]."""
+    """A step function: values[i] holds from times[i] (Unix seconds) until times[i + 1]."""
 
     times: list[float]
     values: list[int]
 
     @property
     def peak(self) -> int:
+        """Highest value, or 0."""
         return max(self.values, default=0)
 
 
 def in_flight(records: Iterable[RequestRecord]) -> Steps:
-    """Requests that were sent and had not ended."""
+    """Return the number of requests that were sent and had not ended."""
     return _overlap((r.submit_start, r.finished) for r in records if r.submit_start)
 
 
 def awaiting_first_token(records: Iterable[RequestRecord]) -> Steps:
-    """Those of them to which no token had come."""
+    """Return the number of requests in flight that had no token yet."""
     spans = ((r.submit_start, r.first_received or r.finished) for r in records if r.submit_start)
     return _overlap(spans)
 
@@ -42,9 +43,9 @@ def _overlap(spans: Iterable[tuple[float, float]]) -> Steps:
 def token_rates(
     records: Sequence[RequestRecord], start: float, end: float, width: float
 ) -> list[float]:
-    """Tokens per second in each `width` seconds from start to end.
+    """Return the tokens per second in each `width` seconds from start to end.
 
-    A chunk of a server that tells no token ids counts as its share of the request's tokens.
+    A chunk without token ids counts as its share of the request's tokens.
     """
     counts = [0.0] * max(1, -int(-(end - start) // width))
     for record in records:

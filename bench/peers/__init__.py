@@ -1,1 +1,1 @@
-"""Our server against others: each in its own environment, under the same load, taking turns."""
+"""Compare Quadriga with other servers: each in its own environment, taking turns."""

@@ -1,8 +1,8 @@
-"""Our server against others: `python -m bench.peers llama-cpp --workload W2`.
+"""Compare Quadriga with other servers: `python -m bench.peers llama-cpp --workload W2`.
 
-Installs each peer into an environment of its own (in the cache), serves it and ours, sends both the
-same load in turns, and prints a table in markdown: figures and their ratios. `--all` takes every
-peer. Exit codes: 0 measured, 1 something could not be measured, 2 bad flags.
+Installs each peer into an environment of its own in the cache, starts it and Quadriga, sends both
+the same load in turns, and prints a markdown table of figures and ratios. `--all` measures every
+peer. Exit codes: 0 measured, 1 a workload could not be measured, 2 bad flags.
 """
 
 import argparse
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.models import Weights
-from bench.peers.peer import Peer
+from bench.peers.peer import WORKLOADS, Peer, PeerWorkload
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.peers.workloads import WORKLOADS, Workload
 from bench.serving import run_until_signal
 from quadriga.errors import ConfigError, QuadrigaError
 
@@ -27,7 +26,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison of a command line; the exit code."""
+    """Run the comparison of a command line, and return the exit code."""
     arguments = _parser().parse_args(argv)
     names = list(PEERS) if arguments.all else arguments.peers
     try:
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Each peer in its turn; one that cannot be measured does not end the others."""
+    """Compare with each peer in turn; a peer that cannot be measured does not end the command."""
     settings = Settings(
         over=arguments.ours_over,
         own_flags=tuple(shlex.split(arguments.ours_flags)),
@@ -74,25 +73,25 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 async def _measure(
     peer: Peer,
-    workloads: Sequence[Workload],
+    workloads: Sequence[PeerWorkload],
     arguments: argparse.Namespace,
     settings: Settings,
     measured: list[Outcome],
     left_out: list[str],
 ) -> None:
-    """Add what comes out of a contest to the lists, and to the file of results."""
-    async for found in contest(peer, arguments.weights, workloads, settings):
-        if isinstance(found, NotMeasured):
-            left_out.append(str(found))
-            print(found, file=sys.stderr)
+    """Add the outcomes of one peer to the lists, and to the file of results."""
+    async for outcome in contest(peer, arguments.weights, workloads, settings):
+        if isinstance(outcome, NotMeasured):
+            left_out.append(str(outcome))
+            print(outcome, file=sys.stderr)
         else:
-            measured.append(found)
+            measured.append(outcome)
             if arguments.results:
-                append(arguments.results, [found])
+                append(arguments.results, [outcome])
 
 
 def _first_line(text: str) -> str:
-    """The rest is the end of a log, which was printed when it came."""
+    """Return the first line; the rest is the end of a log, which has been printed already."""
     return text.partition("\n")[0]
 
 
@@ -108,22 +107,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="every peer")
     add("--workload", nargs="+", choices=list(WORKLOADS), help="(default: all)")
     add("--weights", choices=get_args(Weights), default="bf16", help="(default: bf16)")
-    add("--warmup-runs", type=int, default=1, help="of each side, not measured (default: 1)")
-    add("--repeat-runs", type=int, default=3, help="of each side, in turns (default: 3)")
+    add("--warmup-runs", type=int, default=1, help="unmeasured runs of each side (default: 1)")
+    add(
+        "--repeat-runs",
+        type=int,
+        default=3,
+        help="measured runs of each side, in turns (default: 3)",
+    )
     add(
         "--ours-over",
         choices=("zmq", "openai"),
         default="zmq",
-        help="our own protocol, or our gateway, as the peers are (default: zmq)",
+        help="measure Quadriga over its own protocol, or through its gateway (default: zmq)",
     )
-    add("--ours-flags", default="", metavar="FLAGS", help='more flags of ours: "--page-size 32"')
+    add(
+        "--ours-flags",
+        default="",
+        metavar="FLAGS",
+        help='further flags of our server: "--page-size 32"',
+    )
     add(
         "--results",
         type=Path,
         metavar="FILE",
-        help="add the results to a file; without a peer, print all that it holds",
+        help="append the results to a file; without a peer, print the results in it",
     )
-    add("--logs", type=Path, metavar="DIRECTORY", help="of the servers' logs")
+    add("--logs", type=Path, metavar="DIRECTORY", help="directory of the servers' logs")
     return parser
 
 

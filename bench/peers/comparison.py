@@ -1,7 +1,7 @@
-"""Ours against one peer: both serve, and the load goes to one, then to the other, A B A B.
+"""Compare Quadriga with one peer: both serve and take turns with the load, A B A B.
 
-What does not have its turn is stopped (SIGSTOP) if it is the peer, and is ours idle: then it is
-blocked, and takes nothing.
+While Quadriga has its turn, the peer is stopped with SIGSTOP. Quadriga needs no stop, as its idle
+processes block and use no CPU.
 """
 
 import contextlib
@@ -18,19 +18,23 @@ from bench.cli.options import Options, parse
 from bench.client.server import OwnServer, ServerProcess, free_port
 from bench.client.transport import connection
 from bench.metrics.metrics import Summary
-from bench.peers.models import Weights, gguf_file, hugging_face_directory
-from bench.peers.peer import Peer, Start
-from bench.peers.workloads import Workload
+from bench.models.files import Weights, gguf_file, hugging_face_directory
+from bench.peers.peer import Peer, PeerWorkload, Start
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
 
-READY_SECONDS = 600.0
-ASK_SECONDS = 2.0
+READY_TIMEOUT_S = 600.0
+INFO_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """over: how ours is measured. own_flags: of our server, beside those that the comparison
-    needs. logs: the directory of the servers' logs."""
+    """How a comparison is run.
+
+    Attributes:
+        over: Protocol by which our server is measured.
+        own_flags: Flags of our server, in addition to those of the comparison.
+        logs: Directory of the servers' logs.
+    """
 
     over: Literal["zmq", "openai"]
     own_flags: tuple[str, ...]
@@ -41,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The runs of one workload, in pairs: ours[i] and theirs[i] came one after the other."""
+    """The runs of one workload in pairs: theirs[i] followed ours[i]."""
 
     peer: str
     weights: Weights
@@ -53,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class NotMeasured:
-    """A workload without figures, and why."""
+    """A workload without figures, and the reason."""
 
     peer: str
     workload: str
@@ -64,11 +68,12 @@ class NotMeasured:
 
 
 async def contest(
-    peer: Peer, weights: Weights, workloads: Sequence[Workload], settings: Settings
+    peer: Peer, weights: Weights, workloads: Sequence[PeerWorkload], settings: Settings
 ) -> AsyncIterator[Outcome | NotMeasured]:
-    """Each workload in its turn; one that cannot be measured does not end the others.
+    """Yield the outcome of each workload; one that cannot be measured does not end the others.
 
-    ConfigError where the peer cannot be installed.
+    Raises:
+        ConfigError: The peer cannot be installed.
     """
     async with AsyncExitStack() as stack:
         ours = _Side("ours", _own_launch(weights, settings), settings)
@@ -91,7 +96,7 @@ async def _take_turns(
     ours: "_Side",
     theirs: "_Side",
     prompt_form: str,
-    workload: Workload,
+    workload: PeerWorkload,
     outcome: Outcome,
     settings: Settings,
 ) -> None:
@@ -100,21 +105,23 @@ async def _take_turns(
     turns = [(True, n) for n in range(settings.warmup_runs)]
     turns += [(False, n) for n in range(settings.repeat_runs)]
     for is_warmup, number in turns:
-        for (side, its_runs), found in zip(runs, (outcome.ours, outcome.theirs), strict=True):
+        for (side, runs_of_side), summaries in zip(
+            runs, (outcome.ours, outcome.theirs), strict=True
+        ):
             (theirs.resume if side is theirs else theirs.pause)()
             with contextlib.redirect_stdout(io.StringIO()):
                 if is_warmup:
-                    summary = await its_runs.warm_up(number)
+                    summary = await runs_of_side.warm_up(number)
                 else:
-                    summary = (await its_runs.measure(number)).summary
-                    found.append(summary)
+                    summary = (await runs_of_side.measure(number)).summary
+                    summaries.append(summary)
             turn = f"{workload.name} {'warm-up' if is_warmup else 'run'} {number + 1} {side.name}"
             _check(turn, summary)
             print(f"{turn}: {summary.throughput:.1f} tok/s", file=sys.stderr, flush=True)
 
 
 def _check(turn: str, summary: Summary) -> None:
-    """A run in which a request failed or ended too soon measures nothing."""
+    """Raise RequestFailed if a request of the run failed or ended too early."""
     if summary.failed:
         raise RequestFailed(
             f"{turn}: {summary.failed} of {summary.requests} requests failed: {summary.first_error}"
@@ -126,9 +133,11 @@ def _check(turn: str, summary: Summary) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """key: what the server is started with, to tell whether the one that runs will do.
+    """How the server of a side is started for a workload.
 
-    make: the server, with its log in that file, and the flags of bench.serving that name it.
+    Attributes:
+        key: Command line; a running server with the same key is used again.
+        make: Returns the server that logs to a file, and the flags of bench.serving that name it.
     """
 
     key: list[str]
@@ -136,10 +145,10 @@ class _Launch:
 
 
 class _Side:
-    """One server at a time, started anew where a workload asks for another command line."""
+    """One side of the comparison: a server, restarted if a workload needs another command line."""
 
     def __init__(
-        self, name: str, launch_for: Callable[[Workload], _Launch], settings: Settings
+        self, name: str, launch_for: Callable[[PeerWorkload], _Launch], settings: Settings
     ) -> None:
         self.name = name
         self._launch_for = launch_for
@@ -149,8 +158,8 @@ class _Side:
         self._target: list[str] = []
         self._stack = AsyncExitStack()
 
-    async def runs(self, workload: Workload, prompt_form: str) -> serving.Runs:
-        """The runs of a workload, on a server that serves."""
+    async def runs(self, workload: PeerWorkload, prompt_form: str) -> serving.Runs:
+        """Return the runs of a workload, on a server that is ready."""
         launch = self._launch_for(workload)
         if launch.key != self._key:
             await self.close()
@@ -158,10 +167,10 @@ class _Side:
             server, self._target = launch.make(log)
             self._server = self._stack.enter_context(server)
             self._key = launch.key
-            await server.wait_ready(lambda: _ask(parse(self._target)))
+            await server.wait_ready(lambda: _info(parse(self._target)))
         return await serving.open_runs(self._options(workload, prompt_form), self._stack)
 
-    def _options(self, workload: Workload, prompt_form: str) -> Options:
+    def _options(self, workload: PeerWorkload, prompt_form: str) -> Options:
         return parse(
             [
                 *(*self._target, *workload.flags()),
@@ -173,7 +182,7 @@ class _Side:
         )
 
     def pause(self) -> None:
-        """Stop its processes where they are."""
+        """Stop the server's processes with SIGSTOP."""
         if self._server is not None:
             self._server.pause()
 
@@ -188,13 +197,15 @@ class _Side:
         await self._stack.aclose()
 
 
-async def _ask(options: Options) -> dict[str, Any]:
-    async with connection(options.openai or options.endpoint, ASK_SECONDS) as client:
-        return await client.info(ASK_SECONDS)
+async def _info(options: Options) -> dict[str, Any]:
+    async with connection(
+        options.target.openai or options.target.endpoint, INFO_TIMEOUT_S
+    ) as client:
+        return await client.info(INFO_TIMEOUT_S)
 
 
-def _own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], _Launch]:
-    def launch(workload: Workload) -> _Launch:
+def _own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], _Launch]:
+    def launch(workload: PeerWorkload) -> _Launch:
         if weights == "bf16":
             flags = ["--model", str(hugging_face_directory(workload.model)), "--dtype", "bfloat16"]
         else:
@@ -206,7 +217,7 @@ def _own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], _L
 
 
 def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, list[str]]:
-    config = parse(flags).server
+    config = parse(flags).target.config
     assert config is not None
     if over == "zmq":
         server = OwnServer(config, log)
@@ -216,19 +227,19 @@ def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, 
     return OwnServer(config, log, http_port=port), ["--backend", "openai", "--base-url", url]
 
 
-def _peer_launch(peer: Peer, weights: Weights) -> Callable[[Workload], _Launch]:
+def _peer_launch(peer: Peer, weights: Weights) -> Callable[[PeerWorkload], _Launch]:
     if weights not in peer.weights:
         raise ConfigError(
             f"{peer.name} does not serve {weights} weights, only {', '.join(peer.weights)}"
         )
     program = peer.install()
 
-    def launch(workload: Workload) -> _Launch:
+    def launch(workload: PeerWorkload) -> _Launch:
         def make(log: Path) -> tuple[ServerProcess, list[str]]:
             port = free_port()
             command = peer.command(Start(program, port, workload, weights))
             model = hugging_face_directory(workload.model)
-            server = ServerProcess(command, log, READY_SECONDS, peer.environment)
+            server = ServerProcess(command, log, READY_TIMEOUT_S, peer.environment)
             return server, peer.target(port, model)
 
         return _Launch(peer.command(Start(program, 0, workload, weights)), make)

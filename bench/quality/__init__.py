@@ -1,1 +1,1 @@
-"""Smaller numbers against float32: `python -m bench.quality`."""
+"""Compare number formats with float32: `python -m bench.quality`."""

@@ -1,8 +1,8 @@
-"""What smaller numbers cost in quality: `python -m bench.quality --variant "NAME: FLAGS" ...`.
+"""Measure the quality of number formats: `python -m bench.quality --variant "NAME: FLAGS" ...`.
 
-Each variant of a model is held against the same model in float32, which comes first in the table:
-perplexity of a text, divergence of the next-token distributions, and how far greedy continuations
-stay the same. Flags of a server before the variants go for all of them. For example
+Each variant of a model is compared with the same model in float32, the first row of the table:
+perplexity of a text, divergence of the next-token distributions, and the length for which greedy
+continuations are the same. Server flags before the variants hold for all of them. For example
 
     python -m bench.quality --variant "bf16: --dtype bfloat16" --variant "int8: --quantization int8"
 """
@@ -28,9 +28,8 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 
-WINDOW = 1024
-"""Tokens of the text that are scored together, at most: the model's context may be shorter."""
-PROMPTS, PROMPT_TOKENS, CONTINUED = 32, 64, 64
+MAX_WINDOW_TOKENS = 1024  # scored together; the model's context may be shorter
+NUM_PROMPTS, PROMPT_TOKENS, CONTINUED_TOKENS = 32, 64, 64
 REFERENCE = "float32"
 EXIT_OK, EXIT_USAGE = 0, 2
 
@@ -38,21 +37,23 @@ T = TypeVar("T")
 
 
 def run(variants: Mapping[str, ServerConfig], text: str) -> dict[str, Score]:
-    """The scores, of the reference first. Every variant has a process of its own, so that its
-    memory is given back."""
+    """Return the scores, the reference's first.
+
+    Every variant runs in a process of its own, so that its memory is released.
+    """
     common = next(iter(variants.values()))
     texts = texts_of(resolve_model(common.model, show_progress=True), text)
     with TemporaryDirectory(prefix="quadriga-quality-") as folder:
         kept = Path(folder) / "reference.npy"
-        reference = _apart(REFERENCE, _score_reference, reference_of(common), texts, kept)
+        reference = _in_new_process(REFERENCE, _score_reference, reference_of(common), texts, kept)
         scores = {REFERENCE: reference}
         for name, config in variants.items():
-            scores[name] = _apart(name, _score_variant, config, texts, kept, reference)
+            scores[name] = _in_new_process(name, _score_variant, config, texts, kept, reference)
     return scores
 
 
 def reference_of(config: ServerConfig) -> ServerConfig:
-    """The same model without anything that rounds."""
+    """Return the same model in float32, without quantization."""
     worker = WorkerArgs(
         device=config.worker.device, dtype="float32", worker_threads=config.worker.worker_threads
     )
@@ -60,25 +61,25 @@ def reference_of(config: ServerConfig) -> ServerConfig:
 
 
 def texts_of(files: ModelFiles, text: str) -> ScoredTexts:
-    """ConfigError where the text is too short to take the prompts from."""
+    """Split a text into windows and prompts; raise ConfigError if it is too short."""
     ids = load_tokenizer(files.tokenizer_dir).encode(text, add_special_tokens=False).ids
-    window = min(WINDOW, files.context_length)
+    window = min(MAX_WINDOW_TOKENS, files.context_length)
     prompt = min(PROMPT_TOKENS, window // 2)
-    starts = range(0, len(ids) - prompt + 1, max(prompt, len(ids) // PROMPTS))
-    if len(starts) < PROMPTS:
+    starts = range(0, len(ids) - prompt + 1, max(prompt, len(ids) // NUM_PROMPTS))
+    if len(starts) < NUM_PROMPTS:
         raise ConfigError(
-            f"the text has {len(ids)} tokens: at least {PROMPTS * prompt} are needed for"
-            f" {PROMPTS} prompts; take a longer one"
+            f"the text has {len(ids)} tokens: at least {NUM_PROMPTS * prompt} are needed for"
+            f" {NUM_PROMPTS} prompts; take a longer one"
         )
     return ScoredTexts(
         windows=[ids[first : first + window] for first in range(0, len(ids) - 1, window)],
-        prompts=[ids[start : start + prompt] for start in starts[:PROMPTS]],
-        continued=min(CONTINUED, files.context_length - prompt),
+        prompts=[ids[start : start + prompt] for start in starts[:NUM_PROMPTS]],
+        continued=min(CONTINUED_TOKENS, files.context_length - prompt),
     )
 
 
-def _apart(name: str, work: Callable[..., T], *arguments: Any) -> T:
-    """Run in a new process. QuadrigaError where it dies."""
+def _in_new_process(name: str, work: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in a new process; raise QuadrigaError if the process dies."""
     print(f"measuring {name}", file=sys.stderr, flush=True)
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=fresh) as pool:
@@ -90,7 +91,7 @@ def _apart(name: str, work: Callable[..., T], *arguments: Any) -> T:
             ) from None
 
 
-# Only the processes of the variants load torch.
+# torch is loaded only in the processes of the variants.
 
 
 def _score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Score:
@@ -106,6 +107,7 @@ def _score_variant(config: ServerConfig, texts: ScoredTexts, kept: Path, referen
 
 
 def table(scores: Mapping[str, Score]) -> str:
+    """Return the scores as a markdown table."""
     first = next(iter(scores.values()))
     count = len(first.continuations[0])
     lines = [
@@ -129,7 +131,7 @@ def table(scores: Mapping[str, Score]) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, ServerConfig], Path | None]:
-    """The variants, and the file of --text. ConfigError for flags that cannot work."""
+    """Return the variants and the file of --text, or raise ConfigError."""
     parser = argparse.ArgumentParser(
         "python -m bench.quality",
         description=__doc__,
@@ -153,8 +155,8 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, ServerConfig], Path | None]:
 def _config_of(common: Namespace, flags: list[str]) -> ServerConfig:
     parser = argparse.ArgumentParser("a variant of bench.quality.command", allow_abbrev=False)
     server_flags.add_flags(parser)
-    own = parser.parse_args(flags)
-    return server_flags.from_namespace(Namespace(**{**vars(common), **vars(own)}))
+    of_variant = parser.parse_args(flags)
+    return server_flags.from_namespace(Namespace(**{**vars(common), **vars(of_variant)}))
 
 
 def _read(path: Path | None) -> str:
@@ -167,7 +169,7 @@ def _read(path: Path | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 measured, 2 bad flags or no model."""
+    """Measure, and return the exit code: 0 measured, 2 bad flags or no model."""
     try:
         variants, path = parse(sys.argv[1:] if argv is None else argv)
         scores = run(variants, _read(path))

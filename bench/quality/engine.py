@@ -1,4 +1,4 @@
-"""What a model makes of texts, by the worker's own engine in this process."""
+"""Score texts and continue prompts with the worker's own engine in this process."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,21 +14,20 @@ from worker_proc.runner import Runner, make_runner
 from worker_proc.step.inputs import make_inputs
 from worker_proc.system.devices import take_cores
 
-BLOCK = 128
-"""Rows whose logits are worked out at a time."""
+MAX_LOGIT_ROWS = 128  # computed at a time
 
 
 class Scorer:
-    """A model: scores one text at a time, or continues the prompts together."""
+    """A model that scores one text at a time, or continues all prompts together."""
 
     def __init__(self, config: ServerConfig, texts: ScoredTexts) -> None:
-        """QuadrigaError where the model does not load."""
+        """Load the model, or raise QuadrigaError."""
         take_cores(config.worker)
         self._texts = texts
         self._page_size = config.worker.page_size
-        self._pages_a_prompt = self._pages(len(texts.prompts[0]) + texts.continued)
+        self._pages_per_prompt = self._pages(len(texts.prompts[0]) + texts.continued)
         rows = len(texts.prompts)
-        pages = max(rows * self._pages_a_prompt, *(self._pages(len(w)) for w in texts.windows))
+        pages = max(rows * self._pages_per_prompt, *(self._pages(len(w)) for w in texts.windows))
         pool = pages * self._page_size
         small = config.replace(max_total_tokens=pool, max_running_requests=rows)
         files = resolve_model(config.model)
@@ -38,22 +37,24 @@ class Scorer:
 
     @torch.inference_mode()
     def log_probs(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """For each token of a text the logarithms of the probabilities of what may follow it:
-        [at most BLOCK, vocab_size] float32 at a time."""
+        """Yield the log-probabilities of the next token at each position of a text.
+
+        Blocks are float32, [at most MAX_LOGIT_ROWS, vocab_size].
+        """
         runner, table = self._runner, self._runner.table
         table.admit([self._slot(0, ids)])
         inputs = make_inputs(self._plan(EXTEND, 1, len(ids)), table)
         hidden = runner.engine.forward(inputs)
-        for block in hidden.split(BLOCK):
+        for block in torch.split(hidden, MAX_LOGIT_ROWS):
             yield runner.engine.logits(block).float().log_softmax(-1)
         table.release([0])
 
     def argmax(self, ids: Sequence[int]) -> list[int]:
-        """For each token of a text the likeliest one to follow it."""
+        """Return the most likely next token at each position of a text."""
         return [token for block in self.log_probs(ids) for token in block.argmax(-1).tolist()]
 
     def continuations(self) -> list[list[int]]:
-        """The greedy tokens of each prompt."""
+        """Return the greedy continuation of each prompt."""
         prompts, count = self._texts.prompts, self._texts.continued
         rows = len(prompts)
         new = [self._slot(slot, prompt, count) for slot, prompt in enumerate(prompts)]
@@ -63,10 +64,10 @@ class Scorer:
         self._runner.table.release(list(range(rows)))
         return [list(tokens) for tokens in zip(*steps, strict=True)]
 
-    def _slot(self, slot: int, ids: Sequence[int], room: int = 0) -> NewSlot:
-        first = slot * self._pages_a_prompt
-        own = pack_ids(range(first, first + self._pages(len(ids) + room)))
-        return NewSlot(slot, pack_ids(ids), 0, own, 0.0, -1, 1.0, 0)
+    def _slot(self, slot: int, ids: Sequence[int], num_continued: int = 0) -> NewSlot:
+        first = slot * self._pages_per_prompt
+        pages = pack_ids(range(first, first + self._pages(len(ids) + num_continued)))
+        return NewSlot(slot, pack_ids(ids), 0, pages, 0.0, -1, 1.0, 0)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

@@ -1,4 +1,4 @@
-"""One variant of a model against the reference: what is measured, in a process of its own."""
+"""Score one variant of a model, in a process of its own, against the reference."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,17 +10,17 @@ from bench.quality.engine import Scorer
 from bench.quality.metrics import Floats, Score, ScoredTexts, Surprise, common_prefix, divergences
 from quadriga.config.server_config import ServerConfig
 
-EVERY = 4
-"""Of every so many positions the whole distribution is compared: each takes 4 bytes a token of the
-vocabulary, in a file."""
+# The whole distribution is compared at every fourth position: each takes 4 bytes per token of the
+# vocabulary in a file.
+COMPARED_INTERVAL = 4
 
 
-def score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Score:
-    """Also writes its distributions to the file `kept`, for the others."""
+def score_reference(config: ServerConfig, texts: ScoredTexts, reference_file: Path) -> Score:
+    """Score the reference, and write its distributions to a file."""
     scorer = Scorer(config, texts)
-    count = sum(len(window[::EVERY]) for window in texts.windows)
+    count = sum(len(window[::COMPARED_INTERVAL]) for window in texts.windows)
     shape = count, scorer.vocab_size
-    file = np.lib.format.open_memmap(kept, mode="w+", dtype=np.float32, shape=shape)
+    file = np.lib.format.open_memmap(reference_file, mode="w+", dtype=np.float32, shape=shape)
     surprise, done = Surprise(), 0
     for block, followed, compared in _blocks(scorer, texts.windows):
         surprise.add(block, followed)
@@ -29,34 +29,43 @@ def score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Sco
     return Score(surprise.perplexity(), scorer.continuations())
 
 
-def score_variant(config: ServerConfig, texts: ScoredTexts, kept: Path, reference: Score) -> Score:
+def score_variant(
+    config: ServerConfig, texts: ScoredTexts, reference_file: Path, reference: Score
+) -> Score:
+    """Score a variant, with the reference's distributions and continuations."""
     scorer = Scorer(config, texts)
-    distributions = np.load(kept, mmap_mode="r")
+    distributions = np.load(reference_file, mmap_mode="r")
     surprise, diverged, done = Surprise(), 0.0, 0
     for block, followed, compared in _blocks(scorer, texts.windows):
         surprise.add(block, followed)
         diverged += divergences(distributions[done : done + len(compared)], compared).sum()
         done += len(compared)
-    own, others = scorer.continuations(), reference.continuations
+    continuations, expected = scorer.continuations(), reference.continuations
     return Score(
         surprise.perplexity(),
-        own,
+        continuations,
         divergence=float(diverged / len(distributions)),
-        agreement=_agreement(scorer, texts.prompts, others),
-        prefix=mean(common_prefix(a, b) for a, b in zip(own, others, strict=True)),
+        agreement=_agreement(scorer, texts.prompts, expected),
+        prefix=mean(common_prefix(a, b) for a, b in zip(continuations, expected, strict=True)),
     )
 
 
 def _blocks(
     scorer: Scorer, windows: Sequence[list[int]]
 ) -> Iterator[tuple[Floats, list[int], Floats]]:
-    """Log-probabilities of some rows, the tokens that followed them (the last of a window has
-    none), and the rows whose distributions are compared."""
+    """Yield blocks of log-probabilities with their next tokens and the rows to compare.
+
+    The last position of a window has no next token.
+    """
     for window in windows:
         first = 0
         for tensor in scorer.log_probs(window):
             block = tensor.numpy()
-            yield block, window[first + 1 : first + 1 + len(block)], block[-first % EVERY :: EVERY]
+            yield (
+                block,
+                window[first + 1 : first + 1 + len(block)],
+                block[-first % COMPARED_INTERVAL :: COMPARED_INTERVAL],
+            )
             first += len(block)
 
 

@@ -1,4 +1,4 @@
-"""The printed block of a run."""
+"""Format the printed block of a run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ HEADING = "=== streaming benchmark ==="
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run: its figures, what it cost, its records, and what the server said after it."""
+    """One run, with the server's info after it."""
 
     summary: Summary
     cost: Cost
@@ -26,13 +26,13 @@ class Result:
 
 
 def block(options: Options, result: Result) -> str:
-    """The lines of one measured run: the known ones in their known order, then ours."""
+    """Return the lines of a measured run: the lines that scripts parse first, then further ones."""
     lines = [
         HEADING,
         *_server_lines(options, result.info),
         *_load_lines(options, result.summary),
         *_time_lines(result.summary),
-        *_own_lines(options, result),
+        *_further_lines(options, result),
         *_traffic_lines(options, result.summary, result.info),
     ]
     return "\n".join(lines)
@@ -50,20 +50,20 @@ def _server_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
 
 
 def _feature_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
-    """A server of somebody else's does not tell."""
-    if options.openai is not None:
+    """Return the lines about features, which only a Quadriga server reports."""
+    if options.target.openai is not None:
         return [f"{name}: {UNKNOWN}" for name in ("Paged attention", "CUDA Graph", "NVTX")]
     pages = f", pages of {info['page_size']} tokens" if "page_size" in info else ""
     backend = _setting(options, info, "worker", "attention_backend")
     return [
         f"Paged attention: on, always (backend {backend}{pages})",
-        f"CUDA Graph: {_switch(info, 'cuda_graph', 'cuda_graph' in options.asked)}",
+        f"CUDA Graph: {_switch(info, 'cuda_graph', 'cuda_graph' in options.requested)}",
         f"NVTX: {_switch(info, 'nvtx', False)}",
     ]
 
 
 def _load_lines(options: Options, summary: Summary) -> list[str]:
-    relative = options.gap is not None
+    relative = options.load.send.gap_s is not None
     lag = f"{UNKNOWN} (relative schedule)" if relative else _spread(summary.submit_lag)
     return [
         f"Requests: {summary.requests}",
@@ -89,7 +89,7 @@ def _time_lines(summary: Summary) -> list[str]:
     ]
 
 
-def _own_lines(options: Options, result: Result) -> list[str]:
+def _further_lines(options: Options, result: Result) -> list[str]:
     summary, cost = result.summary, result.cost
     return [
         f"Client->server p50/p95/p99: {_spread(summary.to_server)}",
@@ -120,7 +120,7 @@ def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) 
         lines.append(f"Tokens counted by: {_counted_by(summary, uncounted)}")
     if summary.goodput is not None:
         lines.append(
-            f"Goodput ({_limits(options.slo)}): {summary.goodput.share:.1%} of the requests,"
+            f"Goodput ({_limits(options.output.slo)}): {summary.goodput.share:.1%} of the requests,"
             f" {_number(summary.goodput.rate)} requests/s"
         )
     if len(summary.clients) <= SHOWN_CLIENTS:
@@ -129,7 +129,7 @@ def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) 
 
 
 def _counted_by(summary: Summary, uncounted: int) -> str:
-    """uncounted: requests so far, of earlier runs too, of which the server told no usage."""
+    """Return the source of token counts; `uncounted` requests of all runs had no usage."""
     if uncounted == 0:
         return "the server's usage"
     return f"chunks, in {min(uncounted, summary.requests)} requests or more: no usage came"
@@ -145,13 +145,13 @@ def _client_lines(client: ClientSummary) -> list[str]:
 
 
 def failures(summary: Summary) -> str:
-    """How many requests failed, and the first error."""
+    """Return the line with the number of failed requests and the first error."""
     first = f" (first error: {summary.first_error})" if summary.first_error else ""
     return f"Failed requests: {summary.failed}{first}"
 
 
 def over_runs(results: Sequence[Result]) -> str:
-    """The median of the p50s of repeated runs, with their range."""
+    """Return the medians of the p50s of repeated runs, with their ranges."""
     rows: list[tuple[str, str, Callable[[Summary], float | None]]] = [
         ("TTFT p50", "ms", lambda s: _p50(s.ttft)),
         ("TPOT p50", "ms", lambda s: _p50(s.tpot)),
@@ -168,34 +168,35 @@ def over_runs(results: Sequence[Result]) -> str:
 
 
 def _pretok(options: Options) -> str:
-    if options.workload.text is None:
-        return "on (token ids of a trace)" if options.spec is None else "on (random token ids)"
-    return "on" if options.pretok else "off"
+    if options.load.workload.text is None:
+        return "on (token ids of a trace)" if options.load.spec is None else "on (random token ids)"
+    return "on" if options.load.pretok else "off"
 
 
 def _schedule(options: Options) -> str:
-    """What stands between two submits, and what it is counted by."""
-    spec = options.spec
-    if options.gap is not None:
-        return f"{options.gap * MS:g} ms / relative"
+    """Return the gap between two submits and the kind of schedule."""
+    spec, send = options.load.spec, options.load.send
+    if send.gap_s is not None:
+        return f"{send.gap_s * MS:g} ms / relative"
     if spec is None:
         return "as in the file / trace"
     if spec.max_concurrency is not None:
         return f"{spec.think_time * MS:g} ms after an end / closed loop of {spec.max_concurrency}"
     interval = MS / spec.request_rate
-    most = "" if options.limit is None else f", {options.limit} at a time"
+    bound = "" if send.max_in_flight is None else f", {send.max_in_flight} at a time"
     if math.isinf(spec.request_rate) or math.isinf(spec.burstiness):
-        return f"{interval:g} ms / absolute{most}"
+        return f"{interval:g} ms / absolute{bound}"
     kind = "Poisson" if spec.burstiness == 1 else f"gamma of burstiness {spec.burstiness:g}"
-    return f"{interval:g} ms on average / {kind}{most}"
+    return f"{interval:g} ms on average / {kind}{bound}"
 
 
 def _rate(options: Options) -> str:
-    if options.gap:
-        return f"{1 / options.gap:g}"
-    if options.spec is None or options.spec.max_concurrency is not None:
+    spec, gap_s = options.load.spec, options.load.send.gap_s
+    if gap_s:
+        return f"{1 / gap_s:g}"
+    if spec is None or spec.max_concurrency is not None:
         return UNKNOWN
-    return f"{options.spec.request_rate:g}" + (" chats" if options.spec.turns > 1 else "")
+    return f"{spec.request_rate:g}" + (" chats" if spec.turns > 1 else "")
 
 
 def _limits(slo: Slo) -> str:
@@ -203,21 +204,23 @@ def _limits(slo: Slo) -> str:
 
 
 def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:
-    """What the server says of a setting of its own, else what it was started with."""
-    if name in info or options.server is None:
+    """Return a setting as the server reports it, or as the bench started the server."""
+    if name in info or options.target.config is None:
         return str(info.get(name, UNKNOWN))
-    return str(getattr(getattr(options.server, group), name))
+    return str(getattr(getattr(options.target.config, group), name))
 
 
-def _switch(info: Mapping[str, Any], name: str, asked: bool) -> str:
-    """A server that does not speak of a feature does not have it."""
+def _switch(info: Mapping[str, Any], name: str, requested: bool) -> str:
+    """Return the state of a feature; a server that does not report it does not have it."""
     state = "on" if info.get(name) else "off"
-    return f"{state} (asked for, but the server has it not)" if asked and state == "off" else state
+    if requested and state == "off":
+        return f"{state} (asked for, but the server does not have it)"
+    return state
 
 
 def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
-    if "prefix_cache" not in info and options.server is not None:
-        return "off" if options.server.scheduler.disable_radix_cache else "on"
+    if "prefix_cache" not in info and options.target.config is not None:
+        return "off" if options.target.config.scheduler.disable_radix_cache else "on"
     state = str(info.get("prefix_cache", UNKNOWN))
     return {"True": "on", "False": "off"}.get(state, state)
 
@@ -250,7 +253,7 @@ def _parts_gap(summary: Summary) -> str:
 
 
 def _memory(cost: Cost) -> str:
-    """Of the server; the bench client is none of it."""
+    """Return the resident memory of the server's processes, without the bench client."""
     known = {name: size for name, size in cost.memory.items() if size and name != BENCH}
     if not known:
         return UNKNOWN

@@ -1,4 +1,4 @@
-"""The JSON file of a whole bench, and the lines that are added to another one."""
+"""Write the JSON file of a whole bench, and append runs to a file of JSON lines."""
 
 import dataclasses
 import json
@@ -13,12 +13,12 @@ from bench.report.report import Result
 
 
 def now() -> str:
-    """In UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def append_json(path: Path, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Each as one line at the end of the file."""
+    """Append each document as a line."""
     with path.open("a") as file:
         file.writelines(json.dumps(document) + "\n" for document in documents)
 
@@ -30,14 +30,15 @@ def write_json(
     results: Sequence[Result],
     warmups: Sequence[Summary],
 ) -> None:
-    """Everything that was measured, with what it was measured on. Times as in the dataclasses."""
+    """Write all figures, with flags and info of the server. Times are those of the dataclasses."""
+    config = options.target.config
     document = {
         "date": now(),
         "flags": options.flags,
-        "server_flags": dataclasses.asdict(options.server) if options.server else None,
+        "server_flags": None if config is None else dataclasses.asdict(config),
         "server_info": dict(info),
         "warmups": [dataclasses.asdict(summary) for summary in warmups],
-        "runs": [_run_as_dict(result, options.details) for result in results],
+        "runs": [_run_as_dict(result, options.output.details) for result in results],
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
 

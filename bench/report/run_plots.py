@@ -1,5 +1,6 @@
-"""Draws a measured run. Needs matplotlib."""
+"""Draw a measured run. Needs matplotlib."""
 
+import importlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,19 +11,22 @@ import numpy as np
 from bench.metrics.metrics import RequestRecord
 from bench.metrics.percentiles import MS
 from bench.metrics.timeline import Steps, awaiting_first_token, in_flight, token_rates
-from bench.report.plots import Figure, label
 
-FEWEST_BINS, MAX_BINS = 10, 60
-SLICES = 120
-"""Of the time that a run took; each is drawn with the tokens per second in it."""
+# pyplot would look for a screen; the figure alone does not.
+Figure: Any = importlib.import_module("matplotlib.figure").Figure
+
+MIN_BINS, MAX_BINS = 10, 60
+NUM_SLICES = 120  # of the run's duration, each drawn with its tokens per second
 MIN_SLICE_S = 0.05
 FILL, LINE, MUTED = "#4c72b0", "#1f3b66", "#c9d5e8"
 PERCENTILES = {50: "-", 95: "--", 99: ":"}
 
 
 def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
-    """Distributions of TTFT, TPOT and ITL above; below, requests in flight and tokens per second
-    over time. Failed requests are left out."""
+    """Draw the distributions of TTFT, TPOT and ITL, requests in flight and tokens per second.
+
+    Failed requests are left out.
+    """
     done = [record for record in records if record.error is None]
     figure = Figure(figsize=(14, 8), layout="constrained")
     figure.suptitle(title, fontsize=11)
@@ -36,7 +40,7 @@ def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
 
 
 def _spans(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """In ms."""
+    """Return the TTFTs, TPOTs and ITLs in ms."""
     several = [r for r in done if r.completion_tokens > 1 and r.arrivals]
     return {
         "TTFT": [(r.first_received - r.submit_start) * MS for r in done if r.arrivals],
@@ -48,15 +52,15 @@ def _spans(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def _distribution(axes: Any, name: str, values: Sequence[float]) -> None:
-    """A histogram, up to where nearly all lie, and lines at the percentiles."""
+    """Draw a histogram up to twice the p99, and lines at the percentiles."""
     if not values:
         label(axes, f"{name}: nothing to show", "ms", "")
         return
     ordered = np.sort(np.asarray(values))
     marks = {percent: float(np.percentile(ordered, percent)) for percent in PERCENTILES}
-    most = min(ordered[-1], 2 * marks[99])
-    low, high = float(ordered[0]), float(max(most, ordered[0] + 1e-3))
-    bins = min(max(int(2 * len(ordered) ** 0.5), FEWEST_BINS), MAX_BINS)
+    low = float(ordered[0])
+    high = float(max(min(ordered[-1], 2 * marks[99]), low + 1e-3))
+    bins = min(max(int(2 * len(ordered) ** 0.5), MIN_BINS), MAX_BINS)
     axes.hist(np.minimum(ordered, high), bins=bins, range=(low, high), color=FILL, alpha=0.75)
     axes.yaxis.get_major_locator().set_params(integer=True)
     for percent, style in PERCENTILES.items():
@@ -90,7 +94,7 @@ def _tokens(axes: Any, done: Sequence[RequestRecord]) -> None:
         label(axes, "tokens per second: nothing to show", "seconds", "")
         return
     start, end = min(r.submit_start for r in done), max(r.finished for r in done)
-    width = max((end - start) / SLICES, MIN_SLICE_S)
+    width = max((end - start) / NUM_SLICES, MIN_SLICE_S)
     rates = token_rates(done, start, end, width)
     seconds = [min(place * width, end - start) for place in range(len(rates) + 1)]
     axes.stairs(rates, seconds, fill=True, color=FILL, alpha=0.75)
@@ -98,3 +102,14 @@ def _tokens(axes: Any, done: Sequence[RequestRecord]) -> None:
     axes.axhline(mean, color=LINE, linestyle="--", label=f"mean {mean:.0f}")
     axes.set_ylim(bottom=0)
     label(axes, f"output tokens per second, in slices of {width * MS:.0f} ms", "seconds", "tok/s")
+
+
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """Set title and axis names, and add a legend and a faint grid."""
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(framealpha=0.95)
+    axes.set_axisbelow(True)
+    axes.grid(alpha=0.3)

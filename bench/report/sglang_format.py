@@ -1,7 +1,7 @@
-"""A run's figures by the names and definitions that the bench clients of SGLang and vLLM share.
+"""Figures of a run by the names and definitions that the bench clients of SGLang and vLLM share.
 
-TTFT: from the submit to the first chunk with a token. TPOT: from there to the end of the request,
-over its tokens but one. ITL: the gaps between chunks, whatever they hold.
+TTFT: from the submit to the first chunk with a token. TPOT: from that chunk to the end of the
+request, divided by its tokens but one. ITL: gaps between chunks of any size.
 """
 
 import math
@@ -17,13 +17,13 @@ from bench.report.report import Result
 
 WIDTH = 50
 LABEL_WIDTH = 40
+# Key: heading, and the name in a line.
 LATENCIES = {
     "e2e_latency": ("End-to-End Latency", "E2E Latency"),
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
     "itl": ("Inter-Token Latency", "ITL"),
 }
-"""Key: heading, and the name in a line."""
 SHARES = {
     "e2e_latency": ("mean", "median", "p99"),
     "ttft": ("mean", "median", "p99"),
@@ -48,12 +48,12 @@ FIGURES = {
 
 
 def figures(result: Result, slo: Slo) -> dict[str, float]:
-    """Everything that is measured, by its conventional key. Times in ms, but for the duration."""
+    """Return all figures by their conventional keys. Times in ms, the duration in seconds."""
     summary = result.summary
     done = [record for record in result.records if record.error is None]
     start = min((record.submit_start for record in done), default=0.0)
     seconds = summary.duration or math.inf
-    found: dict[str, float] = {
+    values_by_key: dict[str, float] = {
         "completed": len(done),
         "failed": summary.failed,
         "duration": summary.duration,
@@ -68,14 +68,14 @@ def figures(result: Result, slo: Slo) -> dict[str, float]:
         "concurrency": sum(record.finished - record.submit_start for record in done) / seconds,
     }
     if slo and summary.goodput is not None:
-        found["request_goodput"] = summary.goodput.rate or 0.0
+        values_by_key["request_goodput"] = summary.goodput.rate or 0.0
     for name, values in _latencies(done).items():
-        found |= _shares(name, values)
-    return found
+        values_by_key |= _shares(name, values)
+    return values_by_key
 
 
 def _latencies(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """In ms."""
+    """Return the latencies of the finished requests in ms."""
     return {
         "ttft": [_ms(r.submit_start, r.first_received) for r in done if r.arrivals],
         "tpot": [
@@ -93,7 +93,7 @@ def _ms(start: float, end: float) -> float:
 
 
 def _shares(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Zeros where there are no values, as is the convention."""
+    """Return mean and percentiles; zeros if there are no values, as is the convention."""
     values = values or [0.0]
     mean = sum(values) / len(values)
     return {
@@ -107,21 +107,21 @@ def _shares(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def block(options: Options, result: Result) -> str:
-    """The lines that users of those clients know."""
-    found = figures(result, options.slo)
+    """Return the lines that the other clients print."""
+    values = figures(result, options.output.slo)
     limit = options.flags["max_concurrency"]
     lines = [
         f"{' Serving Benchmark Result ':=^{WIDTH}}",
         _line("Backend:", options.flags["backend"]),
         _line("Traffic request rate:", options.flags["request_rate"]),
         _line("Max request concurrency:", "not set" if limit is None else limit),
-        *(_line(title, found[key]) for key, title in FIGURES.items() if key in found),
+        *(_line(title, values[key]) for key, title in FIGURES.items() if key in values),
     ]
     for key, (heading, name) in LATENCIES.items():
         lines.append(f"{heading:-^{WIDTH}}")
         for share in SHARES[key]:
             title = f"{share.title()} {name} (ms):"
-            lines.append(_line(title, float(found[f"{share}_{key}_ms"])))
+            lines.append(_line(title, float(values[f"{share}_{key}_ms"])))
     return "\n".join([*lines, "=" * WIDTH])
 
 
@@ -130,33 +130,32 @@ def _line(title: str, value: Any) -> str:
 
 
 def document(options: Options, result: Result, date: str) -> dict[str, Any]:
-    """One run, to be written as a line of JSON. With --output-details also what every request
-    was."""
+    """Return one run as a document for a line of JSON, with --output-details every request too."""
     flags = options.flags
     run: dict[str, Any] = {
         "date": date,
         "backend": flags["backend"],
         "dataset_name": flags["dataset_name"],
-        "model_id": result.info.get("model") or options.model,
-        "tokenizer_id": options.tokenizer or options.model,
+        "model_id": result.info.get("model") or options.target.model,
+        "tokenizer_id": options.target.tokenizer or options.target.model,
         "num_prompts": result.summary.requests,
         "request_rate": flags["request_rate"],
         "burstiness": flags["burstiness"],
         "max_concurrency": flags["max_concurrency"],
         "random_input_len": flags["random_input_len"],
         "random_output_len": flags["max_new_tokens"],
-        **figures(result, options.slo),
+        **figures(result, options.output.slo),
         "server_info": dict(result.info),
     }
-    # vLLM and SGLang call these by other names; a reader of either finds its own.
+    # vLLM and SGLang use different names for these; the document has both.
     run["total_throughput"] = run["total_token_throughput"]
     for share in ("mean", "median", "std", "p95", "p99", "max"):
         run[f"{share}_e2el_ms"] = run[f"{share}_e2e_latency_ms"]
-    return run | (_details(result.records) if options.output_details else {})
+    return run | (_details(result.records) if options.output.output_details else {})
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Of each request, in the order in which they were made. Times in seconds."""
+    """Return the figures of each request, in order of submission. Times in seconds."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.completion_tokens for r in records],

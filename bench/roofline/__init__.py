@@ -1,1 +1,1 @@
-"""Steps of the worker against the roofline: `python -m bench.roofline`."""
+"""Compare steps of the worker with the machine's roofline: `python -m bench.roofline`."""

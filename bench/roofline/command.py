@@ -1,9 +1,8 @@
-"""How near the worker comes to what this machine allows: `python -m bench.roofline --model MODEL`.
+"""Compare the worker with this machine's roofline: `python -m bench.roofline --model MODEL`.
 
-Measures how fast memory is read and how fast matrices of the model's shapes are multiplied, works
-out the least time of a step (bench/roofline/roofline_model.py), runs steps of the real worker in
-this process, and prints both. Ends with 1 where a step takes longer
-than its bound. Takes the flags of a server.
+Measures the speed of memory and of matrix products of the model's shapes, computes the minimum time
+of each step (bench/roofline/roofline_model.py), runs steps of the real worker in this process, and
+prints both. Takes the flags of a server. The exit code is 1 if a step exceeds its bound.
 """
 
 import argparse
@@ -14,43 +13,41 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
-from bench.simulate.measure_steps import make_bench
+from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
     from bench.roofline.steps import Kind, MeasuredRound
 
-if TYPE_CHECKING:  # these need torch, which make_bench imports when everything is set for it
-    from bench.roofline.steps import Kind
-
 BATCHES, CONTEXTS, PREFILLS = (1, 8, 32, 64), (128, 1024), (128, 512)
-ROOM = 64
-"""A context ends so many tokens before the model's own does."""
-MIN_CONTEXT = max(PREFILLS) + ROOM
-TOKENS_A_ROW = max(CONTEXTS) + 32
-ONE_ROW_BOUND, ROWS_BOUND = 1.15, 1.25
-"""A decode step takes at most so many times the floor."""
-PREFILL_BOUND = 0.7
-"""Share of the matmul rate."""
+# Contexts end this many tokens before the model's own context.
+CONTEXT_MARGIN_TOKENS = 64
+MIN_CONTEXT_TOKENS = max(PREFILLS) + CONTEXT_MARGIN_TOKENS
+MAX_ROW_TOKENS = max(CONTEXTS) + 32
+MAX_RATIO_ONE_ROW, MAX_RATIO = 1.15, 1.25  # of a decode step to its floor
+MIN_PREFILL_SHARE = 0.7  # of the matmul rate
 EXIT_OK, EXIT_MISSED, EXIT_USAGE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One kind of step: medians. Machines are faster at one time than at another, so that each
-    round has a floor of its own.
+    """Medians of one kind of step; each round has its own floor, as the machine's speed varies.
 
-    least: ms of each part of the floor. ratio: of step to floor. share: of the step that its
-    products would take at the matmul rate. parts: ms of each part, {} where the engine does not
-    tell. decode_rows: None for a prefill.
+    Attributes:
+        ms: Duration of the step.
+        floor_ms: Each part of the floor.
+        ratio: Step to floor.
+        share: Share of the step that its products would take at the matmul rate.
+        parts: ms of each part; empty if the engine does not time them.
+        decode_rows: None for a prefill.
     """
 
     name: str
     ms: float
-    least: Mapping[StepPart, float]
+    floor_ms: Mapping[StepPart, float]
     ratio: float
     share: float
     parts: Mapping[str, float]
@@ -58,51 +55,56 @@ class Line:
 
     @property
     def bound(self) -> str:
+        """The bound as a text."""
         if self.decode_rows is None:
-            return f"rate >= {PREFILL_BOUND:.0%}"
+            return f"rate >= {MIN_PREFILL_SHARE:.0%}"
         return f"ratio <= {self._ratio_bound}"
 
     @property
     def holds(self) -> bool:
+        """Whether the step is within its bound."""
         if self.decode_rows is None:
-            return self.share >= PREFILL_BOUND
+            return self.share >= MIN_PREFILL_SHARE
         return self.ratio <= self._ratio_bound
 
     @property
     def _ratio_bound(self) -> float:
-        return ONE_ROW_BOUND if self.decode_rows == 1 else ROWS_BOUND
+        return MAX_RATIO_ONE_ROW if self.decode_rows == 1 else MAX_RATIO
 
 
 def line_of(kind: "Kind", rounds: "Sequence[MeasuredRound]", work: Work) -> Line:
+    """Return the medians of a kind of step."""
     case = kind.case()
-    floors = [floor(work, case, round.speed) for round in rounds]
-    ms = [median(step.ms for step in round.steps) for round in rounds]
-    told = [step.parts for round in rounds for step in round.steps]
+    floors = [floor(work, case, measured.speed) for measured in rounds]
+    ms = [median(step.ms for step in measured.steps) for measured in rounds]
+    steps = [step for measured in rounds for step in measured.steps]
     return Line(
         name=str(kind),
-        ms=median(step.ms for round in rounds for step in round.steps),
-        least={part: 1000 * median(least[part] for least in floors) for part in StepPart},
+        ms=median(step.ms for step in steps),
+        floor_ms={part: 1000 * median(least[part] for least in floors) for part in StepPart},
         ratio=median(
-            one / (1000 * sum(least.values())) for one, least in zip(ms, floors, strict=True)
+            step_ms / (1000 * sum(least.values()))
+            for step_ms, least in zip(ms, floors, strict=True)
         ),
         share=median(
-            1000 * at_the_rate(work, case, round.speed) / one
-            for one, round in zip(ms, rounds, strict=True)
+            1000 * at_the_rate(work, case, measured.speed) / step_ms
+            for step_ms, measured in zip(ms, rounds, strict=True)
         ),
-        parts={name: median(parts[name] for parts in told) for name in told[0]},
+        parts={name: median(step.parts[name] for step in steps) for name in steps[0].parts},
         decode_rows=kind.rows if kind.decodes else None,
     )
 
 
-# --- what is printed ------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def step_table(lines: Sequence[Line]) -> str:
+    """Return the table of steps with floor, ratio and bound."""
     rows = [
         (
             line.name,
             f"{line.ms:.2f}",
-            f"{sum(line.least.values()):.2f}",
+            f"{sum(line.floor_ms.values()):.2f}",
             f"{line.ratio:.2f}",
             f"{line.share:.0%}",
             f"{line.bound}: {'holds' if line.holds else 'MISSED'}",
@@ -113,11 +115,11 @@ def step_table(lines: Sequence[Line]) -> str:
 
 
 def part_table(lines: Sequence[Line]) -> str:
-    """ms of each part, and behind it the floor where the part has one."""
+    """Return the table of each part's ms, with its floor in brackets."""
     names = list(lines[0].parts)
     rows = []
     for line in lines:
-        least = {part.value: ms for part, ms in line.least.items()}
+        least = {part.value: ms for part, ms in line.floor_ms.items()}
         cells = [
             f"{line.parts[name]:.2f}" + (f" ({least[name]:.2f})" if name in least else "")
             for name in names
@@ -127,6 +129,7 @@ def part_table(lines: Sequence[Line]) -> str:
 
 
 def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
+    """Return the table of matmul rates by engine."""
     ways = list(next(iter(rates.values())))
     rows = [
         (f"{p.inputs} x {p.outputs}", *(f"{by_way[way] / 1e9:.0f}" for way in ways))
@@ -144,30 +147,34 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def kinds_for(context_length: int) -> "list[Kind]":
-    """The steps that are run; a model of a shorter context has its longest decodes there."""
+    """Return the kinds of steps to run, with contexts within the model's."""
     from bench.roofline.steps import Kind
 
-    contexts = dict.fromkeys(min(context, context_length - ROOM) for context in CONTEXTS)
+    contexts = dict.fromkeys(
+        min(context, context_length - CONTEXT_MARGIN_TOKENS) for context in CONTEXTS
+    )
     kinds = [Kind(rows, context) for context in contexts for rows in BATCHES]
     return kinds + [Kind(1, 0, tokens) for tokens in PREFILLS]
 
 
 def report(config: ServerConfig) -> bool:
-    """Measure and print; whether every bound holds. ConfigError for what cannot be measured."""
+    """Measure and print, and return whether every bound holds, or raise ConfigError."""
     if config.worker.quantization == "gguf":
         raise ConfigError(
-            "quantization gguf keeps matrices at several sizes, and the floor is worked out with"
+            "quantization gguf has matrices of several formats, and the floor is computed with"
             " one for all: take int8 or int4"
         )
     files = resolve_model(config.model, show_progress=True)
-    if files.context_length < MIN_CONTEXT:
+    if files.context_length < MIN_CONTEXT_TOKENS:
         raise ConfigError(
             f"the context is {files.context_length} tokens: the steps that are measured need"
-            f" {MIN_CONTEXT}; take another model, or leave --context-length out"
+            f" {MIN_CONTEXT_TOKENS}; take another model, or leave --context-length out"
         )
-    bench, machine = make_bench(config, TOKENS_A_ROW)
+    bench, machine = make_bench(config, MAX_ROW_TOKENS)
     if machine.device != "cpu":
-        raise ConfigError(f"device is {machine.device}: this is about a cpu; add --device cpu")
+        raise ConfigError(
+            f"device is {machine.device}: the roofline is that of a cpu; add --device cpu"
+        )
     from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
     from bench.roofline.model_work import work_of
     from bench.roofline.steps import measure
@@ -193,10 +200,10 @@ def report(config: ServerConfig) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 every bound holds, 1 one does not, 2 bad flags or no model."""
+    """Measure, and return the exit code: 0 bounds hold, 1 otherwise, 2 bad flags or no model."""
     parser = argparse.ArgumentParser("python -m bench.roofline", description=__doc__)
     parser.add_argument(
-        "--report-only", action="store_true", help="end with 0 whether or not the bounds hold"
+        "--report-only", action="store_true", help="exit with 0 even if a bound does not hold"
     )
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies matrices."""
+"""Measure how fast this machine reads memory and multiplies matrices."""
 
 import dataclasses
 import statistics
@@ -19,50 +19,51 @@ from worker_proc.models.layers import Embedding, Linear, RMSNorm
 from worker_proc.models.ops import Ops, Value
 from worker_proc.step.engine_base import Engine
 
-READ_BYTES = 512 * 2**20
-"""Far more than the caches hold."""
-PASSES = 3
-"""Each measurement is the best of so many."""
-READ_INPUTS = 1024
-"""Of a product that is nothing but reading: one row."""
+READ_BYTES = 512 * 2**20  # far more than the caches hold
+NUM_PASSES = 3  # of which the fastest one counts
+READ_INPUTS = 1024  # of the product of one row, which is bound by reading
 PRODUCT_ROWS = 512
 CPU = torch.device("cpu")
 
 
 class ReadSpeed:
-    """Reads a large array with all threads, by torch and as the weights of the worker's own
-    product of one row: which one is faster depends on the machine."""
+    """Reads a large array with all threads in two ways.
+
+    By torch, and as the weights of the worker's own product of one row. Which one is faster depends
+    on the machine.
+    """
 
     def __init__(self, args: WorkerArgs, dtype: torch.dtype, size: int = READ_BYTES) -> None:
-        # Not all the same: a host may keep equal pages once, and reading that one is too fast.
+        # Random values: a host may merge equal pages, which are then read too fast.
         self._array = allocate(size).view(torch.float32).uniform_()
         product = Product(READ_INPUTS, size // dtype.itemsize // READ_INPUTS)
         plain = dataclasses.replace(args, quantization="none")
-        self._product = _Way(product, plain, args.attention_backend, dtype, rows=1)
+        self._product = _TimedProduct(product, plain, args.attention_backend, dtype, rows=1)
         self._size = product.weights * dtype.itemsize
 
     @torch.inference_mode()
     def measure(self) -> float:
-        """Bytes per second, by the faster way."""
+        """Return bytes per second, by the faster way."""
         by_torch = self._array.nbytes / _least_seconds(self._array.max)
         return max(by_torch, self._size / self._product.measure())
 
 
 class ProductSpeed:
-    """Rates of a model's products, by plain torch around oneDNN and by the worker's own kernels."""
+    """Measures a model's products by plain torch with oneDNN and by the worker's own kernels."""
 
     def __init__(self, products: Iterable[Product], args: WorkerArgs, dtype: torch.dtype) -> None:
         kinds = dict.fromkeys(("torch", args.attention_backend))
         self._ways = {
             product: {
-                kernels: _Way(product, args, kernels, dtype, PRODUCT_ROWS) for kernels in kinds
+                kernels: _TimedProduct(product, args, kernels, dtype, PRODUCT_ROWS)
+                for kernels in kinds
             }
             for product in dict.fromkeys(products)
         }
 
     @torch.inference_mode()
     def measure(self) -> dict[Product, float]:
-        """Operations per second of each product, by the faster way."""
+        """Return operations per second of each product, by the faster way."""
         return {
             product: product.operations(PRODUCT_ROWS)
             / min([way.measure() for way in ways.values()])
@@ -70,7 +71,7 @@ class ProductSpeed:
         }
 
     def medians(self) -> dict[Product, dict[str, float]]:
-        """Of all measurements, by the value of --attention-backend."""
+        """Return the median rates of all measurements by the value of --attention-backend."""
         return {
             product: {
                 kernels: product.operations(PRODUCT_ROWS) / statistics.median(way.seconds)
@@ -80,29 +81,29 @@ class ProductSpeed:
         }
 
 
-class _Way:
-    """One product of so many rows, by one engine. seconds: of each measurement."""
+class _TimedProduct:
+    """One product of `rows` rows by one engine, with the seconds of each measurement."""
 
     def __init__(
         self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype, rows: int
     ) -> None:
-        own = dataclasses.replace(args, attention_backend=kernels)
+        args = dataclasses.replace(args, attention_backend=kernels)
         model = _OneProduct(product).to(dtype)
         for weight in model.parameters():
             weight.normal_()
-        self._engine: Engine = make_engine(own, model, 1, dtype, CPU)
+        self._engine: Engine = make_engine(args, model, 1, dtype, CPU)
         native = isinstance(self._engine, NativeEngine)
         self._input = torch.randn(rows, product.inputs).to(torch.float32 if native else dtype)
         self.seconds: list[float] = []
 
     def measure(self) -> float:
-        """Seconds."""
+        """Measure once, and return the seconds."""
         self.seconds.append(_least_seconds(lambda: self._engine.logits(self._input)))
         return self.seconds[-1]
 
 
 class _OneProduct(Model):
-    """A model whose head is a norm and the product, and which has nothing else to speak of."""
+    """A model whose head is a norm and the product, without layers."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -126,10 +127,10 @@ class _OneProduct(Model):
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
-    """Of one pass, after one that does not count."""
+    """Return the seconds of the fastest pass, after an unmeasured one."""
     work()
     seconds = []
-    for _ in range(PASSES):
+    for _ in range(NUM_PASSES):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What the steps of a model have to multiply and read, taken down from the model itself."""
+"""List what a model multiplies and reads, by running its own code on a recorder."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,26 +10,28 @@ from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, R
 from worker_proc.models.ops import Ops
 from worker_proc.models.registry import build_model
 
+# Bytes of a quantised weight, with its share of the scales of a group of 32.
 WEIGHT_BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
-"""Of a quantised weight, with its share of what a group of 32 keeps beside them."""
 
 
 def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> Work:
-    """hf_config: config.json. number_bytes: of a weight that is not quantised, and of a number in
-    the KV cache. ModelError where the architecture is not supported."""
+    """Return the work of a model with this config.json, or raise ModelError.
+
+    `number_bytes` is the size of a weight that is not quantised, and of a number in the KV cache.
+    """
     model = build_model(hf_config)  # without storage
-    listed = _Listed(model.attention_shape)
-    model.compute_logits(listed, model.forward(listed))
+    recorder = _WorkRecorder(model.attention_shape)
+    model.compute_logits(recorder, model.forward(recorder))
     return Work(
-        products=tuple(listed.products_by_rows()),
-        attention=tuple(listed.attention),
+        products=tuple(recorder.products_by_rows()),
+        attention=tuple(recorder.attention),
         weight_bytes=WEIGHT_BYTES.get(quantization, number_bytes),
         kv_bytes=number_bytes,
     )
 
 
-class _Listed(Ops[None]):
-    """Values are of no interest here."""
+class _WorkRecorder(Ops[None]):
+    """Records products and attention; values are None."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.products: list[Product] = []
@@ -65,7 +67,7 @@ class _Listed(Ops[None]):
         self._add(head, head=True)
 
     def products_by_rows(self) -> Iterator[Product]:
-        """Those after the last attention are of the rows that sample."""
+        """Yield the products; those after the last attention have only the rows that sample."""
         for number, product in enumerate(self.products):
             yield replace(product, sampled=number >= self._sampled_from)
 

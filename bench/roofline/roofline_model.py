@@ -1,20 +1,19 @@
-"""The least time that a step can take: arithmetic of bytes and operations, without a measurement.
+"""Compute the minimum time of a step from bytes and operations (a roofline model).
 
-Every product reads its weights once and every row its keys and values once, at the speed at which
-memory is read; each multiplication and addition counts as an operation, at the rate of the model's
-own products. Of the two times the longer one counts, operation by operation. Norms, activations and
-whatever else stays in the caches count as nothing.
+Every product reads its weights once and every row its keys and values once, at the speed of memory.
+Each multiplication and addition is an operation at the rate of the model's own products. The longer
+of the two times counts, product by product. Norms, activations and data in the caches are free.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.simulate.measure_steps import Row
+from bench.worker_steps import Row
 
 
 class StepPart(Enum):
-    """Of a step; the value is what tables call it."""
+    """Part of a step; the value is its name in tables."""
 
     LINEARS = "linears"
     HEAD = "head, sampling"
@@ -23,9 +22,13 @@ class StepPart(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix of the model, [inputs, outputs]. sampled: only rows that sample are multiplied, as
-    after the last layer's keys and values no token needs another one; it is as fast as the others
-    of its shape."""
+    """A matrix of the model, [inputs, outputs].
+
+    Attributes:
+        sampled: Only the rows that sample are multiplied, as it comes after the last layer's keys
+            and values. Its speed is that of the other products of its shape.
+        head: The product gives the logits.
+    """
 
     inputs: int
     outputs: int
@@ -34,18 +37,23 @@ class Product:
 
     @property
     def weights(self) -> int:
+        """Number of weights."""
         return self.inputs * self.outputs
 
     def operations(self, rows: int) -> int:
+        """Return the multiplications and additions for `rows` rows."""
         return 2 * rows * self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model computes.
+    """What a model computes in a step.
 
-    products: of all layers. attention: (query heads * head_dim, key heads * head_dim) of each
-    layer. weight_bytes, kv_bytes: of one number, as it is kept in memory.
+    Attributes:
+        products: Products of all layers.
+        attention: (query heads * head_dim, key heads * head_dim) of each layer.
+        weight_bytes: Bytes of one weight in memory.
+        kv_bytes: Bytes of one number in the KV cache.
     """
 
     products: tuple[Product, ...]
@@ -56,18 +64,19 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """bytes_per_s: at which memory is read. rates: operations/s of each product."""
+    """Speed of a machine: of reading memory, and operations/s of each product."""
 
     bytes_per_s: float
     rates: Mapping[Product, float]
 
     @property
     def highest_rate(self) -> float:
+        """Operations/s of the fastest product."""
         return max(self.rates.values())
 
 
 def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[StepPart, float]:
-    """Seconds of each part."""
+    """Return the minimum seconds of each part of a step."""
     least, last = dict.fromkeys(StepPart, 0.0), len(work.attention) - 1
     for product in work.products:
         part = StepPart.HEAD if product.head else StepPart.LINEARS
@@ -82,26 +91,26 @@ def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[StepPart, float
 
 
 def at_the_rate(work: Work, rows: Sequence[Row], speed: Speed) -> float:
-    """Seconds of all products, were memory infinitely fast."""
+    """Return the seconds of all products with infinitely fast memory."""
     return sum(product_seconds(product, rows, speed) for product in work.products)
 
 
 def product_seconds(product: Product, rows: Sequence[Row], speed: Speed) -> float:
-    """At the rate of its operations."""
+    """Return the seconds of a product at the rate of its operations."""
     count = sum(row.ends if product.sampled else row.tokens for row in rows)
     return product.operations(count) / speed.rates[product]
 
 
 def keys_read(rows: Sequence[Row]) -> int:
-    """Tokens whose keys and values a layer reads. What the step itself adds to them is at hand."""
+    """Return the tokens whose keys and values a layer reads; those of the step are in the cache."""
     return sum(row.context for row in rows)
 
 
 def pairs(rows: Sequence[Row]) -> int:
-    """Of a token and one that it sees."""
+    """Return the number of pairs of a token and a token that it attends to."""
     return sum(row.tokens * row.context + row.tokens * (row.tokens + 1) // 2 for row in rows)
 
 
 def sampled_pairs(rows: Sequence[Row]) -> int:
-    """The same of tokens after which a row samples."""
+    """Return the number of pairs of the tokens after which a row samples."""
     return sum(row.ends * (row.context + row.tokens) for row in rows)

@@ -1,4 +1,4 @@
-"""Steps of the real worker, with the machine's own speed measured between them."""
+"""Time steps of the real worker, with the machine's own speed measured between them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,15 +8,16 @@ from tqdm import tqdm
 
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
 from bench.roofline.roofline_model import Speed, StepPart
-from bench.simulate.measure_steps import Bench, Case, Row
+from bench.worker_steps import Case, Row, WorkerBench
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import OpKind
 from worker_proc.step.engine_base import Engine
 
-ROUNDS, STEPS = 6, 4
-"""Every round runs so many steps of each kind, the kinds in another order each time."""
+# Every round runs NUM_STEPS steps of each kind, the kinds in another order each time.
+NUM_ROUNDS, NUM_STEPS = 6, 4
 NORMS, ROTATE, REST = "norms, embedding", "rotate, KV write", "Python and waiting"
 PARTS = (*(part.value for part in StepPart), NORMS, ROTATE, REST)
+# Operations that are not listed here belong to the linears.
 PART_OF = {
     OpKind.EMBED: NORMS,
     OpKind.RMS_NORM: NORMS,
@@ -26,12 +27,11 @@ PART_OF = {
     OpKind.ATTEND: StepPart.ATTENTION.value,
     OpKind.COMBINE: StepPart.ATTENTION.value,
 }
-"""Whatever is not here belongs to the linears."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A step of `rows` rows, each of so many tokens on top of a context."""
+    """A step of `rows` rows, each of `tokens` tokens after a context."""
 
     rows: int
     context: int
@@ -39,9 +39,11 @@ class Kind:
 
     @property
     def decodes(self) -> bool:
+        """Whether each row computes one token."""
         return self.tokens == 1
 
     def case(self) -> Case:
+        """Return the rows of the step."""
         return (Row(self.context, self.tokens),) * self.rows
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """ms of a step, and of its PARTS; parts are empty where the engine does not tell."""
+    """Ms of a step and of its PARTS; the parts are empty if the engine does not time them."""
 
     ms: float
     parts: dict[str, float]
@@ -67,13 +69,13 @@ class MeasuredRound:
 
 
 def measure(
-    bench: Bench, kinds: Sequence[Kind], reads: ReadSpeed, products: ProductSpeed
+    bench: WorkerBench, kinds: Sequence[Kind], reads: ReadSpeed, products: ProductSpeed
 ) -> dict[Kind, list[MeasuredRound]]:
-    """The first round is not counted."""
+    """Measure all kinds of steps. The first round is not counted."""
     rounds: dict[Kind, list[MeasuredRound]] = {kind: [] for kind in kinds}
     order = list(kinds)
-    with tqdm(total=(ROUNDS + 1) * len(order), unit="kind", disable=None) as bar:
-        for number in range(ROUNDS + 1):
+    with tqdm(total=(NUM_ROUNDS + 1) * len(order), unit="kind", disable=None) as bar:
+        for number in range(NUM_ROUNDS + 1):
             random.Random(number).shuffle(order)
             rates = products.measure()
             for kind in order:
@@ -84,13 +86,13 @@ def measure(
     return rounds
 
 
-def _steps(bench: Bench, kind: Kind) -> list[StepTime]:
+def _steps(bench: WorkerBench, kind: Kind) -> list[StepTime]:
     engine = bench.runner.engine
     if not kind.decodes:
-        return [_time(engine, lambda: bench.measure(kind.case())) for _ in range(STEPS)]
-    with bench.decoding(kind.rows, kind.context - STEPS // 2, STEPS + 1) as decode:
+        return [_time(engine, lambda: bench.measure(kind.case())) for _ in range(NUM_STEPS)]
+    with bench.decoding(kind.rows, kind.context - NUM_STEPS // 2, NUM_STEPS + 1) as decode:
         decode()
-        return [_time(engine, decode) for _ in range(STEPS)]
+        return [_time(engine, decode) for _ in range(NUM_STEPS)]
 
 
 def _time(engine: Engine, step: Callable[[], float]) -> StepTime:

@@ -1,9 +1,8 @@
-"""What a step costs: milliseconds as a linear function of a few features of its plan.
+"""The duration of a step in ms, as a linear function of a few features of its plan.
 
-The model is small on purpose: every feature names work that a step certainly does, every
-coefficient is what one unit of that work takes in ms and therefore not negative. It is fitted to
-the real worker by `python -m bench.simulate.fit_cost_model` and kept as JSON beside what it was
-measured on.
+Every feature is work that a step does for certain, and every coefficient is the ms of one unit of
+that work, which is not negative. `python -m bench.simulate.fit_cost_model` fits the coefficients to
+the real worker. They are stored as JSON, with the worker that they were measured on.
 """
 
 from pathlib import Path
@@ -13,23 +12,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from bench.worker_steps import MeasuredOn
 from quadriga.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 
 FOLDER = Path(__file__).resolve().parent / "cost_models"
-READ_BOUND_TOKENS = 12
-"""Tokens that are multiplied while the weights are read."""
+READ_BOUND_TOKENS = 12  # are multiplied in the time in which the weights are read
 DEFAULT = FOLDER / "smollm2-135m-cpu.json"
 
 
 class Features(msgspec.Struct, frozen=True, array_like=True):
-    """How much of each kind of work a step holds.
+    """Amount of each kind of work in a step.
 
-    steps: 1. extends: 1 where a row has more than one token. tokens_beyond: those beyond
-    READ_BOUND_TOKENS, which take time of their own. decode_keys: keys that the rows of one
-    token see, their own one with them. extend_pairs: query tokens of the other rows x the keys that
-    each of them sees.
+    Attributes:
+        extends: 1 if a row has more than one token.
+        tokens_beyond: Tokens beyond READ_BOUND_TOKENS, which take additional time.
+        samples: Rows that sample a token.
+        decode_keys: Keys that the rows of one token attend to, with their own.
+        extend_pairs: Pairs of a token of the other rows and a key that it attends to.
     """
 
     steps: int
@@ -46,8 +47,10 @@ FEATURES = Features.__struct_fields__
 
 
 def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
-    """num_tokens: [rows] tokens that each row computes. computed: [rows] tokens before them.
-    samples: rows that sample a token."""
+    """Return the features of a step in which `samples` rows sample a token.
+
+    `num_tokens` [rows] are computed after `computed` [rows] earlier tokens.
+    """
     rows, tokens, context = len(num_tokens), int(num_tokens.sum()), int(computed.sum())
     beyond = max(0, tokens - READ_BOUND_TOKENS)
     if tokens == rows:
@@ -60,12 +63,14 @@ def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
 
 
 class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What passes outside of the steps, in ms.
+    """Delays outside the steps, in ms.
 
-    message_in: from a client's send until the scheduler has the request, tokenised.
-    plan: until a worker that waits begins with a plan. gap: between two steps, where the second
-    plan is there already. result: from a step's end until the scheduler knows of it.
-    delivery: from a step's end until its tokens are with the client.
+    Attributes:
+        message_in: From a client's send until the scheduler has the tokenized request.
+        plan: From sending a plan until an idle worker begins with it.
+        gap: Between two steps, if the worker already has the second plan.
+        result: From a step's end until the scheduler has the result.
+        delivery: From a step's end until the client has its tokens.
     """
 
     message_in: float = 0.0
@@ -75,22 +80,8 @@ class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     delivery: float = 0.0
 
 
-class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
-    """Which worker the model was fitted to. max_total_tokens: its KV pool at default flags."""
-
-    model: str
-    dtype: str
-    device: str
-    threads: int
-    date: str
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    command: str = ""
-
-
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """How well it fits: percentiles of |predicted / measured - 1| over the `plans` measured."""
+    """Quality of a fit: percentiles of |predicted / measured - 1| over the measured plans."""
 
     plans: int
     median_error: float
@@ -98,8 +89,12 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """ms: what one unit of each feature costs in a worker that is alone. slowdown: how many times
-    as long a step takes in a server, beside the other processes."""
+    """Durations of steps and delays.
+
+    Attributes:
+        ms: Duration of one unit of each feature, in a worker without other processes.
+        slowdown: Duration of a step in a server, relative to that.
+    """
 
     ms: dict[str, float]
     measured_on: MeasuredOn
@@ -120,12 +115,13 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return tuple(self.slowdown * self.ms.get(name, 0.0) / 1000 for name in FEATURES)
 
     def step_ms(self, features: Features) -> float:
-        """ms of such a step in a worker that is alone."""
-        return sum(self.ms.get(name, 0.0) * getattr(features, name) for name in FEATURES)
+        """Return the ms of a step in a worker without other processes."""
+        amounts = zip(FEATURES, msgspec.structs.astuple(features), strict=True)
+        return float(sum(self.ms.get(name, 0.0) * amount for name, amount in amounts))
 
 
 def load(path: Path) -> CostModel:
-    """ConfigError where there is none, or it is not one."""
+    """Read a cost model, or raise ConfigError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=CostModel)
     except OSError as error:
@@ -138,5 +134,6 @@ def load(path: Path) -> CostModel:
 
 
 def save(path: Path, model: CostModel) -> None:
+    """Write a cost model."""
     document: Any = msgspec.json.format(msgspec.json.encode(model), indent=2)
     path.write_bytes(document + b"\n")

@@ -1,9 +1,9 @@
-"""Measure steps of the real worker and fit a cost model: `python -m bench.simulate.fit_cost_model`.
+"""Fit a cost model to the real worker: `python -m bench.simulate.fit_cost_model`.
 
 Runs plans of many shapes on a worker in this process, each several times in shuffled order, and
 fits their medians by non-negative least squares on the relative error. With --calibrate RUN.json
-(of `bench.serving --json`) nothing is run: the delays outside of the steps are taken from a
-measured run into a model that exists already.
+(of `bench.serving --json`) it runs nothing, and copies the delays outside the steps from a measured
+run into an existing model.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from bench.simulate.cost_model import (
     load,
     save,
 )
-from bench.simulate.measure_steps import describe, design, features_of_case, make_bench, measure
+from bench.simulate.measure_steps import describe, design, features_of_case, measure
+from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.errors import ConfigError, QuadrigaError
 
@@ -37,8 +38,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def fit(features: Sequence[Features], measured_ms: Floats) -> tuple[dict[str, float], Fit]:
-    """ms for one unit of each feature, none below 0, that make the relative errors small."""
-    counts = np.array([[getattr(one, name) for name in FEATURES] for one in features], np.float64)
+    """Return the non-negative ms of each feature with the least squared relative errors."""
+    counts = np.array([[getattr(step, name) for name in FEATURES] for step in features], np.float64)
     relative = counts / measured_ms[:, None]
     scale = relative.max(axis=0)
     scale[scale == 0] = 1.0
@@ -50,8 +51,10 @@ def fit(features: Sequence[Features], measured_ms: Floats) -> tuple[dict[str, fl
 
 
 def non_negative_least_squares(a: Floats, b: Floats) -> Floats:
-    """The x >= 0 with the smallest |a x - b|: the active set method of Lawson and Hanson, Solving
-    Least Squares Problems (1974), chapter 23."""
+    """Return the x >= 0 with the smallest |a x - b|.
+
+    The active set method of Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
+    """
     x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
     while not free.all():
         gain = np.where(free, -np.inf, a.T @ (b - a @ x))
@@ -75,19 +78,21 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# --- what lies outside of the steps ---------------------------------------------------------------
+# --- delays outside the steps ---------------------------------------------------------------------
 
 
 def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostModel:
-    """The model with the delays of a measured run of `bench.serving --json`: medians over its
-    runs. `plan` and `result` are kept: no run measures them. slowdown: measured over simulated
-    latency of one trace, as `bench.simulate.simulator --compare` prints them."""
-    summaries = [one["summary"] for one in run["runs"]]
+    """Return the model with the median delays of a document of `bench.serving --json`.
+
+    `plan` and `result` are kept, as no run measures them. `slowdown` is measured over simulated
+    latency of one trace, as `bench.simulate --compare` prints it.
+    """
+    summaries = [measured["summary"] for measured in run["runs"]]
 
     def p50(name: str) -> float:
-        return statistics.median(s[name]["p50"] for s in summaries if s[name])
+        return float(statistics.median(s[name]["p50"] for s in summaries if s[name]))
 
-    gap = statistics.median(one["server_info"]["step_gap_ms_p50"] for one in run["runs"])
+    gap = statistics.median(measured["server_info"]["step_gap_ms_p50"] for measured in run["runs"])
     delays = Delays(
         message_in=_short(p50("to_server") + p50("tokenize")),
         plan=model.delays_ms.plan,
@@ -102,16 +107,16 @@ def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostMod
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 written, 2 bad flags or no model."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(given)
+    """Fit or calibrate, and return the exit code: 0 written, 2 bad flags or no model."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(argv)
     try:
         if arguments.calibrate is not None:
             model = calibrate(
                 load(arguments.out), _read_run(arguments.calibrate), arguments.slowdown
             )
         else:
-            model = _measured_model(arguments, given)
+            model = _measured_model(arguments, argv)
         save(arguments.out, model)
     except QuadrigaError as error:
         print(f"bench.simulate.fit_cost_model: {error}", file=sys.stderr)
@@ -121,18 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured_model(arguments: argparse.Namespace, given: list[str]) -> CostModel:
+def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel:
     bench, measured_on = make_bench(server_flags.from_namespace(arguments))
     cases = design()
     features = [features_of_case(case) for case in cases]
     measured = measure(bench, cases, arguments.repeats)
     ms, quality = fit(features, measured)
-    command = shlex.join(["python", "-m", "bench.simulate.fit_cost_model", *given])
+    command = shlex.join(["python", "-m", "bench.simulate.fit_cost_model", *argv])
     model = CostModel(
         ms=ms, measured_on=msgspec.structs.replace(measured_on, command=command), fit=quality
     )
-    for case, one, real in zip(cases, features, measured, strict=True):
-        print(f"{real:8.2f} ms, predicted {model.step_ms(one):8.2f}: {describe(case)}")
+    for case, step, measured_ms in zip(cases, features, measured, strict=True):
+        print(f"{measured_ms:8.2f} ms, predicted {model.step_ms(step):8.2f}: {describe(case)}")
     print(f"error: median {quality.median_error:.1%}, p90 {quality.p90_error:.1%}")
     if arguments.out.exists():
         model = msgspec.structs.replace(model, delays_ms=load(arguments.out).delays_ms)
@@ -150,7 +155,7 @@ def _read_run(path: Path) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m bench.simulate.fit_cost_model", description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"(default: {DEFAULT.name})")
-    parser.add_argument("--repeats", type=int, default=7, help="of every plan (default: 7)")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of every plan (default: 7)")
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN.json", help="take the delays from a measured run"
     )
@@ -158,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         "--slowdown",
         type=float,
         default=1.0,
-        help="with --calibrate: a step takes so many times as long in a server (default: 1)",
+        help="with --calibrate: duration of a step in a server, relative to the model (default: 1)",
     )
     server_flags.add_flags(parser)
     return parser

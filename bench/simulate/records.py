@@ -1,4 +1,4 @@
-"""What is seen of the requests of a simulation, and of its replicas over time."""
+"""Records of a simulation's requests, and samples of its replicas over time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,13 @@ class Growing:
         self.length = 0
 
     def extend(self, values: npt.NDArray[Any]) -> None:
+        """Append values."""
         self.reserve(self.length + len(values))
         self._values[self.length : self.length + len(values)] = values
         self.length += len(values)
 
     def reserve(self, length: int) -> None:
-        """Room for so many values; new ones are 0."""
+        """Grow the capacity to `length` values; new ones are 0."""
         if length > len(self._values):
             size = max(length, 2 * len(self._values))
             self._values = np.concatenate(
@@ -32,16 +33,18 @@ class Growing:
             )
 
     @property
-    def room(self) -> npt.NDArray[Any]:
+    def buffer(self) -> npt.NDArray[Any]:
+        """The whole array, beyond the length too."""
         return self._values
 
     @property
     def values(self) -> npt.NDArray[Any]:
+        """The values that were appended."""
         return self._values[: self.length]
 
 
 class Records:
-    """What was seen of every request, by its index in the trace. Times are simulated seconds."""
+    """Records of all requests by their index in the trace. Times are simulated seconds."""
 
     TIMES = ("submitted", "tokenized", "admitted", "first_token", "last_token", "finished")
     TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -54,10 +57,11 @@ class Records:
         self.errors: dict[int, str] = {}
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """A column, one value a request."""
-        return self._columns[name].room[: self.length]
+        """Return a column with one value per request."""
+        return self._columns[name].buffer[: self.length]
 
     def add(self, index: int, submitted: float, tokenized: float) -> None:
+        """Record a request that was sent."""
         self.length = max(self.length, index + 1)
         for column in self._columns.values():
             column.reserve(self.length)
@@ -65,7 +69,7 @@ class Records:
         self["tokenized"][index] = tokenized
 
     def take_tokens(self, indexes: Ints, when: float) -> None:
-        """Each of these requests gave one token."""
+        """Record one token of each of these requests."""
         last = self["last_token"]
         before = last[indexes]
         self.gaps.extend((when - before)[before > 0])
@@ -73,6 +77,7 @@ class Records:
         self["completion_tokens"][indexes] += 1
 
     def end(self, index: int, closed: StreamEnd, delivered: float) -> None:
+        """Record the terminal message of a request."""
         self["finished"][index] = delivered
         self["admitted"][index] = closed.admitted_at
         self["first_token"][index] = closed.first_token_at
@@ -82,14 +87,14 @@ class Records:
             self.errors[index] = closed.error.code
 
     def fail(self, index: int, code: str, when: float) -> None:
-        """The request never came to a scheduler."""
+        """Record a request that was refused before the scheduler."""
         self["finished"][index] = when
         self.errors[index] = code
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """All replicas together at one moment. Pages: held by requests, and cached for reuse."""
+    """Totals of all replicas at one moment: requests, and KV pages held and cached."""
 
     time: float
     running: int

@@ -1,4 +1,4 @@
-"""What a simulated run gave: its figures, and the lines that say them."""
+"""Compute and print the figures of a simulated run."""
 
 import math
 import statistics
@@ -17,18 +17,23 @@ from bench.simulate.run import World
 
 Floats = npt.NDArray[np.float64]
 
+# Spreads that are compared with a measured run.
 COMPARED = ("ttft", "tpot", "itl", "queue_wait", "latency")
-"""Spreads that are shown beside those of a measured run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One simulated run. Spreads in ms; what metrics.Summary has too means the same there.
+    """Figures of one simulated run, with spreads in ms; shared names mean the same in Summary.
 
-    errors: failed requests by their code. duration: simulated seconds from the first submit to the
-    last end. busy: share of it in which the workers ran steps. rows: mean of a step.
-    pages_held, pages_cached: mean shares of all pages, 0 to 1; pages_peak: the highest seen of
-    held ones. wall: seconds that the simulation took.
+    Attributes:
+        errors: Failed requests by error code.
+        duration: Simulated seconds from the first submit to the last end.
+        rows: Mean rows of a step.
+        busy: Share of the duration in which the workers ran steps.
+        pages_held: Mean share of all pages that requests held, 0 to 1.
+        pages_peak: Highest sampled share of held pages.
+        pages_cached: Mean share of cached pages.
+        wall: Seconds that the simulation took.
     """
 
     requests: int
@@ -60,7 +65,7 @@ class Figures:
 
 
 def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
-    """The spread in ms of durations in seconds; None if there are none."""
+    """Return the distribution in ms of durations in seconds, or None if there are none."""
     if len(seconds) == 0:
         return None
     ms = np.maximum(seconds, 0.0) * MS
@@ -69,7 +74,7 @@ def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
 
 
 def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
-    """What the records and the replicas say."""
+    """Return the figures of a finished run."""
     records, replicas = world.records, world.replicas
     done = np.ones(records.length, dtype=bool)
     done[list(records.errors)] = False
@@ -126,7 +131,7 @@ def _within(seconds: Floats, limit_ms: float | None) -> npt.NDArray[np.bool_]:
 
 
 def block(run: Figures, replicas: int, source: str) -> str:
-    """The lines of a run, with the names that bench.serving gives them."""
+    """Return the printed lines of a run, named as in bench.serving."""
     errors = ", ".join(f"{number} {code}" for code, number in run.errors.items())
     goodput = run.goodput
     return "\n".join(
@@ -168,17 +173,19 @@ def _spread(spread: Percentiles | None) -> str:
 
 
 def comparison(run: Figures, measured: Sequence[dict[str, Any]]) -> str:
-    """Simulated against measured: the medians of the runs of a bench.serving --json."""
-    rows = [("throughput, tokens/s", run.throughput, [one["throughput"] for one in measured])]
+    """Compare a simulated run with the medians of the runs of a bench.serving --json."""
+    rows = [
+        ("throughput, tokens/s", run.throughput, [summary["throughput"] for summary in measured])
+    ]
     for name in COMPARED:
-        mine = getattr(run, name)
-        for part in ("p50", "p99"):
-            theirs = [one[name][part] for one in measured if one.get(name)]
-            if mine is not None and theirs:
-                rows.append((f"{name} {part}, ms", getattr(mine, part), theirs))
+        simulated = getattr(run, name)
+        for share in ("p50", "p99"):
+            values = [summary[name][share] for summary in measured if summary.get(name)]
+            if simulated is not None and values:
+                rows.append((f"{name} {share}, ms", getattr(simulated, share), values))
     lines = [f"=== simulated against measured (median of {len(measured)} runs) ==="]
-    for title, mine, theirs in rows:
-        real = statistics.median(theirs)
-        ratio = f"{mine / real:.3f}" if real else "n/a"
-        lines.append(f"{title:22} {mine:12.2f} {real:12.2f}   ratio {ratio}")
+    for title, simulated, values in rows:
+        real = statistics.median(values)
+        ratio = f"{simulated / real:.3f}" if real else "n/a"
+        lines.append(f"{title:22} {simulated:12.2f} {real:12.2f}   ratio {ratio}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A simulated run: clients that send a trace, and the replicas that it is dispatched to."""
+"""A simulated run: clients that send a trace, and the replicas that receive it."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -17,14 +17,14 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.to_detok import StreamEnd
 
+# Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
-"""Of pages and queues over time; the interval between them grows with the run."""
-SAMPLED = ("running", "waiting", "pages_held", "pages_cached")
-"""What the scheduler tells of itself, as in RecordSample."""
+# The fields of RecordSample, as the scheduler's info names them.
+SAMPLED_FIELDS = ("running", "waiting", "pages_held", "pages_cached")
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """A request on its way. head: the tokens that it continues."""
+    """A request on its way, with the tokens `head` that it continues."""
 
     index: int
     request: TraceRequest
@@ -32,10 +32,10 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class World:
-    """Clients and replicas.
+    """Clients and replicas, each with `num_pages` KV pages.
 
-    seed: of the prompts. least_loaded: a request goes to the replica with the fewest open ones;
-    else to each in turn. on_end is called once for each request that has ended.
+    A request goes to the next replica in turn, or with `least_loaded` to the one with the fewest
+    open requests. `on_end` is called once for each request that has ended.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class World:
     ) -> None:
         self.records = Records()
         self.samples: list[RecordSample] = []
-        self._sample_seconds = 0.01
-        self._next_sample = 0.0
+        self._sample_interval = 0.01
+        self._next_sample_at = 0.0
         self._clock = clock = Clock()
-        self._front_door = SimulatedFrontend(config, model)
+        self._frontend = SimulatedFrontend(config, model)
         self._message_delay = model.delays_ms.message_in / MS
         self._delivery_delay = model.delays_ms.delivery / MS
         self._seed = seed
@@ -68,12 +68,14 @@ class World:
         self._turns = None if least_loaded else cycle(self.replicas)
 
     def run(self, arrivals: Iterable[tuple[int, TraceRequest]]) -> None:
-        """Until every request has ended. arrivals: with their indexes; sorted by time, but one that
-        follows another stands before any that comes at a time later than that one's."""
+        """Run until every request of `arrivals`, with their indexes, has ended.
+
+        They are sorted by time; a request that follows another comes before any later request.
+        """
         self._arrivals = iter(arrivals)
         self._next_arrival()
         while self._clock.advance():
-            if self._clock.now >= self._next_sample:
+            if self._clock.now >= self._next_sample_at:
                 self._sample()
 
     def _next_arrival(self) -> None:
@@ -90,11 +92,11 @@ class World:
 
     def _submit(self, sent: Sent) -> None:
         index, request = sent.index, sent.request
-        ids = sent.head + trace.prompt_ids(request, self._front_door.vocab_size, self._seed)
+        ids = sent.head + trace.prompt_ids(request, self._frontend.vocab_size, self._seed)
         now = self._clock.now
         self.records.add(index, now, now + self._message_delay)
         try:
-            message = self._front_door.submit(index, request, ids, now, now + self._message_delay)
+            message = self._frontend.submit(index, request, ids, now, now + self._message_delay)
         except QuadrigaError as error:
             self._fail(index, error.code)
             return
@@ -115,13 +117,13 @@ class World:
         self._ended(index, now)
 
     def _close(self, closed: StreamEnd, when: float) -> None:
-        """The terminal message of a request."""
+        """Record the terminal message of a request."""
         index, delivered = int(closed.request_id), when + self._delivery_delay
         self.records.end(index, closed, delivered)
         self._ended(index, delivered)
 
     def _ended(self, index: int, delivered: float) -> None:
-        """Let those go that wait for this one. A chat of which a turn failed does not go on."""
+        """Send the requests that follow this one. A chat does not continue after a failed turn."""
         self._on_end()
         prompt = self._continued.pop(index, array("i"))
         for sent in self._followers.pop(index, ()):
@@ -133,15 +135,15 @@ class World:
                 generated = int(self.records["completion_tokens"][index])
                 first = int(self.records["prompt_tokens"][index])
                 positions = np.arange(first, first + generated)
-                tokens = draw_ids(np.array([index]), positions, self._front_door.vocab_size)
+                tokens = draw_ids(np.array([index]), positions, self._frontend.vocab_size)
                 sent = Sent(sent.index, sent.request, prompt + array("i", tokens.tolist()))
             self._clock.at(delivered + sent.request.at, self._submit, sent)
 
     def _sample(self) -> None:
         infos = [replica.info for replica in self.replicas]
-        amounts = [sum(info[name] for info in infos) for name in SAMPLED]
+        amounts = [sum(info[name] for info in infos) for name in SAMPLED_FIELDS]
         self.samples.append(RecordSample(self._clock.now, *amounts))
         if len(self.samples) > MAX_SAMPLES:
             del self.samples[1::2]
-            self._sample_seconds *= 2
-        self._next_sample = self._clock.now + self._sample_seconds
+            self._sample_interval *= 2
+        self._next_sample_at = self._clock.now + self._sample_interval

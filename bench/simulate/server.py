@@ -1,7 +1,7 @@
-"""One server of a simulation: front door, scheduler and worker, on a simulated clock.
+"""One server of a simulation: frontend, scheduler and worker on a simulated clock.
 
-The scheduler is the real one. The worker takes the time that a cost model gives its steps and draws
-its tokens from a hash; what the messages between the processes take is in the model's delays.
+The scheduler is the real one. A step of the worker takes the time of the cost model, and its tokens
+come from a hash. The time of messages between the processes is in the model's delays.
 """
 
 import math
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.load.trace import FIRST_ID, TraceRequest
+from bench.load.trace import MIN_TOKEN_ID, TraceRequest
 from bench.metrics.percentiles import MS
 from bench.simulate.cost_model import CostModel, features_of
 from bench.simulate.records import Growing
@@ -32,12 +32,12 @@ from worker_proc.startup.prefill_tuning import ON_A_GPU, SIZES, choose
 
 Ints = npt.NDArray[np.int64]
 
+# Simulated seconds at which a run begins; a time of 0.0 means never.
 START = 1000.0
-"""Simulated seconds at which a run begins: a time of 0.0 means never."""
 
 
 class Clock:
-    """Simulated Unix seconds, and what happens when."""
+    """Simulated Unix seconds, and a queue of calls by time."""
 
     def __init__(self) -> None:
         self.now = START
@@ -46,17 +46,19 @@ class Clock:
         self._after: dict[Callable[[], None], None] = {}
 
     def __call__(self) -> float:
+        """Return the time."""
         return self.now
 
     def at(self, when: float, act: Callable[[Any], None], subject: Any) -> None:
+        """Call `act(subject)` at a time."""
         heappush(self._heap, (when, next(self._order), act, subject))
 
     def after_this(self, act: Callable[[], None]) -> None:
-        """Once, when all that happens at this moment has happened."""
+        """Call `act` once, after all other calls of this moment."""
         self._after[act] = None
 
     def advance(self) -> bool:
-        """Go on to the next moment at which something happens. False: nothing will."""
+        """Advance to the next moment with a call; return False if there is none."""
         heap = self._heap
         if not heap:
             return False
@@ -70,42 +72,42 @@ class Clock:
         return True
 
 
-# --- the front door -------------------------------------------------------------------------------
+# --- the frontend ---------------------------------------------------------------------------------
 
 
 class SimulatedFrontend:
-    """What becomes of a request before the scheduler has it."""
+    """Makes the scheduler's message of a request, within the limits of the context."""
 
     def __init__(self, config: ServerConfig, model: CostModel) -> None:
-        own = model.measured_on.context_length
-        self._limit = min(config.model.context_length or own, own)
+        context = model.measured_on.context_length
+        self._limit = min(config.model.context_length or context, context)
         self._args = config.frontend
         self.vocab_size = model.measured_on.vocab_size
 
     def submit(
         self, index: int, request: TraceRequest, ids: "array[int]", now: float, tokenized: float
     ) -> Submit:
-        """PromptTooLong where the context cannot hold the request."""
-        most = request.max_new_tokens
+        """Return the message, or raise PromptTooLong."""
+        max_new_tokens = request.max_new_tokens
         if self._args.allow_auto_truncate:
             ids = ids[-(self._limit - 1) :]
-            most = min(most, self._limit - len(ids))
-        if len(ids) + most > self._limit:
-            raise PromptTooLong(f"{len(ids)} + {most} tokens are more than {self._limit}")
-        queue, whole = self._args.queue_timeout, self._args.request_timeout
+            max_new_tokens = min(max_new_tokens, self._limit - len(ids))
+        if len(ids) + max_new_tokens > self._limit:
+            raise PromptTooLong(f"{len(ids)} + {max_new_tokens} tokens are more than {self._limit}")
+        queue_timeout, timeout = self._args.queue_timeout, self._args.request_timeout
         return Submit(
             client=b"%d" % request.client,
             request_id=str(index),
             prompt_ids=pack_ids(ids),
             params=SamplingParams(
-                max_new_tokens=most, temperature=0.0, seed=index, ignore_eos=True
+                max_new_tokens=max_new_tokens, temperature=0.0, seed=index, ignore_eos=True
             ),
             stream=True,
             received_at=now,
             tokenized_at=tokenized,
             priority=request.priority,
-            queue_deadline=None if queue is None else now + queue,
-            deadline=None if whole is None else now + whole,
+            queue_deadline=None if queue_timeout is None else now + queue_timeout,
+            deadline=None if timeout is None else now + timeout,
         )
 
 
@@ -113,16 +115,15 @@ class SimulatedFrontend:
 
 
 def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
-    """The token that the simulated model gives at a position: its own ones for each seed."""
+    """Return the tokens of the simulated model at positions, different for each seed."""
     mixed = (seeds * 1_000_003 + positions) * 2_654_435_761 & 0x7FFF_FFFF_FFFF
-    return FIRST_ID + (mixed >> 13) % (vocab_size - FIRST_ID)
+    return MIN_TOKEN_ID + (mixed >> 13) % (vocab_size - MIN_TOKEN_ID)
 
 
 class SimulatedWorker:
-    """Answers a plan at once with the result that will be there later: `deliver` is given the time
-    at which the scheduler has it, and the result.
+    """A worker without a model; of each slot it counts the known and the computed tokens.
 
-    Of each slot it keeps how many tokens are known and computed, no KV.
+    `deliver` is called with the time at which the scheduler has a result, and the result.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class SimulatedWorker:
         self.busy = 0.0
 
     def send(self, message: msgspec.Struct) -> None:
+        """Receive the scheduler's message to the worker."""
         if not isinstance(message, StepPlan):
             return
         for new in message.new:
@@ -168,7 +170,7 @@ class SimulatedWorker:
         before, known = self._computed[slots], self._known[slots]
         after = before + num_tokens
         samples = after == known
-        assert (after <= known).all(), "a token is computed that nobody knows"
+        assert (after <= known).all(), "a token is computed that is not known"
         self._computed[slots] = after
         self._known[slots] = known + samples
         tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
@@ -178,7 +180,7 @@ class SimulatedWorker:
 
 
 def tune_prefill_size(model: CostModel) -> int:
-    """What the worker would find out at its start."""
+    """Return the prefill size that the worker would choose at its start."""
     if model.measured_on.device != "cpu":
         return ON_A_GPU
 
@@ -188,14 +190,15 @@ def tune_prefill_size(model: CostModel) -> int:
     return choose(list(SIZES), seconds_of)
 
 
-# --- the process of the scheduler -----------------------------------------------------------------
+# --- the scheduler process ------------------------------------------------------------------------
 
 
 class Replica:
-    """A scheduler with its worker, and what the process around the scheduler does.
+    """A scheduler with its worker, and the loop of the scheduler's process.
 
-    load: open requests; who sends one adds it. on_tokens is called with the indexes of the requests
-    that a step gave a token, on_close with the terminal message of each, and when that was.
+    `on_tokens` is called with the indexes of the requests that got a token in a step, `on_close`
+    with the terminal message of each request, and both with the time. The sender of a request
+    increments `load`, the number of open requests.
     """
 
     def __init__(
@@ -229,15 +232,17 @@ class Replica:
         self.scheduler.step([], [ready])
 
     def take_message(self, message: SchedulerMessage) -> None:
+        """Receive a message of the frontend."""
         self._messages.append(message)
         self._clock.after_this(self.round)
 
     def take_result(self, result: StepResult) -> None:
+        """Receive a result of the worker."""
         self._results.append(result)
         self._clock.after_this(self.round)
 
     def round(self) -> None:
-        """What the process does when it is woken."""
+        """Run one iteration of the process's loop."""
         messages, self._messages = self._messages, []
         results, self._results = self._results, []
         wake_at = self.scheduler.step(messages[:MAX_MESSAGES_PER_STEP], results)
@@ -246,25 +251,25 @@ class Replica:
         self._wake(wake_at)
 
     def _wake(self, when: float | None) -> None:
-        """The next round without a message; an earlier wish is forgotten."""
+        """Schedule the next iteration without a message, in place of an earlier one."""
         before, self._wake_at = self._wake_at, math.inf if when is None else when
         if self._wake_at not in (before, math.inf):
-            self._clock.at(max(self._wake_at, self._clock.now), self._is_woken, self._wake_at)
+            self._clock.at(max(self._wake_at, self._clock.now), self._on_wake, self._wake_at)
 
-    def _is_woken(self, wish: float) -> None:
-        if wish == self._wake_at:
+    def _on_wake(self, wake_at: float) -> None:
+        if wake_at == self._wake_at:
             self._wake_at = math.inf
             self._clock.after_this(self.round)
 
     def send(self, message: msgspec.Struct) -> None:
-        """What the scheduler has for the detokenizer."""
+        """Receive the scheduler's message to the detokenizer."""
         if not isinstance(message, StepOutput):
             return
         for opened in message.opened:
             self._index_of.reserve(opened.seq + 1)
-            self._index_of.room[opened.seq] = int(opened.request_id)
+            self._index_of.buffer[opened.seq] = int(opened.request_id)
         if message.seqs:
-            self._on_tokens(self._index_of.room[message.seqs], message.time)
+            self._on_tokens(self._index_of.buffer[message.seqs], message.time)
         for closed in message.closed:
             self.load -= 1
             self._on_close(closed, message.time)

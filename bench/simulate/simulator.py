@@ -1,8 +1,8 @@
-"""The real scheduler on a simulated clock and worker: `python -m bench.simulate --num-requests N`.
+"""Run the real scheduler in simulated time: `python -m bench.simulate --num-requests N`.
 
-A million requests in minutes, on one replica or many, to see what a flag of the scheduler does. A
-step takes the time that a cost model gives it (bench/simulate/cost_model.py); nothing but the
-scheduler is run. Exit codes: 0 all requests finished, 1 some failed, 2 bad flags.
+It simulates a million requests in minutes, on one replica or many, to show the effect of a flag of
+the scheduler. A step takes the time of a cost model (bench/simulate/cost_model.py); no other
+process runs. Exit codes: 0 all requests finished, 1 some failed, 2 bad flags.
 """
 
 import argparse
@@ -17,9 +17,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.cli.flags import server_flags_in
-from bench.cli.load_flags import LOAD_DEFAULTS, LOAD_FLAGS, add_load_flags, trace_spec
-from bench.cli.output_flags import add_goodput
+from bench.cli.load_flags import (
+    LOAD_DEFAULTS,
+    LOAD_FLAGS,
+    add_goodput,
+    add_load_flags,
+    server_flags_in,
+    trace_spec,
+)
 from bench.load import trace
 from bench.load.mooncake import read_requests
 from bench.load.trace import TraceRequest
@@ -35,23 +40,23 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
 
+# Defaults of the load flags.
 DEFAULTS = LOAD_DEFAULTS | {
     "num_requests": 1000,
     "random_input_len": "64",
     "max_new_tokens": "32",
 }
-"""Of the load flags."""
 
+# Server flags that change a simulation.
 SERVER_FLAGS = {
     *(field.name for field in dataclasses.fields(SchedulerArgs)),
     *("context_length", "allow_auto_truncate", "queue_timeout", "request_timeout"),
     *("page_size", "max_total_tokens"),
 }
-"""Flags of a server that change a simulation."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate what a command line says; the exit code."""
+    """Run the simulation of a command line, and return the exit code."""
     try:
         return simulate(_parser().parse_args(argv))
     except QuadrigaError as error:
@@ -63,11 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
+    """Simulate, print and write the figures, and return the exit code."""
     config, model = _config(arguments), cost_model.load(arguments.cost_model)
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else _measured_runs(arguments.compare)
-    number, arrivals = _arrivals(arguments)
-    with tqdm(total=number, desc="simulate", unit="req", leave=False, disable=None) as bar:
+    num_requests, arrivals = _arrivals(arguments)
+    with tqdm(total=num_requests, desc="simulate", unit="req", leave=False, disable=None) as bar:
         world = World(
             config,
             model,
@@ -95,7 +101,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, TraceRequest]]]:
-    """How many requests come, and they with their indexes, in the order that World.run wants."""
+    """Return the number of requests, and the requests with indexes in the order of World.run."""
     given = vars(arguments)
     drawn = [flag_name(name) for name in LOAD_FLAGS if name in given]
     if arguments.trace is not None:
@@ -105,7 +111,8 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             )
         requests = read_requests(arguments.trace)
         indexed = sorted(
-            enumerate(requests), key=lambda one: 0.0 if one[1].follows is not None else one[1].at
+            enumerate(requests),
+            key=lambda item: 0.0 if item[1].follows is not None else item[1].at,
         )
         return len(requests), indexed
     spec = trace_spec(DEFAULTS | given)
@@ -113,23 +120,23 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
 
 
 def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
-    """--num-pages, else --max-total-tokens, else as much as the measured machine has."""
+    """Return --num-pages, or the pages of --max-total-tokens or of the measured machine."""
     if arguments.num_pages is None:
         tokens = config.worker.max_total_tokens or model.measured_on.max_total_tokens
         return tokens // config.worker.page_size
     if config.worker.max_total_tokens is not None:
-        raise ConfigError("--num-pages and --max-total-tokens say the same: leave one out")
+        raise ConfigError("--num-pages and --max-total-tokens set the same value: leave one out")
     if arguments.num_pages <= 0:
         raise ConfigError(f"num_pages must be positive (it is {arguments.num_pages})")
     return int(arguments.num_pages)
 
 
 def _plotter(path: Path | None) -> Callable[[World], None]:
-    """Draws the run into a file, once it is over. ConfigError at once where that cannot work."""
+    """Return the function that draws a finished run; fail early if matplotlib is missing."""
     if path is None:
-        return lambda world: None
+        return lambda _: None
     try:
-        from bench.report import plots
+        from bench.simulate import plots
     except ImportError as error:
         raise ConfigError(
             f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
@@ -151,7 +158,7 @@ def _source(path: Path, model: CostModel) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
-    """ConfigError for flags that cannot work, or would change nothing here."""
+    """Return the server's configuration; raise ConfigError for flags without effect here."""
     idle = [flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
     if idle:
         raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: leave it out")
@@ -164,48 +171,48 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m bench.simulate", description=__doc__, allow_abbrev=False
     )
-    load = parser.add_argument_group("what is sent, and when")
+    load = parser.add_argument_group("load")
     load.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="requests as recorded (format: bench/load/trace.py, or Mooncake's)",
+        help="replay a trace file (format: bench/load/trace.py, or Mooncake's)",
     )
-    load.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
-    _add_world(parser.add_argument_group("what it is sent to"))
-    _add_output(parser.add_argument_group("what comes out"))
+    _add_world(parser.add_argument_group("server"))
+    _add_output(parser.add_argument_group("output"))
     server_flags.add_flags(parser)
     return parser
 
 
 def _add_world(group: Any) -> None:
     add = group.add_argument
-    add("--replicas", type=int, default=1, metavar="R", help="servers, each with its scheduler")
+    add("--replicas", type=int, default=1, metavar="R", help="number of servers")
     add(
         "--dispatch",
         choices=("round-robin", "least-loaded"),
         default="round-robin",
-        help="which replica a request goes to (default: round-robin)",
+        help="choice of the replica for a request (default: round-robin)",
     )
-    add("--num-pages", type=int, metavar="N", help="KV pages of a replica")
+    add("--num-pages", type=int, metavar="N", help="KV pages of each replica")
     add(
         "--cost-model",
         type=Path,
         default=cost_model.DEFAULT,
         metavar="FILE",
-        help=f"how long a step takes (default: {cost_model.DEFAULT.name})",
+        help=f"durations of steps (default: {cost_model.DEFAULT.name})",
     )
 
 
 def _add_output(group: Any) -> None:
     add = group.add_argument
     add_goodput(group)
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run")
     add(
         "--compare",
         type=Path,
         metavar="RUN.json",
-        help="print this beside a bench.serving --json of the same trace",
+        help="compare with a bench.serving --json of the same trace",
     )

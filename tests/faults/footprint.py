@@ -1,4 +1,4 @@
-"""What processes hold: memory, open files, threads."""
+"""Memory, open files and threads of processes."""
 
 import os
 import statistics
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_GROWTH = 0.01
+# Memory may grow by the larger of the two: small processes vary by MIN_GROWTH_MB without a leak.
+MAX_GROWTH_SHARE = 0.01
 MIN_GROWTH_MB = 2.0
-"""More than both is too much. The second is what allocators and counters of a small process move
-by without a leak."""
-MAX_MORE = 3
-"""Files or threads: so many connections more or less may be open at a moment."""
+MAX_GROWTH_COUNT = 3  # of files or threads, as the number of open connections varies
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """megabytes: RssAnon and RssShmem, what a process holds by itself. The rest of its resident
-    memory are pages of files (weights, libraries), which come and go as the system pleases, and
-    PSS, which shares them out, changes with what other processes map."""
+    """What a process holds.
+
+    Attributes:
+        megabytes: RssAnon and RssShmem. Pages of files (weights, libraries) come and go as the
+            system decides, and PSS changes with the mappings of other processes.
+        files: Open file descriptors.
+        threads: Threads.
+    """
 
     megabytes: float
     files: float
@@ -26,7 +29,7 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Of a process as it is now, on Linux. Raises OSError where there is none."""
+    """Return the footprint of a process on Linux, or raise OSError if there is none."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
     kilobytes = int(fields["RssAnon"][0]) + int(fields["RssShmem"][0])
@@ -35,29 +38,29 @@ def footprint(pid: int) -> Footprint:
 
 
 def median(prints: Sequence[Footprint]) -> Footprint:
-    """Of each of the three by itself."""
+    """Return the median of each of the three figures."""
     return Footprint(
-        statistics.median(one.megabytes for one in prints),
-        statistics.median(one.files for one in prints),
-        statistics.median(one.threads for one in prints),
+        statistics.median(measured.megabytes for measured in prints),
+        statistics.median(measured.files for measured in prints),
+        statistics.median(measured.threads for measured in prints),
     )
 
 
 def growth(name: str, first: Footprint, last: Footprint) -> list[str]:
-    """What of a process has grown too much, in words."""
-    found = []
+    """Return a complaint for each figure of a process that has grown too much."""
+    complaints = []
     more = last.megabytes - first.megabytes
-    if more > max(MIN_GROWTH_MB, MAX_GROWTH * first.megabytes):
-        found.append(f"{name}: {more:.1f} MB more")
-    if last.files - first.files > MAX_MORE:
-        found.append(f"{name}: {last.files - first.files:g} open files more")
-    if last.threads - first.threads > MAX_MORE:
-        found.append(f"{name}: {last.threads - first.threads:g} threads more")
-    return found
+    if more > max(MIN_GROWTH_MB, MAX_GROWTH_SHARE * first.megabytes):
+        complaints.append(f"{name}: {more:.1f} MB more")
+    if last.files - first.files > MAX_GROWTH_COUNT:
+        complaints.append(f"{name}: {last.files - first.files:g} open files more")
+    if last.threads - first.threads > MAX_GROWTH_COUNT:
+        complaints.append(f"{name}: {last.threads - first.threads:g} threads more")
+    return complaints
 
 
 def row(name: str, first: Footprint, last: Footprint) -> str:
-    """A line of the table that `HEAD` begins."""
+    """Return a row of the table whose header is HEAD."""
     more = last.megabytes - first.megabytes
     return (
         f"{name:16} {first.megabytes:9.2f} {last.megabytes:9.2f} {more:8.2f}"

@@ -1,10 +1,10 @@
-"""Random and mutated frames, for the public socket and for every inner decoder.
+"""Send random and mutated frames to the public socket and to every inner decoder.
 
     python -m tests.faults.fuzz --frames 1000000            # starts a server of a tiny model
     python -m tests.faults.fuzz --frames 100000 --endpoint tcp://127.0.0.1:5555
 
-Most frames are made of valid messages: fields are exchanged for other values, bytes flipped, cut
-off, repeated. Afterwards the server must answer, hold nothing, and be as large as before.
+Most frames are valid messages with replaced fields, or with bytes flipped, cut off or repeated.
+Afterwards the server must answer, hold no request and no page, and use no more memory than before.
 """
 
 import argparse
@@ -62,6 +62,7 @@ INNER: dict[str, Any] = {
 }
 _IDS = pack_ids([1, 2, 3])
 _CLOSED = StreamEnd(1, b"c", "r", "stop", 2, None, 3, 0, 1.0, 1.0, 1.0, 1.0)
+# Valid messages of every inner link.
 SAMPLES: list[msgspec.Struct] = [
     Submit(b"c", "r", _IDS, SamplingParams(max_new_tokens=3, seed=1), True, 1.0, 2.0),
     AbortRequest(b"c", "r"),
@@ -73,11 +74,10 @@ SAMPLES: list[msgspec.Struct] = [
     StepOutput(1.0, [StreamStart(1, b"c", "r", True, True, ["x"])], [1, 1, 1], _IDS, [_CLOSED]),
     Chunks([Chunk("r", 0, "text", _IDS, [1.0, 2.0, 3.0])]),
     Delivered(["r"], 5),
-    JournalRecord([], [TokenRecord([1, 2, 3], _IDS, 1.0)], [], [1]),
+    JournalRecord([], [TokenRecord([1, 2, 3], _IDS, 1.0)], [], [], [1]),
 ]
-"""Valid messages of every inner link."""
-BATCH = 500
-"""Frames after which an answer is awaited, so that no queue grows."""
+# After each batch an answer is awaited, so that no queue grows.
+BATCH_FRAMES = 500
 PARAMS: list[str] = list(SamplingParams.__struct_fields__)
 VALUES: list[Callable[[random.Random], Any]] = [
     lambda chosen: chosen.choice([0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1]),
@@ -94,7 +94,7 @@ VALUES: list[Callable[[random.Random], Any]] = [
 
 
 def messages(chosen: random.Random) -> list[list[Any]]:
-    """Valid ones, as lists: every kind that a client may send."""
+    """Return a valid message of every kind that a client may send, as lists."""
     name = f"r{chosen.randrange(50)}"
     ids = b"".join(chosen.randrange(512).to_bytes(4, "little") for _ in range(5))
     params = {"max_new_tokens": chosen.randrange(1, 4), "temperature": 0.0}
@@ -112,7 +112,7 @@ def messages(chosen: random.Random) -> list[list[Any]]:
 
 
 def frame(chosen: random.Random, valid: list[list[Any]]) -> bytes:
-    """A message that is wrong in some way, or only nearly right, or noise."""
+    """Return a mutated message, or random bytes."""
     kind = chosen.randrange(10)
     if kind == 0:
         return chosen.randbytes(chosen.randrange(60))
@@ -125,55 +125,55 @@ def frame(chosen: random.Random, valid: list[list[Any]]) -> bytes:
 
 def _mutate_fields(message: list[Any], chosen: random.Random) -> None:
     for _ in range(chosen.randrange(1, 3)):
-        place = chosen.randrange(len(message) + 1)
+        index = chosen.randrange(len(message) + 1)
         value = chosen.choice(VALUES)(chosen)
-        if place == len(message):
+        if index == len(message):
             message.append(value)
-        elif isinstance(message[place], dict) and chosen.random() < 0.7:
-            message[place] = {**message[place], chosen.choice(PARAMS): value}
+        elif isinstance(message[index], dict) and chosen.random() < 0.7:
+            message[index] = {**message[index], chosen.choice(PARAMS): value}
         else:
-            message[place] = value
+            message[index] = value
     if len(message) > 4 and isinstance(message[4], dict) and "max_new_tokens" not in message[4]:
         message[4] = {**message[4], "max_new_tokens": 2}
 
 
 def _mutate_bytes(data: bytearray, chosen: random.Random) -> bytes:
     for _ in range(chosen.randrange(1, 4)):
-        place = chosen.randrange(len(data)) if data else 0
+        index = chosen.randrange(len(data)) if data else 0
         match chosen.randrange(4):
             case 0 if data:
-                data[place] ^= 1 << chosen.randrange(8)
+                data[index] ^= 1 << chosen.randrange(8)
             case 1:
-                del data[place:]
+                del data[index:]
             case 2:
-                data[place:place] = chosen.randbytes(chosen.randrange(8))
+                data[index:index] = chosen.randbytes(chosen.randrange(8))
             case _:
-                data += data[place:]
+                data += data[index:]
     return bytes(data)
 
 
 def fuzz_public(endpoint: str, frames: int, seed: int = 1) -> Iterator[int]:
-    """Send so many frames; yields how many were sent, now and then."""
+    """Send `frames` frames; yield the number sent so far after each batch."""
     chosen = random.Random(seed)
     abort = msgpack.packb(["abort", 1, ""])
     with RawClient(endpoint) as hostile:
-        for first in range(0, frames, BATCH):
-            for _ in range(min(BATCH, frames - first)):
+        for first in range(0, frames, BATCH_FRAMES):
+            for _ in range(min(BATCH_FRAMES, frames - first)):
                 count = 1 + (chosen.random() < 0.02)
                 hostile.send(*(frame(chosen, messages(chosen)) for _ in range(count)))
             hostile.send(abort)
-            mark = f"all before {first + BATCH}"
+            mark = f"all before {first + BATCH_FRAMES}"
             question = msgpack.packb(["get_info", 1, mark])
             hostile.send(question)
             while (answer := hostile.receive())[0] != "info" or answer[1] != mark:
-                if answer[0] == "refused" and answer[1] == mark:  # too many questions are open
+                if answer[0] == "refused" and answer[1] == mark:  # too many get_info are open
                     time.sleep(0.01)
                     hostile.send(question)
-            yield first + BATCH
+            yield first + BATCH_FRAMES
 
 
 def fuzz_decoders(frames: int, seed: int = 1) -> None:
-    """Whatever comes, a decoder gives a message or a DecodeError."""
+    """Check that a decoder returns a message or raises DecodeError for every frame."""
     for name, kind in INNER.items():
         chosen, decode = random.Random(seed), msgspec.msgpack.Decoder(kind).decode
         samples = [msgspec.to_builtins(sample, builtin_types=[bytes]) for sample in SAMPLES]
@@ -188,7 +188,7 @@ def fuzz_decoders(frames: int, seed: int = 1) -> None:
 
 
 def sizes(pids: dict[str, int]) -> dict[str, float]:
-    """Resident MiB of each process."""
+    """Return the resident MiB of each process."""
     return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in pids.items()}
 
 
@@ -197,10 +197,10 @@ def fuzz_server(endpoint: str, frames: int) -> None:
     pids = before["pids"]
     first, began = sizes(pids), time.monotonic()
     for sent in fuzz_public(endpoint, frames):
-        if sent == max(BATCH, frames // 5 // BATCH * BATCH):
+        if sent == max(BATCH_FRAMES, frames // 5 // BATCH_FRAMES * BATCH_FRAMES):
             first = sizes(pids)
         missing = [name for name, pid in pids.items() if not is_alive(pid)]
-        assert not missing, f"died within the last {BATCH} of {sent} frames: {missing}"
+        assert not missing, f"died within the last {BATCH_FRAMES} of {sent} frames: {missing}"
     seconds = time.monotonic() - began
     after = settle(endpoint)
     with Client(endpoint) as client:
@@ -213,9 +213,9 @@ def fuzz_server(endpoint: str, frames: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.faults.fuzz")
-    parser.add_argument("--frames", type=int, default=100_000, help="at the public socket")
-    parser.add_argument("--inner-frames", type=int, default=100_000, help="at each decoder")
-    parser.add_argument("--endpoint", help="of a running server (default: start one)")
+    parser.add_argument("--frames", type=int, default=100_000, help="frames for the public socket")
+    parser.add_argument("--inner-frames", type=int, default=100_000, help="frames for each decoder")
+    parser.add_argument("--endpoint", help="endpoint of a running server (default: start one)")
     arguments = parser.parse_args()
     fuzz_decoders(arguments.inner_frames)
     if arguments.endpoint:

@@ -1,11 +1,10 @@
-"""Kills every process of a server, in every way, at every moment, under load, and counts what the
-clients lost.
+"""Kill every process of a server by each signal at each moment, and count lost streams.
 
 python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals …] [--moments …]
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
 
-The streams are greedy, in float32, of a tiny model with random weights, and each is compared with
-the undisturbed run: lost (ended with an error), duplicated (longer than it should be), different.
+The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
+undisturbed run: lost (ended with an error), duplicated (longer than expected), different.
 """
 
 import argparse
@@ -26,28 +25,40 @@ from pathlib import Path
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import QuadrigaError
-from tests.server import START_SECONDS, Server, kill_tree, launch, running_server, settle, stop
+from tests.server import (
+    START_TIMEOUT_S,
+    Server,
+    kill_tree,
+    launch,
+    running_server,
+    settle,
+    stop,
+    wait_until_ready,
+)
 from tests.tiny_models import tiny_llama
+from tests.waiting import wait_until_async
 
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "http_proc")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
 MOMENTS = ("loading", "streams", "draining")
 STREAMS, CLIENTS = 64, 4
 GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
-PATIENCE = 60.0
-"""Seconds after which a stream counts as lost."""
-PATIENCE_AT_RANDOM = 600.0
-"""The same where somebody is killed again and again: the server is seldom whole then, for whoever
-dies often is started again only after some seconds."""
-SECONDS_BETWEEN_KILLS = 3.0
+# A stream that takes longer counts as lost. Under repeated kills restarts are delayed by seconds.
+TIMEOUT_S = 60.0
+RANDOM_KILLS_TIMEOUT_S = 600.0
+KILL_INTERVAL_S = 3.0
 
 Answer = tuple[list[int], str]
 
 
 @dataclass
-class Tally:
-    """What became of the streams of several rounds. seconds: from the kill to the end of the
-    longest silence after it; with random kills, that all streams of a round took."""
+class StreamTally:
+    """Results of the streams of several rounds.
+
+    Attributes:
+        seconds: From the kill to the end of the longest silence after it; with random kills, the
+            duration of a round.
+    """
 
     lost: int = 0
     duplicated: int = 0
@@ -57,14 +68,14 @@ class Tally:
     errors: set[str] = field(default_factory=set)
 
     def take(self, answers: "list[Answer | QuadrigaError]", expected: list[Answer]) -> None:
-        for answer, right in zip(answers, expected, strict=True):
+        for answer, reference in zip(answers, expected, strict=True):
             self.streams += 1
             if isinstance(answer, QuadrigaError):
                 self.lost += 1
                 self.errors.add(f"{type(answer).__name__}: {answer}")
-            elif len(answer[0]) > len(right[0]):
+            elif len(answer[0]) > len(reference[0]):
                 self.duplicated += 1
-            elif answer != right:
+            elif answer != reference:
                 self.different += 1
 
     @property
@@ -80,52 +91,61 @@ class Tally:
 
 
 class Load:
-    """Streams of several clients. under_way: each has a token. arrivals: when chunks came."""
+    """Streams of several clients.
 
-    def __init__(self, endpoint: str, patience: float = PATIENCE) -> None:
+    Attributes:
+        started: Set when each stream has a token.
+        arrivals: Arrival times of chunks.
+    """
+
+    def __init__(self, endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
         self._endpoint = endpoint
-        self._patience = patience
-        self.under_way = asyncio.Event()
+        self._timeout_s = timeout_s
+        self.started = asyncio.Event()
         self.arrivals: list[float] = []
         self._streaming = 0
 
     async def run(self) -> "list[Answer | QuadrigaError]":
-        patience = self._patience
-        clients = [AsyncClient(self._endpoint, patience, patience) for _ in range(CLIENTS)]
+        timeout_s = self._timeout_s
+        clients = [AsyncClient(self._endpoint, timeout_s, timeout_s) for _ in range(CLIENTS)]
         try:
             await asyncio.gather(*(client.connect() for client in clients))
             return list(
-                await asyncio.gather(*(self._one(clients[n % CLIENTS], n) for n in range(STREAMS)))
+                await asyncio.gather(
+                    *(self._stream(clients[n % CLIENTS], n) for n in range(STREAMS))
+                )
             )
         finally:
-            self.under_way.set()
+            self.started.set()
             await asyncio.gather(*(client.close() for client in clients))
 
-    async def _one(self, client: AsyncClient, number: int) -> "Answer | QuadrigaError":
+    async def _stream(self, client: AsyncClient, number: int) -> "Answer | QuadrigaError":
         ids: list[int] = []
         text = ""
         try:
-            stream = client.stream([3 + number] * (1 + number % 40), GREEDY, timeout=self._patience)
+            stream = client.stream(
+                [3 + number] * (1 + number % 40), GREEDY, timeout=self._timeout_s
+            )
             async for chunk in stream:
                 self.arrivals.append(time.monotonic())
                 self._streaming += not ids and bool(chunk.token_ids)
                 ids += chunk.token_ids
                 text += chunk.text
                 if self._streaming == STREAMS:
-                    self.under_way.set()
+                    self.started.set()
         except QuadrigaError as error:
             return error
         return ids, text
 
     def silence_after(self, moment: float) -> float:
-        """Seconds from the moment to the end of the longest time without a chunk that followed."""
+        """Return the seconds from a moment to the end of the longest silence after it."""
         later = [moment, *sorted(t for t in self.arrivals if t > moment)]
         gaps = [(later[n + 1] - later[n], later[n + 1]) for n in range(len(later) - 1)]
         return max(gaps)[1] - moment if gaps else 0.0
 
 
 class Matrix:
-    """The server that is killed, and how it answers undisturbed."""
+    """The servers whose processes are killed, and their undisturbed answers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -149,18 +169,18 @@ class Matrix:
             yield server
 
     async def disturbed(
-        self, endpoint: str, tally: Tally, disturb: Callable[[], Awaitable[None]]
+        self, endpoint: str, tally: StreamTally, disturb: Callable[[], Awaitable[None]]
     ) -> None:
-        """One run of the load, with something that happens once all streams are under way."""
+        """Run the load, and call `disturb` once all streams have started."""
         load = Load(endpoint)
         running = asyncio.create_task(load.run())
-        await load.under_way.wait()
+        await load.started.wait()
         moment = time.monotonic()
         await disturb()
         tally.take(await running, self.expected)
         tally.seconds.append(load.silence_after(moment))
 
-    def streams(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def streams(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         with self.server() as server:
 
             async def kill() -> None:
@@ -169,7 +189,7 @@ class Matrix:
             for _ in range(rounds):
                 asyncio.run(self.disturbed(server.endpoint, tally, kill))
 
-    def draining(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def draining(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
             with self.server() as server:
 
@@ -181,7 +201,7 @@ class Matrix:
 
                 asyncio.run(self.disturbed(server.endpoint, tally, stop_and_kill))
 
-    def loading(self, name: str, number: int, rounds: int, tally: Tally) -> None:
+    def loading(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
             flags = self._next_flags()
             endpoint, log = f"tcp://127.0.0.1:{free_port()}", self._directory / f"l{self._number}"
@@ -190,82 +210,80 @@ class Matrix:
                 server = Server(process, endpoint, log, self._directory, {})
                 asyncio.run(_kill(server, name, number))
                 killed_at = time.monotonic()
-                while "quadriga ready" not in log.read_text():
-                    assert time.monotonic() < killed_at + START_SECONDS, log.read_text()
-                    assert process.poll() is None, log.read_text()
-                    time.sleep(0.02)
+                wait_until_ready(process, log)
                 tally.seconds.append(time.monotonic() - killed_at)
                 tally.take(asyncio.run(Load(endpoint).run()), self.expected)
                 stop(process)
             finally:
                 kill_tree(process)
 
-    def at_random(self, names: list[str], seconds: float, tally: Tally) -> int:
-        """Kill somebody every three seconds under load. How often."""
+    def at_random(self, names: list[str], seconds: float, tally: StreamTally) -> int:
+        """Kill a random process every three seconds under load, and return the number of kills."""
         chosen, kills = random.Random(0), 0
 
-        async def kill_again_and_again(server: Server) -> None:
+        async def kill_repeatedly(server: Server) -> None:
             nonlocal kills
             while True:
-                await asyncio.sleep(SECONDS_BETWEEN_KILLS)
+                await asyncio.sleep(KILL_INTERVAL_S)
                 name, number = chosen.choice(names), signal.Signals[chosen.choice(SIGNALS)]
                 await _kill(server, name, number)
                 kills += 1
 
         async def run(server: Server) -> None:
-            killer = asyncio.create_task(kill_again_and_again(server))
+            killer = asyncio.create_task(kill_repeatedly(server))
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 began = time.monotonic()
-                load = Load(server.endpoint, PATIENCE_AT_RANDOM)
+                load = Load(server.endpoint, RANDOM_KILLS_TIMEOUT_S)
                 tally.take(await load.run(), self.expected)
                 tally.seconds.append(time.monotonic() - began)
             killer.cancel()
 
         with self.server() as server:
             asyncio.run(run(server))
-            settle(server.endpoint, START_SECONDS)  # whoever was killed last has to be there again
+            settle(
+                server.endpoint, START_TIMEOUT_S
+            )  # the process that was killed last must be back
         return kills
 
 
 async def _kill(server: Server, name: str, number: int) -> None:
-    """As soon as there is a process of this name."""
-    deadline = time.monotonic() + START_SECONDS
-    while not (pid := server.pid_of(name)):
-        assert time.monotonic() < deadline, f"no {name} is there"
-        await asyncio.sleep(0.005)
+    """Send a signal to a process as soon as it exists."""
+    pid = await wait_until_async(lambda: server.pid_of(name), START_TIMEOUT_S, lambda: name)
     os.kill(pid, number)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where nothing was lost."""
+    """Run the matrix, and return 0 if no stream was lost, duplicated or different."""
     parser = argparse.ArgumentParser("python -m tests.faults.kill_matrix")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--processes", nargs="*", choices=PROCESSES, default=list(PROCESSES))
     parser.add_argument("--signals", nargs="*", choices=SIGNALS, default=list(SIGNALS))
     parser.add_argument("--moments", nargs="*", choices=MOMENTS, default=list(MOMENTS))
-    parser.add_argument("--random", type=float, metavar="SECONDS", help="random kills instead")
+    parser.add_argument(
+        "--random", type=float, metavar="SECONDS", help="kill random processes instead"
+    )
     options = parser.parse_args(arguments)
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
         matrix = Matrix(Path(directory))
         if options.random:
-            tally = Tally()
+            tally = StreamTally()
             kills = matrix.at_random(options.processes, options.random, tally)
-            clean = _print(f"{kills} times somebody", tally)
+            clean = _print(f"{kills} random kills", tally)
         else:
             for name in options.processes:
                 for kind in options.signals:
                     for moment in options.moments:
-                        tally, number = Tally(), signal.Signals[kind]
+                        tally, number = StreamTally(), signal.Signals[kind]
                         getattr(matrix, moment)(name, number, options.rounds, tally)
                         clean &= _print(f"{name} {kind} {moment}", tally)
     return int(not clean)
 
 
-def _print(what: str, tally: Tally) -> bool:
-    print(f"{what:42} {tally.row()}", *sorted(tally.errors), sep="\n    ", flush=True)
+def _print(title: str, tally: StreamTally) -> bool:
+    print(f"{title:42} {tally.row()}", *sorted(tally.errors), sep="\n    ", flush=True)
     return tally.is_clean
 
 

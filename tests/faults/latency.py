@@ -1,4 +1,4 @@
-"""How long a ping takes while another client sends what costs the server most.
+"""Measure pings while another client sends the most expensive messages.
 
     python -m tests.faults.latency              # starts a server of a tiny model
 
@@ -30,8 +30,7 @@ from tests.tiny_models import tiny_llama
 MIB = 1 << 20
 PARAMS = {"max_new_tokens": 2}
 PING = msgpack.packb(["ping", 1])
-PAUSE_S = 0.002
-"""Between two pings."""
+PING_INTERVAL_S = 0.002
 
 
 def chat(*messages: dict[str, Any], **options: Any) -> list[Any]:
@@ -45,6 +44,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 WORDS = "a b " * (15 * MIB // 4)
 REGEX = "(?:ab?c*d+|[^x]){1000}"
+# The number of messages, and a function that makes one; its third field becomes an id.
 INPUTS: dict[str, tuple[int, Callable[[], list[Any]]]] = {
     "a role of 15 MiB": (4, lambda: chat({"role": WORDS, "content": ""})),
     "700,000 turns": (4, lambda: chat(*[{"role": "", "content": ""}] * 700_000)),
@@ -70,44 +70,45 @@ INPUTS: dict[str, tuple[int, Callable[[], list[Any]]]] = {
     "flush_cache, 50,000 times": (50_000, lambda: ["flush_cache", 1, ""]),
     "junk of 16 MiB": (16, lambda: [WORDS]),
 }
-"""How often a message is sent, and what makes it; its third field becomes an id of its own."""
 
 
-def ping_until_told(endpoint: str) -> None:
-    """Ping the server until stdin ends; print the seconds of each round trip, as a JSON list."""
-    found: list[float] = []
+def ping_until_stdin_ends(endpoint: str) -> None:
+    """Ping the server until stdin ends, and print the seconds of each round trip as JSON."""
+    round_trips: list[float] = []
     with RawClient(endpoint) as client:
-        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+        while not select.select([sys.stdin], [], [], PING_INTERVAL_S)[0]:
             sent_at = time.perf_counter()
             client.send(PING)
             while client.receive(60)[0] != "pong":
                 continue
-            found.append(time.perf_counter() - sent_at)
-            if len(found) == 1:
+            round_trips.append(time.perf_counter() - sent_at)
+            if len(round_trips) == 1:
                 print("pinging", flush=True)
-    print(json.dumps(found))
+    print(json.dumps(round_trips))
 
 
 @contextmanager
 def pings(endpoint: str) -> Iterator[list[float]]:
-    """Ping the server from another process as long as the block runs. Yields a list that has the
-    seconds of each round trip after the block."""
-    found: list[float] = []
+    """Ping the server from another process as long as the block runs.
+
+    The yielded list has the seconds of each round trip after the block.
+    """
+    round_trips: list[float] = []
     command = [sys.executable, "-m", "tests.faults.latency", "--ping", endpoint]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"pinging\n"
     try:
-        yield found
+        yield round_trips
         answer, _ = process.communicate(timeout=60)
-        found += json.loads(answer)
+        round_trips += json.loads(answer)
     finally:
         process.kill()
         process.wait()
 
 
 def attack(endpoint: str, name: str) -> list[float]:
-    """Send a hostile input and wait for the answers. Return the round trips of another's pings."""
+    """Send a hostile input and wait for the answers; return the round trips of another client."""
     count, make = INPUTS[name]
     message = make()
     frames = []
@@ -115,7 +116,7 @@ def attack(endpoint: str, name: str) -> list[float]:
         if len(message) > 1:
             message[2] = f"h{number}"
         frames.append(msgpack.packb(message))
-    with RawClient(endpoint, receive_queue=0) as hostile, pings(endpoint) as found:
+    with RawClient(endpoint, receive_queue=0) as hostile, pings(endpoint) as round_trips:
         for frame in itertools.islice(itertools.cycle(frames), count):
             hostile.send(frame)
         last = msgpack.packb(["generate", 1, "last", "x", PARAMS])
@@ -123,7 +124,7 @@ def attack(endpoint: str, name: str) -> list[float]:
         while not _ends(message := hostile.receive(120), "last"):
             if message[0] == "server_gone":  # it has read its answers too slowly
                 hostile.send(last)
-    return found
+    return round_trips
 
 
 def _ends(message: list[Any], request_id: str) -> bool:
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--ping", metavar="ENDPOINT", help="only ping, until stdin ends")
     arguments = parser.parse_args()
     if arguments.ping:
-        ping_until_told(arguments.ping)
+        ping_until_stdin_ends(arguments.ping)
         return
     with tempfile.TemporaryDirectory() as directory:
         model = tiny_llama(Path(directory) / "model")
@@ -146,9 +147,9 @@ def main() -> None:
         ) as server:
             print(f"{'round trip of a ping, ms':34}   p50    p99    max")
             for name in INPUTS:
-                found = [1000 * seconds for seconds in attack(server.endpoint, name)]
-                cuts = quantiles(found, n=100, method="inclusive")
-                print(f"{name:34} {cuts[49]:5.1f}  {cuts[98]:5.1f}  {max(found):5.1f}")
+                ms = [1000 * seconds for seconds in attack(server.endpoint, name)]
+                cuts = quantiles(ms, n=100, method="inclusive")
+                print(f"{name:34} {cuts[49]:5.1f}  {cuts[98]:5.1f}  {max(ms):5.1f}")
 
 
 if __name__ == "__main__":

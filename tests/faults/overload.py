@@ -1,9 +1,9 @@
-"""A server at many times its capacity: refusals come at once, who is accepted is served as ever.
+"""Load a server beyond its capacity: refusals are fast, and accepted requests are served.
 
     python -m tests.faults.overload --times 10 --seconds 300
 
-Starts a server of a tiny model, finds its capacity with as many requests under way as may run and
-wait, then sends so many times as much, whatever comes back.
+Starts a server of a tiny model, measures its capacity with as many requests as may run and wait,
+and then sends a multiple of that rate, independently of the answers.
 """
 
 import argparse
@@ -23,14 +23,18 @@ PARAMS = SamplingParams(temperature=0, max_new_tokens=128, ignore_eos=True)
 RUNNING, QUEUED = 8, 24
 FLAGS = ["--max-total-tokens", "8192", "--worker-threads", "1", "--max-batch-size", str(RUNNING)]
 FLAGS += ["--max-running-requests", str(RUNNING), "--max-queued-requests", str(QUEUED)]
-TICK = 0.01
-"""Seconds between arrivals, which then come several at once."""
+TICK_S = 0.01  # between arrivals, of which several come at once
 
 
 @dataclass
 class Outcome:
-    """Seconds from submission to the end, or to the refusal. hints: seconds to retry after; None is
-    a refusal that says none."""
+    """Results of a load.
+
+    Attributes:
+        served: Seconds from submission to the end.
+        refused: Seconds from submission to the refusal.
+        hints: Values of retry_after in seconds; None: a refusal without one.
+    """
 
     served: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
@@ -48,34 +52,34 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome) -> None:
 
 
 async def at_capacity(client: AsyncClient, seconds: float) -> Outcome:
-    """As many at once as may run and wait."""
+    """Keep as many requests open as may run and wait."""
     outcome, end = Outcome(), time.monotonic() + seconds
 
-    async def one_after_the_other(first: int) -> None:
+    async def send_in_turn(first: int) -> None:
         while time.monotonic() < end:
             await ask(client, first, outcome)
 
-    await asyncio.gather(*(one_after_the_other(n) for n in range(RUNNING + QUEUED)))
+    await asyncio.gather(*(send_in_turn(n) for n in range(RUNNING + QUEUED)))
     return outcome
 
 
 async def at_rate(client: AsyncClient, rate: float, seconds: float) -> Outcome:
-    """So many requests a second, whatever becomes of them."""
+    """Send `rate` requests per second, independently of the answers."""
     outcome, began, sent = Outcome(), time.monotonic(), 0
-    under_way: set[asyncio.Task[None]] = set()
+    in_flight: set[asyncio.Task[None]] = set()
     while (now := time.monotonic() - began) < seconds:
         while sent < rate * now:
             task = asyncio.ensure_future(ask(client, sent, outcome))
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
+            in_flight.add(task)
+            task.add_done_callback(in_flight.discard)
             sent += 1
-        await asyncio.sleep(TICK)
-    await asyncio.gather(*under_way)
+        await asyncio.sleep(TICK_S)
+    await asyncio.gather(*in_flight)
     return outcome
 
 
 def percentile(values: list[float], share: float) -> float:
-    """In ms."""
+    """Return a percentile in ms."""
     ordered = sorted(values)
     return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -88,7 +92,7 @@ def line(name: str, values: list[float], seconds: float) -> str:
 
 
 async def overload(endpoint: str, times: float, seconds: float) -> tuple[Outcome, Outcome]:
-    """What came of it at capacity, and at so many times as much."""
+    """Return the outcomes at capacity, and at `times` its rate."""
     measured = max(1.0, min(20.0, seconds / 5))
     async with AsyncClient(endpoint, connect_timeout=30) as client:
         await at_capacity(client, 1.0)
@@ -116,7 +120,7 @@ def run(times: float, seconds: float, model: Path, log: Path) -> tuple[Outcome, 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.faults.overload")
-    parser.add_argument("--times", type=float, default=10.0, help="of the capacity")
+    parser.add_argument("--times", type=float, default=10.0, help="multiple of the capacity")
     parser.add_argument("--seconds", type=float, default=300.0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,6 +1,6 @@
-"""Clients that never read, beside normal ones: those notice nothing, and the memory has a bound.
+"""Run clients that never read beside normal ones, which must not notice, with bounded memory.
 
-First the others read like anybody, then the same load comes from clients that do not.
+The same load comes first from clients that read, then from clients that do not.
 
 python -m tests.faults.slow_readers --slow 50 --normal 50 --seconds 30
 """
@@ -22,13 +22,13 @@ from tests.tiny_models import tiny_llama
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 FLAGS = ["--max-total-tokens", "65536", "--worker-threads", "1", "--max-batch-size", "128"]
-PINGS = 100
-"""Of each of the others in a second, beside a request: their answers fill its queue."""
+# Pings per second of each of the other clients, whose answers fill its queue.
+NUM_PINGS = 100
 
 
 async def gaps(endpoint: str, normal: int, seconds: float) -> list[float]:
-    """Seconds between the tokens of normal streams."""
-    found: list[float] = []
+    """Return the seconds between the tokens of normal streams."""
+    seconds_between: list[float] = []
     end = time.monotonic() + seconds
 
     async def stream(number: int) -> None:
@@ -37,15 +37,15 @@ async def gaps(endpoint: str, normal: int, seconds: float) -> list[float]:
                 last = 0.0
                 async for chunk in client.stream([3 + number] * 8, PARAMS):
                     if last:
-                        found.append(chunk.received_at - last)
+                        seconds_between.append(chunk.received_at - last)
                     last = chunk.received_at
 
     await asyncio.gather(*(stream(number) for number in range(normal)))
-    return found
+    return seconds_between
 
 
 async def flood(others: list[RawClient], reading: bool) -> None:
-    """Keep the others asking, and reading if they do."""
+    """Send requests from the other clients, and read their answers if `reading`."""
     params, number = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}, 0
     ping = msgpack.packb(["ping", 1])
     while True:
@@ -53,7 +53,7 @@ async def flood(others: list[RawClient], reading: bool) -> None:
             number += 1
             ids = (3 + number % 500).to_bytes(4, "little") * 4
             other.send(msgpack.packb(["generate", 1, f"r{number}", "", params, True, None, ids]))
-            for _ in range(PINGS):
+            for _ in range(NUM_PINGS):
                 other.send(ping)
             while reading and other.socket.poll(0):
                 other.socket.recv()
@@ -63,14 +63,14 @@ async def flood(others: list[RawClient], reading: bool) -> None:
 async def beside(
     endpoint: str, count: int, reading: bool, normal: int, seconds: float
 ) -> list[float]:
-    """The gaps of normal streams beside so many others."""
+    """Return the gaps of normal streams beside `count` other clients."""
     others = [RawClient(endpoint, receive_queue=1000 if reading else 1) for _ in range(count)]
     flooding = asyncio.ensure_future(flood(others, reading))
-    found = await gaps(endpoint, normal, seconds)
+    measured = await gaps(endpoint, normal, seconds)
     flooding.cancel()
     for other in others:
         other.socket.close()
-    return found
+    return measured
 
 
 async def compare(endpoint: str, slow: int, normal: int, seconds: float) -> None:
@@ -80,9 +80,9 @@ async def compare(endpoint: str, slow: int, normal: int, seconds: float) -> None
     before = sizes(pids)
     for reading in (True, False):
         values = await beside(endpoint, slow, reading, normal, seconds)
-        who = "that read" if reading else "that never read"
+        kind = "that read" if reading else "that never read"
         print(
-            f"beside {slow} {who}: time between tokens {percentile(values, 0.5):.2f} ms median,"
+            f"beside {slow} {kind}: time between tokens {percentile(values, 0.5):.2f} ms median,"
             f" {percentile(values, 0.99):.2f} ms p99, {len(values) / seconds:.0f} tokens a second"
         )
     for name, size in sizes(pids).items():
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.faults.slow_readers")
     parser.add_argument("--slow", type=int, default=50)
     parser.add_argument("--normal", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two phases")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of a phase")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = tiny_llama(Path(directory) / "model")
@@ -104,9 +104,7 @@ def main() -> None:
             )
             settle(server.endpoint, 60)
             cut_off = log.read_text().count("cut off")
-            why = (
-                "" if cut_off else ": what they left unread fits into the queues; let it run longer"
-            )
+            why = "" if cut_off else ": the unread messages fit into the queues; run it longer"
             print(f"cut off: {cut_off}{why}")
 
 

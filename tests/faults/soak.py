@@ -1,15 +1,15 @@
-"""A long time under a mixed load: memory, open files and throughput stay, and nothing gets lost.
+"""Run a mixed load for a long time: memory, files and throughput stay, and no request is lost.
 
     python -m tests.faults.soak --minutes 60
 
-Callers at the ring's socket and at the web gateway do one thing after the other: streams and whole
-answers, greedy and sampled, chats that grow, prefixes that are shared, grammars, several choices;
-they abort, leave, close their socket without a word, ask for what is refused. Every process is
-looked at again and again, and its first quarter (after a warm-up in which caches fill: a tenth of
-the time, at most three minutes) compared with its last.
+Clients of the ring's socket and of the gateway run one action after the other: streams and whole
+answers, greedy and sampled, growing chats, shared prefixes, grammars, several choices, aborts,
+closed streams, closed sockets, and requests that are refused. Every process is sampled, and its
+first quarter (after a warm-up of a tenth of the time, at most three minutes) is compared with its
+last one.
 
-The exit code is 1 where memory, files or threads grew, a request got lost or was answered wrongly,
-a process died, or something is left afterwards.
+The exit code is 1 if memory, files or threads grew, a request was lost or answered wrongly, a
+process died, or something is left afterwards.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from bench.client.server import free_port
 from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
 from tests.faults.footprint import HEAD, Footprint, footprint, growth, median, row
-from tests.faults.soak_load import RingCaller, Shape, Tally, do_one_after_the_other
-from tests.faults.soak_web import WebCaller
+from tests.faults.soak_load import RingClient, Shape, Tally, run_actions
+from tests.faults.soak_web import WebClient
 from tests.server import Server, running_server, settle, wait_until
 from tests.tiny_models import tiny_llama
 
-RING_CALLERS, CONNECTIONS, WEB_CALLERS = 24, 6, 8
+NUM_RING_CLIENTS, NUM_CONNECTIONS, NUM_WEB_CLIENTS = 24, 6, 8
 FLAGS = ["--dtype", "float32", "--max-total-tokens", "32768", "--worker-threads", "1"]
-FLAGS += ["--log-level", "debug"]  # the detokenizer then says at its end what it still knows
+FLAGS += ["--log-level", "debug"]  # the detokenizer then logs its open requests at the end
+# This process, which is shown and not checked, as it is no part of the server.
 CLIENT = "client"
-"""The process of this program. It is shown, and not judged: it is no part of the server."""
 MAX_WARM_UP_S = 180.0
 MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
@@ -47,7 +47,13 @@ FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TO
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """seconds: since the load began. processes: by name. info: what is FOLLOWED of it."""
+    """Figures at one moment.
+
+    Attributes:
+        seconds: Since the load began.
+        processes: Footprints by name.
+        info: The FOLLOWED fields of the server's info.
+    """
 
     seconds: float
     processes: dict[str, Footprint]
@@ -56,24 +62,24 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What came of it. problems: why it has failed, if it has."""
+    """Results of a soak; it has failed if there are problems."""
 
     tally: Tally
     samples: list[Sample] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def quarters(self) -> tuple[list[Sample], list[Sample]]:
-        """The first after the warm-up, and the last."""
+        """Return the samples of the first quarter after the warm-up, and of the last."""
         end = self.samples[-1].seconds
         begin = min(MAX_WARM_UP_S, end / 10)
         quarter = (end - begin) / 4
         return (
-            [one for one in self.samples if begin <= one.seconds <= begin + quarter],
-            [one for one in self.samples if one.seconds >= end - quarter],
+            [s for s in self.samples if begin <= s.seconds <= begin + quarter],
+            [s for s in self.samples if s.seconds >= end - quarter],
         )
 
     def report(self) -> None:
-        """Print what was found."""
+        """Print the results."""
         first, last = self.quarters()
         print(HEAD)
         for name, (early, late) in self.footprints().items():
@@ -86,12 +92,12 @@ class Soak:
             print(f"FAILED: {problem}")
 
     def footprints(self) -> dict[str, tuple[Footprint, Footprint]]:
-        """Of each process: medians of the first quarter and the last."""
+        """Return the median footprints of each process in the first and the last quarter."""
         first, last = self.quarters()
         return {
             name: (
-                median([one.processes[name] for one in first if name in one.processes]),
-                median([one.processes[name] for one in last if name in one.processes]),
+                median([s.processes[name] for s in first if name in s.processes]),
+                median([s.processes[name] for s in last if name in s.processes]),
             )
             for name in first[-1].processes
         }
@@ -106,8 +112,8 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
 
 
-async def look(server: Server, client: AsyncClient, began: float) -> Sample:
-    """At every process of the server, those that check grammars, and this one, the client."""
+async def take_sample(server: Server, client: AsyncClient, began: float) -> Sample:
+    """Sample every process of the server, the grammar checkers, and this process."""
     info = await client.info(60)
     pids = {**server.pids, CLIENT: os.getpid()}
     checkers = psutil.Process(server.pids["tokenizer_proc"]).children()
@@ -118,41 +124,41 @@ async def look(server: Server, client: AsyncClient, began: float) -> Sample:
 
 
 async def load(server: Server, url: str, seconds: float, soak: Soak) -> None:
-    """Let the callers do their things, and look at the processes meanwhile."""
-    over = asyncio.Event()
-    clients = [AsyncClient(server.endpoint, connect_timeout=30) for _ in range(CONNECTIONS)]
+    """Run the load, and sample the processes meanwhile."""
+    stopping = asyncio.Event()
+    clients = [AsyncClient(server.endpoint, connect_timeout=30) for _ in range(NUM_CONNECTIONS)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client.connect() for client in clients))
         info = await clients[0].info()
         shape = Shape(info["context_length"], info["vocab_size"])
-        callers: list[tuple[RingCaller | WebCaller, random.Random]] = []
-        for number in range(RING_CALLERS):
+        workload: list[tuple[RingClient | WebClient, random.Random]] = []
+        for number in range(NUM_RING_CLIENTS):
             chosen = random.Random(number)
-            client = clients[number % CONNECTIONS]
-            callers.append((RingCaller(client, shape, soak.tally, chosen), chosen))
-        for number in range(RING_CALLERS, RING_CALLERS + WEB_CALLERS):
+            client = clients[number % NUM_CONNECTIONS]
+            workload.append((RingClient(client, shape, soak.tally, chosen), chosen))
+        for number in range(NUM_RING_CLIENTS, NUM_RING_CLIENTS + NUM_WEB_CLIENTS):
             chosen = random.Random(number)
-            callers.append((WebCaller(session, url, shape, chosen), chosen))
+            workload.append((WebClient(session, url, shape, chosen), chosen))
         tasks = [
-            asyncio.create_task(do_one_after_the_other(caller.things, soak.tally, chosen, over))
-            for caller, chosen in callers
+            asyncio.create_task(run_actions(actor.actions, soak.tally, chosen, stopping))
+            for actor, chosen in workload
         ]
         try:
-            await _look_again_and_again(server, clients[0], seconds, soak)
+            await _sample_until_end(server, clients[0], seconds, soak)
         finally:
-            over.set()
+            stopping.set()
             await asyncio.gather(*tasks)
             await asyncio.gather(*(client.close() for client in clients))
 
 
-async def _look_again_and_again(
+async def _sample_until_end(
     server: Server, client: AsyncClient, seconds: float, soak: Soak
 ) -> None:
     began, interval = time.monotonic(), min(MAX_INTERVAL_S, seconds / 20)
     while (passed := time.monotonic() - began) < seconds:
         await asyncio.sleep(min(interval, seconds - passed))
         try:
-            soak.samples.append(await look(server, client, began))
+            soak.samples.append(await take_sample(server, client, began))
         except (OSError, QuadrigaError) as error:
             soak.problems.append(f"a process is gone: {error}")
             return
@@ -161,7 +167,7 @@ async def _look_again_and_again(
 
 def _print_progress(soak: Soak) -> None:
     sample = soak.samples[-1]
-    held = " ".join(f"{one.megabytes:.1f}" for one in sample.processes.values())
+    held = " ".join(f"{memory.megabytes:.1f}" for memory in sample.processes.values())
     followed = ", ".join(f"{name} {sample.info[name]}" for name in FOLLOWED[:-1])
     print(
         f"{sample.seconds:6.0f} s  {_rate(soak.samples[-2:]):6.0f} tokens/s,"
@@ -172,33 +178,33 @@ def _print_progress(soak: Soak) -> None:
 
 
 def run(model: Path | str, seconds: float, directory: Path) -> Soak:
-    """A server, the load, and what is left afterwards."""
+    """Run a server and the load, and check the results."""
     soak, log, port = Soak(Tally()), directory / "log", free_port()
     flags = ["--model", str(model), *FLAGS, "--port", str(port)]
     with running_server(log, *flags) as server:
         asyncio.run(load(server, f"http://127.0.0.1:{port}", seconds, soak))
         wait_until(lambda: settle(server.endpoint)["open_requests"] == 0, 10)
-    _judge(soak, log.read_text())
+    _check(soak, log.read_text())
     return soak
 
 
-def _judge(soak: Soak, said: str) -> None:
-    """said: the server's log."""
+def _check(soak: Soak, log: str) -> None:
+    """Add problems of the tally, the footprints and the server's log."""
     if soak.tally.wrong:
         soak.problems.append(f"{soak.tally.wrong.total()} requests were lost or answered wrongly")
     for name, (first, last) in soak.footprints().items():
         if name != CLIENT:
             soak.problems += growth(name, first, last)
-    if " died (" in said:
-        soak.problems.append(f"a process died:\n{said}")
-    if "leaving with 0 open requests" not in said:
-        soak.problems.append("the detokenizer knew requests at its end")
+    if " died (" in log:
+        soak.problems.append(f"a process died:\n{log}")
+    if "leaving with 0 open requests" not in log:
+        soak.problems.append("the detokenizer had open requests at its end")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.faults.soak")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--model", help="default: a tiny Llama, which answers many more requests")
+    parser.add_argument("--model", help="model (default: a tiny Llama, which is faster)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         directory = Path(name)

@@ -1,4 +1,4 @@
-"""The soak's load at the ring's own socket: callers who do one thing after the other."""
+"""The soak's load at the ring's own socket: clients that run one action after the other."""
 
 import asyncio
 import json
@@ -16,13 +16,11 @@ from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import DeadlineExceeded, PromptTooLong, QuadrigaError
 from quadriga.wire.messages.arrays import pack_ids
 from tests.faults.raw_client import RawClient
+from tests.tcp_proxy import TcpProxy
 from tests.tiny_models import SENTENCES
-from tests.wire import Wire
 
-PATIENCE = 120.0
-"""Seconds after which an answer counts as lost."""
-MAX_LENGTH = 512
-"""Prompt and answer together, in tokens, where the model's context allows it."""
+TIMEOUT_S = 120.0  # an answer that takes longer counts as lost
+MAX_TOKENS = 512  # of prompt and answer together, if the model's context allows it
 PREFIXES, REPEATED = 12, 12
 SCHEMA = {
     "type": "object",
@@ -31,21 +29,26 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WORDS = " ".join(SENTENCES).split()
-NEW_WORDS = 0.05
-"""Their share: numbers, so that a cache of words gets as large as it may."""
+# Share of numbers among the words, which fill the cache of words.
+NEW_WORDS_SHARE = 0.05
 
-Thing = Callable[[], Awaitable[str]]
-"""What a caller may do; the coroutine gives the name of what became of it."""
+# An action of a client; the coroutine returns the name of its outcome.
+Action = Callable[[], Awaitable[str]]
 
 
-class Wrong(Exception):
-    """An answer is not what it had to be."""
+class WrongAnswer(Exception):
+    """An answer is not the expected one."""
 
 
 @dataclass
 class Tally:
-    """What became of the requests. answers: what a prompt gave that is sent again and again.
-    wrong: what should not have happened, and how often it did."""
+    """Outcomes of the requests.
+
+    Attributes:
+        outcomes: Counts by name.
+        wrong: Counts of wrong answers and errors.
+        answers: Token ids of the answers to repeated prompts.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
@@ -54,48 +57,49 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the model. longest: tokens of prompt and answer of most requests."""
+    """Sizes of the model."""
 
     context_length: int
     vocab_size: int
 
     @property
     def longest(self) -> int:
-        return min(MAX_LENGTH, self.context_length)
+        """Number of tokens of prompt and answer of most requests, at most."""
+        return min(MAX_TOKENS, self.context_length)
 
 
-async def do_one_after_the_other(
-    things: dict[Thing, int], tally: Tally, chosen: random.Random, over: asyncio.Event
+async def run_actions(
+    actions: dict[Action, int], tally: Tally, chosen: random.Random, stopping: asyncio.Event
 ) -> None:
-    """Things by their weights, until it is over. Whatever goes wrong is counted."""
-    names, weights = list(things), list(things.values())
-    while not over.is_set():
-        thing = chosen.choices(names, weights)[0]
-        name = getattr(thing, "__name__", "")
+    """Run actions at random by their weights until `stopping`; count every error."""
+    names, weights = list(actions), list(actions.values())
+    while not stopping.is_set():
+        action = chosen.choices(names, weights)[0]
+        name = getattr(action, "__name__", "")
         try:
-            tally.outcomes[await asyncio.wait_for(thing(), PATIENCE)] += 1
+            tally.outcomes[await asyncio.wait_for(action(), TIMEOUT_S)] += 1
         except asyncio.TimeoutError:
-            tally.wrong[f"{name}: lost, no end within {PATIENCE:g} s"] += 1
-        except (QuadrigaError, Wrong, aiohttp.ClientError, OSError, ValueError) as error:
+            tally.wrong[f"{name}: lost, no end within {TIMEOUT_S:g} s"] += 1
+        except (QuadrigaError, WrongAnswer, aiohttp.ClientError, OSError, ValueError) as error:
             tally.wrong[f"{name}: {type(error).__name__}: {error}"] += 1
 
 
 class Writer:
-    """Makes prompts and what is asked for, none of it longer than the model can."""
+    """Makes prompts and parameters within the model's context."""
 
     def __init__(self, shape: Shape, chosen: random.Random) -> None:
         self._shape = shape
         self._chosen = chosen
 
     def text(self) -> str:
-        """Short ones mostly. No word has more tokens than bytes."""
-        most = 1 + int(self._shape.longest / 2 * self._chosen.random() ** 2)
+        """Return a text, mostly a short one. No word has more tokens than bytes."""
+        budget = 1 + int(self._shape.longest / 2 * self._chosen.random() ** 2)
         words: list[str] = []
-        while most > 0:
-            new = self._chosen.random() < NEW_WORDS
+        while budget > 0:
+            new = self._chosen.random() < NEW_WORDS_SHARE
             word = str(self._chosen.randrange(10**6)) if new else self._chosen.choice(WORDS)
             words.append(word)
-            most -= 1 + len(word.encode())
+            budget -= 1 + len(word.encode())
         return " ".join(words)
 
     def ids(self, length: int) -> list[int]:
@@ -105,14 +109,14 @@ class Writer:
         return 1 + int(self._shape.longest / 3 * self._chosen.random() ** 2)
 
     def params(self, **fields: object) -> SamplingParams:
-        """Greedy or sampled, to its full length unless the fields say otherwise."""
+        """Return greedy or sampled parameters, of full length unless the fields say otherwise."""
         temperature = self._chosen.choice([0.0, 0.8, 1.0])
         known = {"temperature": temperature, "ignore_eos": True} | fields
         return SamplingParams(max_new_tokens=self.new_tokens(), **known)  # type: ignore[arg-type]
 
 
-class RingCaller:
-    """One of those who use the client library; some share a connection."""
+class RingClient:
+    """A client that uses the client library; some clients share a connection."""
 
     def __init__(
         self, client: AsyncClient, shape: Shape, tally: Tally, chosen: random.Random
@@ -123,7 +127,7 @@ class RingCaller:
         self._chosen = chosen
         self._writer = Writer(shape, chosen)
         self._turns: list[dict[str, str]] = []
-        self.things: dict[Thing, int] = {
+        self.actions: dict[Action, int] = {
             self.stream: 20,
             self.whole: 10,
             self.shared_prefix: 15,
@@ -171,16 +175,16 @@ class RingCaller:
         return "finished"
 
     async def repeat(self) -> str:
-        """What is greedy stays the same, whatever else is in the batch."""
+        """Check that a greedy answer does not depend on the batch."""
         number = self._chosen.randrange(REPEATED)
         params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
         answer = await self._client.generate([5 + number] * (10 + number), params)
         if self._tally.answers.setdefault(number, answer.token_ids) != answer.token_ids:
-            raise Wrong(f"prompt {number} has another answer than before")
+            raise WrongAnswer(f"prompt {number} has another answer than before")
         return "finished"
 
     async def grammar(self) -> str:
-        """Known and new ones; a text that was cut off need not be whole."""
+        """Use known and new grammars; a text that was cut off need not be complete."""
         kind = self._chosen.randrange(3)
         pattern = f"[a-z]{{2,5}}-{self._chosen.randrange(10_000) if kind else 7}"
         fields = {"regex": pattern} if kind < 2 else {"json_schema": SCHEMA}
@@ -190,26 +194,26 @@ class RingCaller:
             if kind == 2:
                 json.loads(answer.text)
             elif not re.fullmatch(pattern, answer.text):
-                raise Wrong(f"{answer.text!r} does not obey {pattern}")
+                raise WrongAnswer(f"{answer.text!r} does not obey {pattern}")
         return "finished"
 
     async def abort(self) -> str:
         handle = self._client.submit(self._writer.text(), self._writer.params())
-        most = self._chosen.randrange(4)
-        if most == 0:
+        num_chunks = self._chosen.randrange(4)
+        if num_chunks == 0:
             await self._client.abort(handle.request_id)
         count = 0
         async for chunk in handle:
             count += 1
-            if count == most:
+            if count == num_chunks:
                 await self._client.abort(handle.request_id)
             last = chunk
         if last.completion is None or last.completion.finish_reason not in ("abort", "length"):
-            raise Wrong(f"aborted, and ended with {last.completion}")
+            raise WrongAnswer(f"aborted, and ended with {last.completion}")
         return f"ended: {last.completion.finish_reason}"
 
     async def leave(self) -> str:
-        """Read no further."""
+        """Close a stream before its end."""
         stream = self._client.stream(self._writer.text(), self._writer.params())
         async with aclosing(stream):  # type: ignore[type-var]
             async for _ in stream:
@@ -218,15 +222,15 @@ class RingCaller:
         return "left"
 
     async def vanish(self) -> str:
-        """Close the socket without a word, some before anything came."""
+        """Close the socket without an abort, sometimes before the first answer."""
         params = {"max_new_tokens": self._shape.longest // 2, "ignore_eos": True}
         ids = pack_ids(self._writer.ids(6))
         message = ["generate", 1, "r", "", params, True, None, ids]
-        patient = self._chosen.random() < 0.7
+        waits = self._chosen.random() < 0.7
         with RawClient(self._client.endpoint) as other:
             other.send(msgpack.packb(message))
             await asyncio.sleep(0.02)
-            while patient and not other.socket.poll(0):
+            while waits and not other.socket.poll(0):
                 await asyncio.sleep(0.02)
         return "vanished"
 
@@ -236,7 +240,7 @@ class RingCaller:
         for choice in (answer, *answer.others):
             _whole(choice, params)
             if len(choice.logprobs or []) != params.max_new_tokens:
-                raise Wrong(f"log-probabilities of {len(choice.logprobs or [])} tokens")
+                raise WrongAnswer(f"log-probabilities of {len(choice.logprobs or [])} tokens")
         return "finished"
 
     async def stop(self) -> str:
@@ -249,7 +253,7 @@ class RingCaller:
             await self._client.generate(self._writer.ids(self._shape.context_length + 1))
         except PromptTooLong:
             return "refused: too long"
-        raise Wrong("a prompt over the context was taken")
+        raise WrongAnswer("a prompt over the context was accepted")
 
     async def too_late(self) -> str:
         try:
@@ -260,19 +264,19 @@ class RingCaller:
 
     async def connect_anew(self) -> str:
         params = self._writer.params()
-        async with AsyncClient(self._client.endpoint, connect_timeout=PATIENCE) as client:
+        async with AsyncClient(self._client.endpoint, connect_timeout=TIMEOUT_S) as client:
             return _whole(await client.generate(self._writer.text(), params), params)
 
     async def lose_connection(self) -> str:
-        """Have the connection cut in the middle of a stream, which goes on where it stood."""
-        wire, params = Wire(), self._writer.params()
+        """Cut the connection in the middle of a stream, which must continue."""
+        proxy, params = TcpProxy(), self._writer.params()
         async with (
-            wire.to(self._client.endpoint) as endpoint,
-            AsyncClient(endpoint, connect_timeout=PATIENCE) as client,
+            proxy.open(self._client.endpoint) as endpoint,
+            AsyncClient(endpoint, connect_timeout=TIMEOUT_S) as client,
         ):
             async for chunk in client.stream(self._writer.text(), params):
                 if self._chosen.random() < 0.2:
-                    wire.cut()
+                    proxy.cut()
                 last = chunk
         return _whole(last.completion, params)
 
@@ -280,12 +284,12 @@ class RingCaller:
         text = self._writer.text()
         ids = await self._client.tokenize(text)
         if await self._client.detokenize(ids) != text:
-            raise Wrong(f"{text!r} became another text")
+            raise WrongAnswer(f"{text!r} became another text")
         return "answered"
 
 
 def _whole(completion: Completion | None, params: SamplingParams) -> str:
-    """What must have its full length has it."""
+    """Check that a completion has its full length."""
     if completion is None or len(completion.token_ids) != params.max_new_tokens:
-        raise Wrong(f"{params.max_new_tokens} tokens were asked for, this came: {completion}")
+        raise WrongAnswer(f"{params.max_new_tokens} tokens were requested, got {completion}")
     return "finished"

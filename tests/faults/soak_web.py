@@ -8,11 +8,11 @@ from typing import Any
 
 import aiohttp
 
-from tests.faults.soak_load import PATIENCE, SCHEMA, Shape, Thing, Writer, Wrong
+from tests.faults.soak_load import SCHEMA, TIMEOUT_S, Action, Shape, Writer, WrongAnswer
 
 
-class WebCaller:
-    """One of those who come by HTTP. url: without a slash at the end."""
+class WebClient:
+    """A client of the gateway at `url`, which has no slash at the end."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, shape: Shape, chosen: random.Random
@@ -22,7 +22,7 @@ class WebCaller:
         self._shape = shape
         self._chosen = chosen
         self._writer = Writer(shape, chosen)
-        self.things: dict[Thing, int] = {
+        self.actions: dict[Action, int] = {
             self.web_stream: 10,
             self.web_chat: 8,
             self.web_vanish: 4,
@@ -37,15 +37,15 @@ class WebCaller:
         common = {"max_tokens": self._writer.new_tokens(), "ignore_eos": True}
         return common | {"temperature": temperature} | fields
 
-    def _post(self, path: str, fields: dict[str, Any], patience: float = PATIENCE) -> Any:
-        timeout = aiohttp.ClientTimeout(total=patience)
+    def _post(self, path: str, fields: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         return self._session.post(f"{self._url}/v1/{path}", json=fields, timeout=timeout)
 
     async def _ask(self, path: str, fields: dict[str, Any], status: int = 200) -> Any:
         async with self._post(path, fields) as response:
             answer = await response.json()
             if response.status != status:
-                raise Wrong(f"status {response.status}: {answer}")
+                raise WrongAnswer(f"status {response.status}: {answer}")
             return answer
 
     async def web_stream(self) -> str:
@@ -54,26 +54,26 @@ class WebCaller:
         async with self._post("completions", fields) as response:
             events = [line async for line in response.content if line.startswith(b"data: ")]
         if len(events) < 2 or events[-1].strip() != b"data: [DONE]":
-            raise Wrong(f"status {response.status}, a stream without an end: {events[-1:]}")
+            raise WrongAnswer(f"status {response.status}, a stream without an end: {events[-1:]}")
         usage = json.loads(events[-2].removeprefix(b"data: "))["usage"]
         if usage["completion_tokens"] != fields["max_tokens"]:
-            raise Wrong(f"{fields['max_tokens']} tokens were asked for: {usage}")
+            raise WrongAnswer(f"{fields['max_tokens']} tokens were requested: {usage}")
         return "web: finished"
 
     async def web_chat(self) -> str:
         messages = [{"role": "user", "content": self._writer.text()}]
         answer = await self._ask("chat/completions", self._fields(messages=messages))
         if answer["choices"][0]["finish_reason"] != "length":
-            raise Wrong(f"a chat ended too early: {answer}")
+            raise WrongAnswer(f"a chat ended too early: {answer}")
         return "web: finished"
 
     async def web_vanish(self) -> str:
-        """Close the connection in mid-stream, or before anything came."""
+        """Close the connection in mid-stream, or before the first event."""
         fields = self._fields(prompt=self._writer.text(), stream=True)
         fields["max_tokens"] = self._shape.longest // 2
-        patience = PATIENCE if self._chosen.random() < 0.7 else 0.02
+        timeout_s = TIMEOUT_S if self._chosen.random() < 0.7 else 0.02
         with suppress(asyncio.TimeoutError):
-            async with self._post("completions", fields, patience) as response:
+            async with self._post("completions", fields, timeout_s) as response:
                 await response.content.readline()
                 response.close()
         return "web: vanished"
@@ -91,7 +91,7 @@ class WebCaller:
         fields = self._fields(prompt=self._writer.text(), n=2)
         answer = await self._ask("completions", fields)
         if answer["usage"]["completion_tokens"] != 2 * fields["max_tokens"]:
-            raise Wrong(f"{fields['max_tokens']} tokens of two choices were asked for: {answer}")
+            raise WrongAnswer(f"{fields['max_tokens']} tokens of two choices expected: {answer}")
         return "web: finished"
 
     async def web_too_long(self) -> str:
@@ -104,5 +104,5 @@ class WebCaller:
             async with self._session.get(f"{self._url}/{path}") as response:
                 await response.read()
                 if response.status != 200:
-                    raise Wrong(f"{path} answered with status {response.status}")
+                    raise WrongAnswer(f"{path} answered with status {response.status}")
         return "web: answered"

@@ -1,4 +1,4 @@
-"""Requests aborted at random moments, and clients killed in mid-stream: afterwards nothing is left.
+"""Abort requests at random moments and kill clients in mid-stream: afterwards nothing is left.
 
 python -m tests.faults.storm --requests 10000 --clients 200
 """
@@ -28,7 +28,7 @@ LONG = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 
 async def main():
     streaming = 0
-    async def one(number):
+    async def run_request(number):
         nonlocal streaming
         client = AsyncClient(sys.argv[1], connect_timeout=30)
         await client.connect()
@@ -40,14 +40,14 @@ async def main():
                 print("streaming", flush=True)
             async for _ in handle:
                 pass
-    await asyncio.gather(*(one(n) for n in range({CLIENTS_PER_HOST})))
+    await asyncio.gather(*(run_request(n) for n in range({CLIENTS_PER_HOST})))
 
 asyncio.run(main())
 """
 
 
 def abort_at_random(endpoint: str, count: int, seconds: float) -> dict[str, Any]:
-    """So many requests within so many seconds, each aborted soon; the info when all is over."""
+    """Send `count` requests in `seconds`, abort each soon, and return the idle server's info."""
     before = settle(endpoint)
     asyncio.run(_abort_at_random(endpoint, count, seconds))
     after = settle(endpoint)
@@ -59,7 +59,7 @@ async def _abort_at_random(endpoint: str, count: int, seconds: float) -> None:
     chosen = random.Random(4)
     async with AsyncClient(endpoint) as client:
 
-        async def one() -> None:
+        async def run_request() -> None:
             await asyncio.sleep(chosen.random() * seconds)
             handle = client.submit([chosen.randrange(3, 500)] * chosen.randrange(1, 50), LONG)
             await asyncio.sleep(chosen.random() * 0.4)
@@ -67,11 +67,11 @@ async def _abort_at_random(endpoint: str, count: int, seconds: float) -> None:
             completion = await handle.completion()
             assert completion.finish_reason in ("abort", "length")
 
-        await asyncio.gather(*(one() for _ in range(count)))
+        await asyncio.gather(*(run_request() for _ in range(count)))
 
 
 def kill_clients(endpoint: str, count: int) -> dict[str, Any]:
-    """So many clients, killed while all of them have requests open; the info when all is over."""
+    """Kill `count` clients that all have open requests, and return the idle server's info."""
     settle(endpoint)
     hosts = [
         subprocess.Popen([sys.executable, "-c", HOST, endpoint], stdout=subprocess.PIPE, cwd=ROOT)
@@ -100,9 +100,9 @@ def open_requests(endpoint: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.faults.storm")
-    parser.add_argument("--requests", type=int, default=10_000, help="to be aborted")
-    parser.add_argument("--seconds", type=float, default=30.0, help="in which they are sent")
-    parser.add_argument("--clients", type=int, default=200, help="to be killed")
+    parser.add_argument("--requests", type=int, default=10_000, help="requests to abort")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time in which they are sent")
+    parser.add_argument("--clients", type=int, default=200, help="clients to kill")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = tiny_llama(Path(directory) / "model")

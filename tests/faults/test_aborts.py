@@ -1,5 +1,4 @@
-"""Requests aborted and clients killed at random moments: every page and slot comes back, and the
-front door knows no id any more."""
+"""Requests aborted and clients killed at random moments: every page, slot and id is released."""
 
 from tests.faults.storm import abort_at_random, kill_clients
 from tests.server import Server

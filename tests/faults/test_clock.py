@@ -1,4 +1,4 @@
-"""The wall clock is set, the whole server is suspended, the launcher is killed: nothing is lost."""
+"""Set the wall clock, suspend the whole server, kill the launcher: no request is lost."""
 
 import asyncio
 import os
@@ -14,19 +14,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quadriga.client import AsyncClient, Client, Completion, SamplingParams
+from quadriga.client import AsyncClient, Client, Completion, SamplingParams, StreamChunk
 from quadriga.clock import now
 from tests.server import Server, is_alive, running_server, wait_until
 
 LIBRARY = Path(__file__).with_name("wall_clock.c")
 STREAMS = 8
-WATCHDOG_SECONDS = 2
-SUSPENDED_SECONDS = 4.0
+WATCHDOG_TIMEOUT_S = 2
+SUSPENSION_S = 4.0
 HOUR = 3600
 
 
 class WallClock:
-    """The wall clock of a server, which a test may set. environment: for the server's start."""
+    """The wall clock of a server, which a test may set.
+
+    Attributes:
+        environment: Variables for the start of the server.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._shift = directory / "shift"
@@ -37,12 +41,12 @@ class WallClock:
         self._shift.write_bytes(struct.pack("q", 0))
 
     def set(self, seconds: int) -> None:
-        """Put the clock so far ahead of the true one."""
+        """Set the clock `seconds` ahead of the true one."""
         with self._shift.open("r+b") as file:
             file.write(struct.pack("q", seconds))
 
     def read(self) -> float:
-        """What a process of the server reads."""
+        """Return the time that a process of the server reads."""
         command = [sys.executable, "-c", "import time; print(time.time())"]
         environment = {**os.environ, **self.environment}
         return float(subprocess.run(command, env=environment, capture_output=True).stdout)
@@ -50,7 +54,7 @@ class WallClock:
 
 @pytest.fixture(scope="module")
 def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock | None:
-    """None where it cannot be made: there is no C compiler, or no such way to preload."""
+    """Return None without a C compiler or LD_PRELOAD."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         return None
     return WallClock(tmp_path_factory.mktemp("wall-clock"))
@@ -60,9 +64,9 @@ def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock | None:
 def own_server(
     llama_dir: Path, tmp_path_factory: pytest.TempPathFactory, wall_clock: WallClock | None
 ) -> Iterator[Server]:
-    """Each step takes a little, so that much happens while one runs."""
+    """Start a server whose steps are slow, so that much happens during each."""
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--max-total-tokens", "8192", "--watchdog-timeout", str(WATCHDOG_SECONDS)]
+    flags += ["--max-total-tokens", "8192", "--watchdog-timeout", str(WATCHDOG_TIMEOUT_S)]
     flags += ["--fault", "delay:worker:ms=10"]
     environment = None if wall_clock is None else wall_clock.environment
     log = tmp_path_factory.mktemp("clock") / "log"
@@ -70,26 +74,26 @@ def own_server(
         yield server
 
 
-async def crowd(endpoint: str, under_way: asyncio.Event) -> list[Completion]:
-    """Streams with a deadline, greedy and seeded; the event says that each has its first token."""
+async def run_streams(endpoint: str, started: asyncio.Event) -> list[Completion]:
+    """Run streams with a deadline, greedy and seeded; set `started` when each has a token."""
     waited_for = STREAMS
     async with AsyncClient(endpoint) as client:
 
-        async def one(number: int) -> Completion:
+        async def run_stream(number: int) -> Completion:
             nonlocal waited_for
             params = SamplingParams(
                 temperature=number % 2, seed=number, max_new_tokens=100, ignore_eos=True
             )
-            chunks = []
+            chunks: list[StreamChunk] = []
             async for chunk in client.stream([3 + number] * 9, params, timeout=60.0):
                 waited_for -= not chunks
                 chunks.append(chunk)
                 if waited_for == 0:
-                    under_way.set()
+                    started.set()
             assert chunks[-1].completion is not None
             return chunks[-1].completion
 
-        return list(await asyncio.gather(*(one(number) for number in range(STREAMS))))
+        return list(await asyncio.gather(*(run_stream(number) for number in range(STREAMS))))
 
 
 def ids_of(completions: list[Completion]) -> list[list[int]]:
@@ -103,10 +107,10 @@ def pids_of(server: Server) -> dict[str, int]:
 async def streams_while_the_clock_is_set(
     server: Server, wall_clock: WallClock, shift: int
 ) -> list[Completion]:
-    """Requests come all the time, so that the scheduler looks at its clock within each step."""
-    under_way = asyncio.Event()
-    streams = asyncio.create_task(crowd(server.endpoint, under_way))
-    await under_way.wait()
+    """Send requests all the time, so that the scheduler reads its clock within each step."""
+    started = asyncio.Event()
+    streams = asyncio.create_task(run_streams(server.endpoint, started))
+    await started.wait()
     async with AsyncClient(server.endpoint) as client:
         for number in range(20):
             if number == 10:
@@ -128,7 +132,7 @@ def test_a_wall_clock_that_is_set_ends_no_request_and_no_process(
 ) -> None:
     if wall_clock is None:
         pytest.skip("needs Linux and a C compiler called cc")
-    undisturbed = ids_of(asyncio.run(crowd(own_server.endpoint, asyncio.Event())))
+    undisturbed = ids_of(asyncio.run(run_streams(own_server.endpoint, asyncio.Event())))
     before = pids_of(own_server)
     for shift in (2 * HOUR, -3 * HOUR):
         completions = asyncio.run(streams_while_the_clock_is_set(own_server, wall_clock, shift))
@@ -146,7 +150,7 @@ def test_a_wall_clock_that_goes_back_again_and_again_holds_up_no_request(
         pytest.skip("needs Linux and a C compiler called cc")
 
     async def generate_and_set() -> None:
-        """Set it within the two milliseconds in which an idle scheduler waits for company."""
+        """Set the clock within the batch delay of two milliseconds of an idle scheduler."""
         async with AsyncClient(own_server.endpoint) as client:
             for number in range(24):
                 handle = client.submit([7, number], SamplingParams(max_new_tokens=1), timeout=20.0)
@@ -175,19 +179,19 @@ def test_a_process_that_takes_anothers_place_reads_the_same_clock(
 
 def test_a_server_that_was_suspended_goes_on_with_the_same_processes(own_server: Server) -> None:
     async def streams_with_a_suspension() -> list[Completion]:
-        under_way = asyncio.Event()
-        streams = asyncio.create_task(crowd(own_server.endpoint, under_way))
-        await under_way.wait()
+        started = asyncio.Event()
+        streams = asyncio.create_task(run_streams(own_server.endpoint, started))
+        await started.wait()
         pids = [own_server.process.pid, *before.values()]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(SUSPENDED_SECONDS)
+        await asyncio.sleep(SUSPENSION_S)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(0.1)  # the launcher goes on first, and asks
+            await asyncio.sleep(0.1)  # the launcher continues first, and asks
         return await streams
 
-    undisturbed = ids_of(asyncio.run(crowd(own_server.endpoint, asyncio.Event())))
+    undisturbed = ids_of(asyncio.run(run_streams(own_server.endpoint, asyncio.Event())))
     before, log = pids_of(own_server), own_server.log.read_text()
     assert ids_of(asyncio.run(streams_with_a_suspension())) == undisturbed
     assert pids_of(own_server) == before
@@ -196,7 +200,7 @@ def test_a_server_that_was_suspended_goes_on_with_the_same_processes(own_server:
 
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop them; on leaving kill those that are still there."""
+    """Stop processes, and kill the remaining ones on leaving."""
     try:
         for process in processes:
             process.suspend()
@@ -218,10 +222,8 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_though_all_are_stopp
             client.generate([5, 6], SamplingParams(max_new_tokens=4, regex="[ab]{2}"))
         processes = psutil.Process(server.process.pid).children(recursive=True)
         commands = " ".join(word for process in processes for word in process.cmdline())
-        assert (
-            "worker_proc.distributed.tp_rank" in commands
-            and "tokenizer_proc.grammars.sandbox" in commands
-        )
+        assert "worker_proc.distributed.tp_rank" in commands
+        assert "tokenizer_proc.grammars.sandbox" in commands
         with stopped(processes):
             server.process.kill()
             wait_until(lambda: not any(is_alive(process.pid) for process in processes), 3)

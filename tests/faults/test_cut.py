@@ -1,4 +1,4 @@
-"""A client whose connection is cut again and again has every answer, and none of them twice."""
+"""A client whose connection is cut repeatedly gets every answer exactly once."""
 
 import asyncio
 import random
@@ -8,19 +8,19 @@ import pytest
 
 from quadriga.client import AsyncClient, SamplingParams
 from tests.server import Server, settle, wait_until
-from tests.wire import Wire
+from tests.tcp_proxy import TcpProxy
 
 REQUESTS = 60
-ARRIVE_WITHIN, CUT_FOR = 2.0, 3.0
-PATIENCE = 40.0
+ARRIVAL_S, CUTTING_S = 2.0, 3.0
+TIMEOUT_S = 40.0
+# It is encoded by another process, and truncated to the context.
 LONG_TEXT = "The quick brown fox jumps over the lazy dog. " * 100
-"""Encoded by a thread, and cut off to what the context holds."""
 
 Answers = list[list[tuple[list[int], str]]]
 
 
 async def ask(client: AsyncClient, number: int) -> list[tuple[list[int], str]]:
-    """Of four kinds: a long text, a stream of some length, a pattern, several choices."""
+    """Send a request of four kinds: a long text, a stream, a pattern, several choices."""
     kind = number % 4
     params = SamplingParams(
         temperature=0,
@@ -31,8 +31,8 @@ async def ask(client: AsyncClient, number: int) -> list[tuple[list[int], str]]:
     )
     prompt = f"{number} {LONG_TEXT}" if kind == 0 else [3 + number] * 8
     handle = client.submit(prompt, params, stream=number % 3 > 0, truncate_prompt=True)
-    first = await asyncio.wait_for(handle.completion(), PATIENCE)
-    return [(one.token_ids, one.text) for one in (first, *first.others)]
+    first = await asyncio.wait_for(handle.completion(), TIMEOUT_S)
+    return [(choice.token_ids, choice.text) for choice in (first, *first.others)]
 
 
 async def undisturbed(endpoint: str) -> Answers:
@@ -41,20 +41,20 @@ async def undisturbed(endpoint: str) -> Answers:
 
 
 async def while_cutting(endpoint: str, chance: random.Random, pause: float) -> Answers:
-    """At random moments, `pause` seconds apart at most, while requests arrive and run."""
-    wire = Wire()
+    """Cut at random moments, at most `pause` seconds apart, while requests arrive and run."""
+    proxy = TcpProxy()
 
     async def cut() -> None:
-        end = time.monotonic() + CUT_FOR
+        end = time.monotonic() + CUTTING_S
         while time.monotonic() < end:
             await asyncio.sleep(chance.random() * pause)
-            wire.cut()
+            proxy.cut()
 
     async def late(client: AsyncClient, number: int) -> list[tuple[list[int], str]]:
-        await asyncio.sleep(chance.random() * ARRIVE_WITHIN)
+        await asyncio.sleep(chance.random() * ARRIVAL_S)
         return await ask(client, number)
 
-    async with wire.to(endpoint) as cuttable, AsyncClient(cuttable) as client:
+    async with proxy.open(endpoint) as cuttable, AsyncClient(cuttable) as client:
         cutting = asyncio.ensure_future(cut())
         answers = await asyncio.gather(*(late(client, number) for number in range(REQUESTS)))
         await cutting
@@ -68,4 +68,4 @@ def test_every_answer_is_the_undisturbed_one(server: Server, pause: float) -> No
     for seed in range(2):
         got = asyncio.run(while_cutting(server.endpoint, random.Random(seed), pause))
         assert [n for n in range(REQUESTS) if got[n] != expected[n]] == []
-    wait_until(lambda: settle(server.endpoint)["open_requests"] == 0, PATIENCE)
+    wait_until(lambda: settle(server.endpoint)["open_requests"] == 0, TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A disk that is full takes neither the server nor a request with it."""
+"""A full disk ends neither the server nor a request."""
 
 import os
 import resource
@@ -13,11 +13,11 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.runtime.child import EXIT_OK
-from tests.faults.test_resume import PARAMS, PATIENCE, PROMPTS, Crowd
+from tests.faults.test_resume import PARAMS, PROMPTS, TIMEOUT_S, ClientLoad
 from tests.server import ROOT, Server, kill_tree, running_server, wait_until
 
-FULL_BYTES = 8192
-"""A file that is larger cannot be written: of the journal that is passed within half a second."""
+# Larger files cannot be written; the journal exceeds it within half a second.
+MAX_FILE_BYTES = 8192
 
 
 def flags(llama_dir: Path) -> list[str]:
@@ -26,22 +26,24 @@ def flags(llama_dir: Path) -> list[str]:
 
 
 def fill_the_disk(server: Server) -> None:
-    """For the scheduler and for those that follow it, who have the launcher's limits: a limit of
-    the size of files gives the errors of a disk that is full, and needs no privileges."""
+    """Limit the file size of the scheduler and of its successors, which inherit the launcher's.
+
+    The limit causes the errors of a full disk, and needs no privileges.
+    """
     for pid in (server.process.pid, server.pid_of("scheduler_proc")):
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, hard))
 
 
 def journal_of(server: Server) -> object:
-    with Client(server.endpoint, reconnect_timeout=PATIENCE) as client:
+    with Client(server.endpoint, reconnect_timeout=TIMEOUT_S) as client:
         return client.info()["journal"]
 
 
 def kill_scheduler(server: Server) -> None:
     pid = server.pid_of("scheduler_proc")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: server.pid_of("scheduler_proc") not in (0, pid), PATIENCE)
+    wait_until(lambda: server.pid_of("scheduler_proc") not in (0, pid), TIMEOUT_S)
 
 
 @pytest.mark.timeout(120)
@@ -53,11 +55,11 @@ def test_with_the_journal_s_disk_full_every_request_survives_the_death_of_the_sc
     if outlives:
         options += ["--journal", str(tmp_path / "journal")]
     with running_server(tmp_path / "log", *options) as server:
-        expected = Crowd(server.endpoint).results()
+        expected = ClientLoad(server.endpoint).results()
         fill_the_disk(server)
-        disturbed = Crowd(server.endpoint)
-        wait_until(lambda: journal_of(server) == "failed", PATIENCE)
-        assert disturbed.under_way.wait(PATIENCE)
+        disturbed = ClientLoad(server.endpoint)
+        wait_until(lambda: journal_of(server) == "failed", TIMEOUT_S)
+        assert disturbed.started.wait(TIMEOUT_S)
         for _ in range(2):
             assert disturbed.is_alive()
             kill_scheduler(server)
@@ -88,13 +90,13 @@ def test_a_log_that_takes_nothing_ends_neither_the_server_nor_changes_its_exit_c
     if output != writing:
         os.close(output)
     try:
-        with Client(endpoint, connect_timeout=PATIENCE) as client:
+        with Client(endpoint, connect_timeout=TIMEOUT_S) as client:
             before = client.generate(PROMPTS[0], PARAMS[0]).token_ids
             children = psutil.Process(process.pid).children()
-            next(one for one in children if "scheduler_proc" in one.cmdline()).kill()
+            next(child for child in children if "scheduler_proc" in child.cmdline()).kill()
             assert client.generate(PROMPTS[0], PARAMS[0]).token_ids == before
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == EXIT_OK
-        assert not any(one.is_running() for one in children)
+        assert process.wait(TIMEOUT_S) == EXIT_OK
+        assert not any(child.is_running() for child in children)
     finally:
         kill_tree(process)

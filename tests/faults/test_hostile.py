@@ -1,9 +1,10 @@
-"""Bytes that are no request, clients that do not read: an answer each, and nobody else notices."""
+"""Invalid bytes and clients that do not read get an error, and others are not disturbed."""
 
 import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgpack
@@ -21,8 +22,8 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def alive(server: Server):  # type: ignore[no-untyped-def]
-    """After each of these the server still answers, with nothing running and no page held."""
+def alive(server: Server) -> Iterator[None]:
+    """Check after each test that the server answers, and is idle without held pages."""
     yield
     with Client(server.endpoint) as client:
         assert len(client.generate("The quick", GREEDY).token_ids) == 8
@@ -83,7 +84,7 @@ def test_whatever_comes_a_decoder_gives_a_message_or_an_error() -> None:
     fuzz_decoders(2_000)
 
 
-def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:
+def test_a_client_that_does_not_read_is_cut_off_alone_and_notified(server: Server) -> None:
     with RawClient(server.endpoint, receive_queue=1) as lazy, Client(server.endpoint) as client:
         ping = msgpack.packb(["ping", 1])
         deadline = time.monotonic() + 60
@@ -102,9 +103,9 @@ def test_who_does_not_read_is_cut_off_alone_and_told_so(server: Server) -> None:
 def test_other_clients_are_answered_while_one_sends_what_costs_most(
     server: Server, name: str
 ) -> None:
-    found = attack(server.endpoint, name)
-    print(f"{name}: {len(found)} pings, the longest {1000 * max(found):.0f} ms")
-    assert max(found) < 1.0
+    seconds = attack(server.endpoint, name)
+    print(f"{name}: {len(seconds)} pings, the longest {1000 * max(seconds):.0f} ms")
+    assert max(seconds) < 1.0
 
 
 def test_what_long_messages_took_is_given_back(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What lay before a process that died, and what it had not yet passed on, is not lost with it."""
+"""Messages that a dying process had not read, or not passed on, are not lost."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from tests.server import Server, running_server, settle, wait_until
 
 RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 REQUESTS = 40
-PATIENCE = 40.0
+TIMEOUT_S = 40.0
 LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
 
 
@@ -27,7 +27,7 @@ def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def submit_all(client: AsyncClient) -> list[RequestHandle]:
-    """Greedy and seeded ones, streams and not, one choice and three."""
+    """Submit greedy and seeded requests, streams and others, of one choice and three."""
     return [
         client.submit(
             [3 + n, 5, 7],
@@ -45,10 +45,10 @@ def submit_all(client: AsyncClient) -> list[RequestHandle]:
 
 
 async def results(handles: list[RequestHandle]) -> list[tuple[list[int], str]]:
-    async def one(handle: RequestHandle) -> Completion:
-        return await asyncio.wait_for(handle.completion(), PATIENCE)
+    async def complete(handle: RequestHandle) -> Completion:
+        return await asyncio.wait_for(handle.completion(), TIMEOUT_S)
 
-    ended = await asyncio.gather(*map(one, handles))
+    ended = await asyncio.gather(*map(complete, handles))
     return [(c.token_ids, c.text) for first in ended for c in (first, *first.others)]
 
 
@@ -74,13 +74,13 @@ def test_requests_that_came_while_processes_stood_still_before_they_died_are_ans
             for name in names:
                 send(own_server, name, signal.SIGSTOP)
             handles = submit_all(client)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # the messages reach the sockets of stopped processes
             for name in names:
                 send(own_server, name, signal.SIGKILL)
             return await results(handles)
 
     assert asyncio.run(run()) == undisturbed
-    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, PATIENCE)
+    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, TIMEOUT_S)
 
 
 def kill_the_detokenizer(server: Server) -> None:
@@ -88,7 +88,7 @@ def kill_the_detokenizer(server: Server) -> None:
     send(server, "tokenizer_proc", signal.SIGCONT)
 
 
-def kill_the_front_door(server: Server) -> None:
+def kill_the_frontend(server: Server) -> None:
     send(server, "tokenizer_proc", signal.SIGKILL)
 
 
@@ -97,8 +97,8 @@ def kill_both(server: Server) -> None:
     send(server, "tokenizer_proc", signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strike", [kill_the_detokenizer, kill_the_front_door, kill_both])
-def test_ends_that_a_front_door_could_not_take_in_are_told_when_it_can(
+@pytest.mark.parametrize("strike", [kill_the_detokenizer, kill_the_frontend, kill_both])
+def test_ends_that_a_stopped_frontend_did_not_read_are_delivered_later(
     own_server: Server,
     undisturbed: list[tuple[list[int], str]],
     strike: Callable[[Server], None],
@@ -106,14 +106,14 @@ def test_ends_that_a_front_door_could_not_take_in_are_told_when_it_can(
     async def run() -> list[tuple[list[int], str]]:
         async with AsyncClient(own_server.endpoint) as client:
             handles = submit_all(client)
-            await asyncio.wait_for(handles[1].__anext__(), PATIENCE)
+            await asyncio.wait_for(handles[1].__anext__(), TIMEOUT_S)
             send(own_server, "tokenizer_proc", signal.SIGSTOP)
-            await asyncio.sleep(1.0)  # in which the others end
+            await asyncio.sleep(1.0)  # the others end, which the stopped frontend cannot report
             strike(own_server)
             return await results(handles)
 
     assert asyncio.run(run()) == undisturbed
-    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, PATIENCE)
+    wait_until(lambda: settle(own_server.endpoint)["open_requests"] == 0, TIMEOUT_S)
 
 
 def test_an_abort_that_a_scheduler_did_not_see_before_it_died_is_heeded_by_the_next(
@@ -122,14 +122,14 @@ def test_an_abort_that_a_scheduler_did_not_see_before_it_died_is_heeded_by_the_n
     async def run() -> None:
         async with AsyncClient(own_server.endpoint) as client:
             handles = [client.submit([3 + n, 5], LONG) for n in range(4)]
-            await asyncio.wait_for(handles[3].__anext__(), PATIENCE)
+            await asyncio.wait_for(handles[3].__anext__(), TIMEOUT_S)
             send(own_server, "scheduler_proc", signal.SIGSTOP)
             for handle in handles:
                 await client.abort(handle.request_id)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # the aborts reach the socket of the stopped scheduler
             send(own_server, "scheduler_proc", signal.SIGKILL)
-            ended = [await asyncio.wait_for(one.completion(), PATIENCE) for one in handles]
-            assert {one.finish_reason for one in ended} == {"abort"}
+            ended = [await asyncio.wait_for(handle.completion(), TIMEOUT_S) for handle in handles]
+            assert {completion.finish_reason for completion in ended} == {"abort"}
 
     asyncio.run(run())
     assert settle(own_server.endpoint)["pages_held"] == 0

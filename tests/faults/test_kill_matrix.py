@@ -1,4 +1,4 @@
-"""A corner of the kill matrix; all of it: python -m tests.faults.kill_matrix."""
+"""A part of the kill matrix; the whole is python -m tests.faults.kill_matrix."""
 
 from tests.faults.kill_matrix import main
 

@@ -1,4 +1,4 @@
-"""A process that dies is started again, and the streams go on as if nothing had happened."""
+"""A process that dies is restarted, and the streams continue unchanged."""
 
 import asyncio
 import os
@@ -14,8 +14,7 @@ from quadriga.runtime.child import EXIT_OK
 from tests.server import Server, running_server, settle, wait_until
 
 STREAMS = 16
-POISON = 499
-"""A token with which no other request begins."""
+POISON = 499  # a token with which no other request begins
 GREEDY = SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)
 SEEDED = SamplingParams(
     temperature=1.0, seed=5, max_new_tokens=150, ignore_eos=True, logprobs=2, prompt_logprobs=1
@@ -30,12 +29,12 @@ def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-async def crowd(endpoint: str, under_way: asyncio.Event) -> list[Completion]:
-    """Streams of many requests; the event says that each of them has its first tokens."""
+async def run_streams(endpoint: str, started: asyncio.Event) -> list[Completion]:
+    """Run many streams; set `started` when each has its first tokens."""
     streaming = 0
     async with AsyncClient(endpoint) as client:
 
-        async def one(number: int) -> Completion:
+        async def run_stream(number: int) -> Completion:
             nonlocal streaming
             params = SEEDED if number % 4 == 0 else GREEDY
             text = ""
@@ -43,38 +42,40 @@ async def crowd(endpoint: str, under_way: asyncio.Event) -> list[Completion]:
                 streaming += not text
                 text += chunk.text or " "
                 if streaming == STREAMS:
-                    under_way.set()
+                    started.set()
             assert chunk.completion is not None
             return chunk.completion
 
-        return list(await asyncio.gather(*(one(number) for number in range(STREAMS))))
+        return list(await asyncio.gather(*(run_stream(number) for number in range(STREAMS))))
 
 
-async def crowd_with_a_death(server: Server, name: str, number: int) -> list[Completion]:
-    under_way = asyncio.Event()
-    task = asyncio.create_task(crowd(server.endpoint, under_way))
-    await under_way.wait()
+async def run_streams_with_a_kill(server: Server, name: str, number: int) -> list[Completion]:
+    started = asyncio.Event()
+    task = asyncio.create_task(run_streams(server.endpoint, started))
+    await started.wait()
     os.kill(server.pid_of(name), number)
     return await task
 
 
 @pytest.fixture(scope="module")
 def undisturbed(own_server: Server) -> list[Completion]:
-    return asyncio.run(crowd(own_server.endpoint, asyncio.Event()))
+    return asyncio.run(run_streams(own_server.endpoint, asyncio.Event()))
 
 
-def same(one: list[Completion], other: list[Completion]) -> bool:
-    return [(c.token_ids, c.text, c.finish_reason) for c in one] == [
-        (c.token_ids, c.text, c.finish_reason) for c in other
+def same(first: list[Completion], second: list[Completion]) -> bool:
+    """Return whether texts and ids are equal, and log-probabilities nearly so."""
+    return [(c.token_ids, c.text, c.finish_reason) for c in first] == [
+        (c.token_ids, c.text, c.finish_reason) for c in second
     ] and all(
-        probable(c) == pytest.approx(probable(d), abs=1e-3) for c, d in zip(one, other, strict=True)
+        logprobs_of(c) == pytest.approx(logprobs_of(d), abs=1e-3)
+        for c, d in zip(first, second, strict=True)
     )
 
 
-def probable(completion: Completion) -> list[float]:
-    """Log-probabilities of the prompt and of the text, where they were asked for."""
-    told = [*(completion.prompt_logprobs or ())[1:], *(completion.logprobs or ())]
-    return [token.logprob for token in told]
+def logprobs_of(completion: Completion) -> list[float]:
+    """Return the log-probabilities of prompt and text, if they were requested."""
+    logprobs = [*(completion.prompt_logprobs or ())[1:], *(completion.logprobs or ())]
+    return [token.logprob for token in logprobs]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_streams_are_the_same_as_undisturbed_when_a_process_dies(
     own_server: Server, undisturbed: list[Completion], name: str, number: signal.Signals
 ) -> None:
     before = own_server.pid_of(name)
-    assert same(asyncio.run(crowd_with_a_death(own_server, name, number)), undisturbed)
+    assert same(asyncio.run(run_streams_with_a_kill(own_server, name, number)), undisturbed)
     assert own_server.pid_of(name) not in (0, before)
     assert settle(own_server.endpoint)["pages_held"] == 0
     assert f"{name} died (killed by {number.name})" in own_server.log.read_text()
@@ -102,7 +103,7 @@ def test_a_process_that_hangs_is_found_its_stacks_are_written_down_and_it_is_rep
     own_server: Server, undisturbed: list[Completion], name: str
 ) -> None:
     written = own_server.log.read_text().count("most recent call first")
-    assert same(asyncio.run(crowd_with_a_death(own_server, name, signal.SIGSTOP)), undisturbed)
+    assert same(asyncio.run(run_streams_with_a_kill(own_server, name, signal.SIGSTOP)), undisturbed)
     wait_until(lambda: f"{name} died (hung: " in own_server.log.read_text(), 10)
     assert own_server.log.read_text().count("most recent call first") > written
     wait_until(lambda: own_server.pid_of(name), 10)
@@ -113,14 +114,14 @@ def test_a_reload_takes_the_weights_anew_and_no_stream_notices(
 ) -> None:
     before = own_server.pid_of("worker_proc")
 
-    async def crowd_with_a_reload() -> list[Completion]:
-        under_way = asyncio.Event()
-        task = asyncio.create_task(crowd(own_server.endpoint, under_way))
-        await under_way.wait()
+    async def run_streams_with_a_reload() -> list[Completion]:
+        started = asyncio.Event()
+        task = asyncio.create_task(run_streams(own_server.endpoint, started))
+        await started.wait()
         own_server.process.send_signal(signal.SIGHUP)
         return await task
 
-    assert same(asyncio.run(crowd_with_a_reload()), undisturbed)
+    assert same(asyncio.run(run_streams_with_a_reload()), undisturbed)
     wait_until(lambda: own_server.pid_of("worker_proc") not in (0, before), 10)
 
 
@@ -132,9 +133,9 @@ def test_a_death_while_the_server_stops_costs_no_stream_its_end(
     with running_server(tmp_path / "log", *flags, "--max-total-tokens", "8192") as server:
 
         async def stop_and_kill() -> list[Completion]:
-            under_way = asyncio.Event()
-            task = asyncio.create_task(crowd(server.endpoint, under_way))
-            await under_way.wait()
+            started = asyncio.Event()
+            task = asyncio.create_task(run_streams(server.endpoint, started))
+            await started.wait()
             server.process.send_signal(signal.SIGTERM)
             for name in names:
                 os.kill(server.pid_of(name), signal.SIGKILL)
@@ -144,7 +145,7 @@ def test_a_death_while_the_server_stops_costs_no_stream_its_end(
         assert server.process.wait(20) == EXIT_OK
 
 
-def test_a_detokenizer_that_dies_as_the_server_stops_holds_nobody_up(
+def test_a_detokenizer_that_dies_as_the_server_stops_delays_nothing(
     llama_dir: Path, tmp_path: Path
 ) -> None:
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--max-total-tokens", "8192"]
@@ -162,9 +163,9 @@ def test_a_poisonous_request_fails_by_name_and_the_others_finish(
 
     async def poisoned(endpoint: str) -> list[Completion]:
         async with AsyncClient(endpoint) as client:
-            under_way = asyncio.Event()
-            task = asyncio.create_task(crowd(endpoint, under_way))
-            await under_way.wait()
+            started = asyncio.Event()
+            task = asyncio.create_task(run_streams(endpoint, started))
+            await started.wait()
             with pytest.raises(RequestFailed, match="the worker died 3 times in a row"):
                 await client.generate([POISON], GREEDY)
             return await task

@@ -1,4 +1,4 @@
-"""Everything dies at once, and the next run goes on: accepted means kept."""
+"""All processes die at once, and the next run continues every accepted request."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ PARAMS = [
     for temperature in (0.0, 1.0)
 ]
 PROMPTS = [[3 + n, 5, 7 * n % 500 + 3, 9] for n in range(len(PARAMS))]
-PATIENCE = 90.0
+TIMEOUT_S = 90.0
 
 
 def flags(llama_dir: Path) -> list[str]:
@@ -31,12 +31,16 @@ def flags(llama_dir: Path) -> list[str]:
             "--max-total-tokens", "16384"]  # fmt: skip
 
 
-class Crowd(threading.Thread):
-    """One client with many requests. under_way: set when streams have given tokens."""
+class ClientLoad(threading.Thread):
+    """A client with many requests.
+
+    Attributes:
+        started: Set when streams have tokens.
+    """
 
     def __init__(self, endpoint: str) -> None:
         super().__init__()
-        self.under_way = threading.Event()
+        self.started = threading.Event()
         self.completions: list[Completion] = []
         self._endpoint = endpoint
         self.start()
@@ -45,7 +49,7 @@ class Crowd(threading.Thread):
         self.completions = asyncio.run(self._run_all())
 
     async def _run_all(self) -> list[Completion]:
-        async with AsyncClient(self._endpoint, PATIENCE, reconnect_timeout=PATIENCE) as client:
+        async with AsyncClient(self._endpoint, TIMEOUT_S, reconnect_timeout=TIMEOUT_S) as client:
             requests = (self._one(client, number) for number in range(len(PARAMS)))
             return await asyncio.gather(*requests)
 
@@ -56,19 +60,19 @@ class Crowd(threading.Thread):
             tokens += len(chunk.token_ids)
             text += chunk.text
             if tokens > 40:
-                self.under_way.set()
+                self.started.set()
         assert chunk.completion is not None
         assert (text, tokens) == (chunk.completion.text, len(chunk.completion.token_ids))
         return chunk.completion
 
     def results(self) -> list[tuple[str, list[int], str]]:
-        self.join(PATIENCE)
+        self.join(TIMEOUT_S)
         assert self.completions, "some request did not finish"
-        return [(one.text, one.token_ids, one.finish_reason) for one in self.completions]
+        return [(c.text, c.token_ids, c.finish_reason) for c in self.completions]
 
 
 def cut_the_power(server: Server) -> None:
-    """SIGKILL for everything; only what is in the journal's own directory is left."""
+    """Kill every process and remove the run directory; only the journal's directory is left."""
     for pid in (server.process.pid, *server.pids.values()):
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
@@ -83,14 +87,14 @@ def test_after_a_power_cut_every_accepted_request_finishes_as_if_nothing_had_hap
     journal = tmp_path / "journal"
     options = [*flags(llama_dir), "--journal", str(journal)]
     with running_server(tmp_path / "first", *options, endpoint=endpoint) as server:
-        expected = Crowd(endpoint).results()
-        disturbed = Crowd(endpoint)
-        assert disturbed.under_way.wait(PATIENCE)
+        expected = ClientLoad(endpoint).results()
+        disturbed = ClientLoad(endpoint)
+        assert disturbed.started.wait(TIMEOUT_S)
         cut_the_power(server)
     assert (journal / FILE_NAME).stat().st_size > 1000
-    code, said = run_launcher(*options, endpoint=endpoint)
+    code, output = run_launcher(*options, endpoint=endpoint)
     assert code == EXIT_START_FAILED
-    assert "unfinished requests of an earlier run: add --resume" in said
+    assert "unfinished requests of an earlier run: add --resume" in output
     began = time.monotonic()
     with running_server(tmp_path / "second", *options, "--resume", endpoint=endpoint) as server:
         assert disturbed.results() == expected

@@ -1,6 +1,6 @@
-"""Who has no key gets nothing, and nobody reads along.
+"""Clients without a key get nothing, and the wire cannot be read.
 
-The front door alone is enough here: it answers a ping and tokenises by itself.
+The tokenizer process alone is started: it answers pings and tokenizes by itself.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, DeadlineExceeded, QuadrigaError, ServerUnreachable
 from quadriga.wire.curve import ALLOWED, HAND_OUT, make_client_keys, make_server_keys
 from tests.server import ROOT
-from tests.wire import Wire
+from tests.tcp_proxy import TcpProxy
 
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 SECRET_TEXT = "the launch code is oranges, oranges, oranges"
 
 
 @contextlib.contextmanager
-def front_door(model: Path, keys: Path | None = None) -> Iterator[str]:
-    """The endpoint of a front door without a ring behind it. keys: the server's."""
+def frontend(model: Path, keys: Path | None = None) -> Iterator[str]:
+    """Start a frontend without a ring, with the keys of a server, and yield its endpoint."""
     flags = [] if keys is None else ["--curve-dir", str(keys)]
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tokenizer_proc", "--model", str(model)]
@@ -37,7 +37,7 @@ def front_door(model: Path, keys: Path | None = None) -> Iterator[str]:
             [*command, "--run-dir", run_dir, "--endpoint", endpoint, *flags], cwd=ROOT
         )
         try:
-            with Client(endpoint, PATIENCE, curve_dir=keys) as client:
+            with Client(endpoint, TIMEOUT_S, curve_dir=keys) as client:
                 assert client.tokenize("x")
             yield endpoint
         finally:
@@ -55,32 +55,32 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def locked(llama_dir: Path, keys: Path) -> Iterator[str]:
-    with front_door(llama_dir, keys) as endpoint:
+    with frontend(llama_dir, keys) as endpoint:
         yield endpoint
 
 
 def on_the_wire(endpoint: str, keys: Path | None) -> bytes:
-    """What passes when a text is tokenised."""
+    """Return the bytes on the wire while a text is tokenized."""
 
-    def ask(proxy: str) -> None:
-        with Client(proxy, PATIENCE, curve_dir=keys) as client:
+    def ask(endpoint: str) -> None:
+        with Client(endpoint, TIMEOUT_S, curve_dir=keys) as client:
             assert client.detokenize(client.tokenize(SECRET_TEXT)) == SECRET_TEXT
 
     async def run() -> bytes:
-        wire = Wire()
-        async with wire.to(endpoint) as proxy:
-            await asyncio.to_thread(ask, proxy)
-        return bytes(wire.bytes)
+        proxy = TcpProxy()
+        async with proxy.open(endpoint) as proxied:
+            await asyncio.to_thread(ask, proxied)
+        return bytes(proxy.bytes)
 
     return asyncio.run(run())
 
 
-def test_nobody_reads_along(locked: str, llama_dir: Path, keys: Path) -> None:
+def test_the_wire_has_no_plain_text(locked: str, llama_dir: Path, keys: Path) -> None:
     seen = on_the_wire(locked, keys / HAND_OUT / "ann")
     assert len(seen) > 500
     for word in (b"oranges", b"detokenize", b"tokens"):
         assert word not in seen
-    with front_door(llama_dir) as plain:
+    with frontend(llama_dir) as plain:
         assert b"oranges" in on_the_wire(plain, None), "this test would see it"
 
 
@@ -101,7 +101,7 @@ def test_without_a_key_with_a_wrong_one_and_with_a_revoked_one_nothing_comes(
     (wrong_server / "server.key").write_bytes((keys / "server.key").read_bytes())
     assert "does not know this client's key" in unreachable(locked, wrong_server)
     bob = make_client_keys(keys, "bob")
-    with Client(locked, PATIENCE, curve_dir=bob) as client:
+    with Client(locked, TIMEOUT_S, curve_dir=bob) as client:
         assert client.tokenize("x")
     (keys / ALLOWED / "bob.key").unlink()
     assert "does not know this client's key" in unreachable(locked, bob)
@@ -110,17 +110,17 @@ def test_without_a_key_with_a_wrong_one_and_with_a_revoked_one_nothing_comes(
 def test_a_key_that_is_revoked_while_its_client_is_connected_is_worth_nothing_from_then_on(
     locked: str, keys: Path
 ) -> None:
-    with Client(locked, PATIENCE, curve_dir=make_client_keys(keys, "carl")) as client:
+    with Client(locked, TIMEOUT_S, curve_dir=make_client_keys(keys, "carl")) as client:
         assert client.tokenize("x")
         (keys / ALLOWED / "carl.key").unlink()
         with pytest.raises(DeadlineExceeded):
             client._loop.run(lambda: client._async.tokenize("x", timeout=0.5))
-    with Client(locked, PATIENCE, curve_dir=keys / HAND_OUT / "ann") as client:
+    with Client(locked, TIMEOUT_S, curve_dir=keys / HAND_OUT / "ann") as client:
         assert client.tokenize("x"), "others are not disturbed"
 
 
 def test_a_client_that_uses_keys_at_a_server_without_says_so(llama_dir: Path, keys: Path) -> None:
-    with front_door(llama_dir) as plain:
+    with frontend(llama_dir) as plain:
         assert "docs/security.md" in unreachable(plain, keys / HAND_OUT / "ann")
 
 
@@ -144,9 +144,9 @@ def test_keygen_makes_what_server_and_client_need_and_tells_what_to_do(
 ) -> None:
     directory = tmp_path / "keys"
     assert main(["keygen", str(directory), "dora"]) == 0
-    said = capsys.readouterr().out
-    assert f"--curve-dir {directory}" in said
-    assert "to dora" in said
+    output = capsys.readouterr().out
+    assert f"--curve-dir {directory}" in output
+    assert "to dora" in output
     for secret in (directory / "server.key_secret", directory / "hand-out/dora/client.key_secret"):
         assert secret.stat().st_mode & 0o077 == 0
     assert directory.stat().st_mode & 0o077 == 0

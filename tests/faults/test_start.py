@@ -1,4 +1,4 @@
-"""A server that cannot start says why in one line, exits non-zero and leaves nothing behind."""
+"""A server that cannot start prints the reason in one line and leaves nothing behind."""
 
 import glob
 import signal
@@ -14,7 +14,7 @@ from tests.server import Server, launch, wait_until
 
 
 def run_launcher(*flags: str, endpoint: str = "") -> tuple[int, str]:
-    """Exit code and output of a launcher that is expected to end by itself."""
+    """Return exit code and output of a launcher that ends by itself."""
     process = launch(endpoint or f"tcp://127.0.0.1:{free_port()}", *flags)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output.decode()
@@ -65,7 +65,7 @@ def test_a_model_whose_weights_are_broken_is_named(tmp_path: Path, llama_dir: Pa
     assert "safetensors" in output.splitlines()[-1]
 
 
-def test_a_start_that_takes_too_long_ends_with_who_is_late(llama_dir: Path) -> None:
+def test_a_start_that_takes_too_long_ends_with_the_late_process(llama_dir: Path) -> None:
     code, output = run_launcher("--model", str(llama_dir), "--start-timeout", "0.2")
     assert code == EXIT_START_FAILED
     assert "not ready within 0.2 s" in output

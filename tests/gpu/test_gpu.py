@@ -1,8 +1,8 @@
-"""What only a card can show. One command, on a machine that has one:
+"""Tests that only a GPU can run. The command, on a machine that has one, is as follows.
 
     python -m pytest tests/gpu tests/unit/gpu
 
-The files of tests/unit run on the card there instead of in Triton's interpreter.
+The files of tests/unit run on the GPU there instead of in Triton's interpreter.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""A front door that answers by itself."""
+"""A frontend on a real socket that answers without a ring."""
 
 import threading
 from pathlib import Path
@@ -30,14 +30,11 @@ from quadriga.wire.messages.public import (
 
 
 class FakeServer(threading.Thread):
-    """Answers every prompt with two tokens.
+    """A thread that answers every prompt with two tokens.
 
-    A text with "refuse" is refused, one with "silent" is not answered, and one with "endless" gets
-    two tokens per turn until its client aborts it.
-
-    Args:
-        endpoint: address to bind.
-        keys: a server's directory of keys.
+    A prompt with the word "refuse" is refused, "silent" is not answered, and "endless" gets two
+    tokens per iteration until its client aborts it. With `keys`, a server's directory, only clients
+    with its public key are answered.
     """
 
     def __init__(self, endpoint: str, keys: Path | None = None) -> None:
@@ -82,7 +79,7 @@ class FakeServer(threading.Thread):
     def _answer(self, message: ClientMessage) -> msgspec.Struct | None:
         match message:
             case Ping():
-                return Pong(PROTOCOL_VERSION, "one", 2**20)
+                return Pong(PROTOCOL_VERSION, "fake", 2**20)
             case GetInfo():
                 return Info(message.request_id, {"model": "fake", "vocab_size": 500, "ready": True})
             case Abort():
@@ -91,7 +88,8 @@ class FakeServer(threading.Thread):
             case Generate():
                 self.requests.append(message)
                 return self._complete(message)
-        return None
+            case _:
+                raise AssertionError(f"unexpected message {message}")
 
     def _complete(self, request: Generate) -> msgspec.Struct | None:
         if any(word in str(request.prompt) for word in ("silent", "endless")):

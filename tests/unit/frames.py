@@ -106,7 +106,7 @@ class Values:
         self._turn = turn
         self._count = itertools.count(1 + turn)
 
-    def of(self, kind: inspect.Type, only_required: bool = False) -> Any:  # noqa: C901
+    def of(self, kind: inspect.Type, only_required: bool = False) -> Any:
         """Return a value as msgpack has it."""
         number = next(self._count)
         match kind:

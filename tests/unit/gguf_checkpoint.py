@@ -1,4 +1,4 @@
-"""A tiny model's checkpoint as a GGUF with all of its weights."""
+"""Write a tiny model's checkpoint as a GGUF with all of its weights."""
 
 import json
 from collections.abc import Callable
@@ -15,8 +15,11 @@ MAX_BLOCKS = 3
 
 
 def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.Q8_0) -> ModelFiles:
-    """Write it beside the checkpoint. kind_of: the format of a matrix, by its name in the GGUF;
-    those whose rows 32 does not divide are float32."""
+    """Write the GGUF beside the checkpoint, and return the model's files.
+
+    `kind_of` returns the format of a matrix by its name in the GGUF; matrices whose rows are no
+    multiple of 32 are float32.
+    """
     file = directory / "tiny.gguf"
     _write(directory, file, kind_of)
     index = file.with_suffix(".json")
@@ -26,8 +29,10 @@ def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.
 
 
 def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
-    """As the converter of llama.cpp would: Q and K of a Llama interleaved, GPT-2's projections as
-    [outputs, inputs]."""
+    """Write tensors as llama.cpp's converter does.
+
+    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs].
+    """
     config = json.loads((directory / "config.json").read_text())
     is_llama = config["model_type"] == "llama"
     architecture = gguf.MODEL_ARCH[config["model_type"].upper()]
@@ -56,7 +61,7 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
 
 
 def _index(file: Path) -> dict[str, dict[str, object]]:
-    """As model_source makes it."""
+    """Return the index of a GGUF as model resolution makes it."""
     return {
         tensor.name: {
             "type": tensor.tensor_type.name,

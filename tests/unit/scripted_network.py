@@ -1,7 +1,7 @@
 """A network in this process, on the event loop's clock, in place of ZeroMQ below a client's link.
 
-A socket connects by itself when a door listens, keeps what it could not send, and loses what is
-under way when its cable is cut: as ZeroMQ's DEALER does.
+Like ZeroMQ's DEALER, a socket connects when a frontend listens, keeps unsent messages, and loses
+messages in transit when its cable is cut.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ MAX_CONNECT_S = 0.06
 
 
 class Listener(Protocol):
-    """What sockets connect to. is_frozen: it takes connections, but nothing else happens."""
+    """The peer of sockets. If it `is_frozen`, it accepts connections and reads nothing."""
 
     is_frozen: bool
 
@@ -62,29 +62,29 @@ class Network:
             socket.connect_soon()
 
     def vanish(self) -> None:
-        """The door and all its connections."""
+        """Remove the frontend and all its connections."""
         self.door = None
         self.cut()
 
     def cut(self) -> None:
-        """All connections; sockets connect again."""
+        """Cut all connections; the sockets reconnect."""
         for socket in list(self._sockets):
             if socket.cable is not None:
                 socket.cable.cut()
 
     def jam(self) -> None:
-        """No socket of now connects or sends again, once its connection is cut."""
+        """Prevent the present sockets from reconnecting once their connections are cut."""
         for socket in self._sockets:
             socket.is_jammed = True
 
     def thaw(self) -> None:
-        """What a frozen door has not seen yet comes now."""
+        """Deliver the messages that a frozen frontend has not read."""
         for socket in self._sockets:
             if socket.cable is not None:
                 socket.cable.move()
 
     def send(self, client: bytes, frame: bytes) -> None:
-        """From the door; lost where the client is not connected."""
+        """Send a message of the frontend; it is lost if the client is not connected."""
         cable = self.cable_of(client)
         if cable is not None:
             cable.to_client.append(frame)
@@ -135,7 +135,7 @@ class Socket:
 
 
 class Cable:
-    """One connection. Nothing passes before its handshake, or while the door is frozen."""
+    """One connection; it carries nothing before its handshake or with a frozen frontend."""
 
     def __init__(self, socket: Socket, door: Listener) -> None:
         self.socket = socket
@@ -145,7 +145,7 @@ class Cable:
         self.move()
 
     def cut(self) -> None:
-        """What is under way is lost; of what was about to be sent perhaps the first, too."""
+        """Lose the messages in transit, and perhaps the first unsent one."""
         if self.is_cut:
             return
         self.is_cut = True

@@ -1,4 +1,4 @@
-"""A server that comes, goes, freezes, refuses and forgets, at times that a seed chooses."""
+"""A server that starts, stops, freezes, refuses and forgets at times that a seed chooses."""
 
 import asyncio
 import random
@@ -35,20 +35,20 @@ from quadriga.wire.messages.public import (
 from quadriga.wire.sockets import encode
 from tests.unit.scripted_network import Network
 
+# A request with this word in its prompt is accepted and never answered.
 SILENT = "silent"
-"""In a prompt: the request is accepted, and never answered."""
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 def letter(prompt: str, index: int) -> int:
-    """The token that a choice of this prompt repeats: the code of a letter."""
+    """Return the token that a choice of this prompt repeats: the code of a letter."""
     return 97 + (sum(map(ord, prompt)) + index) % 26
 
 
 @dataclass
 class Request:
-    """A request under way: how many tokens each of its choices has, and which have ended."""
+    """An open request, with the tokens of each choice and the choices that have ended."""
 
     client: bytes
     message: Generate
@@ -56,7 +56,7 @@ class Request:
     ends: dict[int, str] = field(default_factory=dict)
 
     def piece(self, index: int, first: int) -> Chunk:
-        """The tokens of a choice from `first` on, with its end where it has come."""
+        """Return the tokens of a choice from `first` on, with its end if it has ended."""
         made, code = self.made[index], letter(str(self.message.prompt), index)
         end = None
         if index in self.ends:
@@ -71,14 +71,16 @@ class Request:
 
 
 class Server:
-    """All that outlives a front door: requests, and the mood in which messages are answered.
+    """The state that outlives a frontend: requests, and the way in which messages are answered.
 
     Attributes:
-        ping_loss, refusal, gap: the probability that a ping is dropped, that a request is refused,
-            and that a chunk is lost which is not the last.
-        retry_after: what refusals say. refused: the requests that they met.
-        refuses_in_the_ring: what is sent again is refused by the scheduler, as its end.
-        slowness: the longest time in seconds that an answer takes.
+        ping_loss: Probability that a ping is dropped.
+        refusal: Probability that a request is refused.
+        gap: Probability that a chunk is lost, unless it is the last.
+        retry_after: Hint of refusals.
+        refused: Requests that were refused.
+        refuses_in_the_ring: The scheduler refuses requests that are sent again, as their end.
+        slowness: Longest delay of an answer in seconds.
     """
 
     def __init__(self, network: Network, chosen: random.Random) -> None:
@@ -119,14 +121,14 @@ class Server:
             self.later(self.slowness, lambda: self.step(request))
 
     def step(self, request: Request) -> None:
-        """Some more tokens for each choice of a request that is still known."""
-        name, most = request.message.request_id, request.message.params.max_new_tokens or 1
+        """Generate some tokens for each choice of a request that is still known."""
+        name, max_tokens = request.message.request_id, request.message.params.max_new_tokens or 1
         if self.requests.get(name) is not request:
             return
         before = list(request.made)
         for index in set(range(len(before))) - set(request.ends):
-            request.made[index] = min(most, before[index] + self.chosen.randint(0, 3))
-            if request.made[index] == most:
+            request.made[index] = min(max_tokens, before[index] + self.chosen.randint(0, 3))
+            if request.made[index] == max_tokens:
                 request.ends[index] = "length"
             first = before[index] if request.message.stream else 0
             is_lost = index not in request.ends and self.chosen.random() < self.gap
@@ -143,12 +145,12 @@ class Server:
         for request in self.requests.values():
             if request.client == client and name in ("", request.message.request_id):
                 for index in set(range(len(request.made))) - set(request.ends):
-                    told = request.made[index] if request.message.stream else 0
+                    first = request.made[index] if request.message.stream else 0
                     request.ends[index] = "abort"
-                    self.say(client, Chunks([request.piece(index, told)]))
+                    self.say(client, Chunks([request.piece(index, first)]))
 
     def farewell(self, code: str) -> None:
-        """To all clients. Their requests end with it."""
+        """Send ServerGone to all clients, which ends their requests."""
         clients = {request.client for request in self.requests.values()}
         for client in clients:
             self.say(client, ServerGone(ErrorInfo(code, "good bye")))
@@ -156,7 +158,7 @@ class Server:
 
 
 class Door:
-    """A front door: it may be frozen, and does not know what came to the one before it."""
+    """A frontend, which may be frozen, and does not know the messages of its predecessor."""
 
     def __init__(self, server: Server) -> None:
         self.is_frozen = False
@@ -164,7 +166,7 @@ class Door:
         self._instance = uuid.uuid4().hex
 
     def lost(self, client: bytes) -> None:
-        """Abort the requests of a client that is not back, if this frontend still serves."""
+        """Handle the end of a connection: drop the requests of a client that is not back."""
         server = self._server
         if server.door is self and server.network.cable_of(client) is None:
             for name, request in list(server.requests.items()):
@@ -191,8 +193,8 @@ class Door:
         if server.chosen.random() < 0.1:
             server.say(client, Probe())
         if answer is not None:
-            said = answer
-            server.later(server.slowness, lambda: self._say(client, said))
+            reply = answer
+            server.later(server.slowness, lambda: self._say(client, reply))
 
     def _say(self, client: bytes, message: msgspec.Struct) -> None:
         if self._server.door is self:
@@ -220,7 +222,7 @@ class Door:
 
 
 def _empty(message: Generate, end: End | None) -> list[Chunk]:
-    """Chunks without tokens, of each choice."""
+    """Return a chunk without tokens for each choice."""
     return [
         Chunk(message.request_id, 0, "", b"", [], end, index) for index in range(message.params.n)
     ]

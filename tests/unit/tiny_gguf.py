@@ -1,4 +1,4 @@
-"""A GGUF of a few kilobytes with a byte-level vocabulary, for tests of everything around it."""
+"""Write a GGUF of a few kilobytes with a byte-level vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ TYPES = [CONTROL] * len(SPECIAL) + [USER_DEFINED] + [NORMAL] * (len(BYTES) + len
 
 
 def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
-    """overrides: `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
-    `scaling`."""
+    """Write the file, and return its path.
+
+    `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head) and
+    `scaling`.
+    """
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(128)

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: an hour of waiting takes no time, and a hang is seen at once."""
+"""An event loop with a virtual clock: waiting takes no time, and a hang is detected at once."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,11 +8,11 @@ T = TypeVar("T")
 
 
 class Stuck(AssertionError):
-    """No timer is set and nothing is ready: what is awaited now never comes."""
+    """No timer is set and no task is ready: the awaited event never happens."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs what is ready; when nothing is, its clock jumps to the next timer."""
+    """Runs what is ready, and else advances its clock to the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _jump(self, timeout: float | None) -> Any:
         if timeout is None:
             waiting = "\n".join(str(task) for task in asyncio.all_tasks(self))
-            raise Stuck(f"nothing will ever happen any more; waiting:\n{waiting}")
+            raise Stuck(f"no timer is set; waiting:\n{waiting}")
         self._virtual_time += timeout
         return self._select(0)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run in virtual time. Errors of callbacks, and those that no task took, are raised."""
+    """Run a coroutine in virtual time; raise the errors of callbacks and of unawaited tasks."""
     loop = VirtualLoop()
     try:
         result = loop.run_until_complete(work)

@@ -72,8 +72,10 @@ class Driver:
         like: Request | None = None,
         shared: int = 0,
     ) -> Request:
-        """Take a slot, and pages for the prompt; its first `shared` tokens, whole pages, are those
-        of `like`, and count as computed."""
+        """Take a slot and pages for a prompt, and return the request.
+
+        The first `shared` tokens, whole pages, are those of `like` and count as computed.
+        """
         size = self.runner.table.page_size
         pages = like.pages[: shared // size] if like else []
         request = Request(

@@ -25,9 +25,9 @@ def test_a_variant_takes_the_common_flags_and_its_own() -> None:
         ["a: --batch-mode mixed", "b:--decode-first", "--", "--num-requests", "3"]
     )
     assert list(variants) == ["a", "b"]
-    server = variants["b"].server
+    server = variants["b"].target.config
     assert server is not None and server.scheduler.mode == "decode-first"
-    assert len(variants["a"].workload.requests) == 3
+    assert len(variants["a"].load.workload.requests) == 3
 
 
 @pytest.mark.parametrize(

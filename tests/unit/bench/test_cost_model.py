@@ -1,4 +1,4 @@
-"""The cost model: what it counts, how it is fitted, and what is said about a bad file."""
+"""The cost model: features of plans, fitting, calibration, and errors of files."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
+from bench.simulate.cost_model import CostModel, Delays, Features, features_of
 from bench.simulate.fit_cost_model import calibrate, fit, main, non_negative_least_squares
-from bench.simulate.measure_steps import Bench, Row, design, features_of_case, measure
+from bench.simulate.measure_steps import design, features_of_case, measure
+from bench.worker_steps import MeasuredOn, Row, WorkerBench
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepPlan, StepResult
@@ -108,7 +109,7 @@ def test_least_squares_gives_nothing_below_zero() -> None:
 
 
 class FakeRunner:
-    """Takes exactly as long as a cost model says, and checks every plan as the worker does."""
+    """A runner whose steps take a cost model's time; it checks every plan as the worker does."""
 
     def __init__(self, model: CostModel, num_pages: int = 4096, page_size: int = 16) -> None:
         self.table = self
@@ -141,7 +142,7 @@ class FakeRunner:
 def test_measuring_and_fitting_find_the_model_again() -> None:
     truth = CostModel(ms=MS, measured_on=MEASURED_ON)
     cases = design()
-    measured = measure(Bench(FakeRunner(truth)), cases, repeats=1)  # type: ignore[arg-type]
+    measured = measure(WorkerBench(FakeRunner(truth)), cases, repeats=1)  # type: ignore[arg-type]
     found, quality = fit([features_of_case(case) for case in cases], measured)
     assert {name: price for name, price in found.items() if price > 1e-6} == pytest.approx(MS)
     assert quality.p90_error < 1e-6

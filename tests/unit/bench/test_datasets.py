@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError
 
 
 class WordTokenizer:
-    """A token for each word."""
+    """A tokenizer with a token for each word."""
 
     def encode(self, text: str, add_special_tokens: bool) -> "WordTokenizer":
         assert not add_special_tokens
@@ -44,8 +44,8 @@ def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def lengths(options: Options) -> list[tuple[int, int]]:
-    texts: Any = options.workload.text
-    requests = options.workload.requests
+    texts: Any = options.load.workload.text
+    requests = options.load.workload.requests
     return [(words(t), r.max_new_tokens) for t, r in zip(texts, requests, strict=True)]
 
 
@@ -82,29 +82,37 @@ def test_answers_are_as_long_as_the_files_unless_the_command_line_says_how_long(
 ) -> None:
     of_file = lengths(parse(conversations.split()))
     assert len(of_file) == 6 and all(answer - prompt == 46 for prompt, answer in of_file)
-    told = lengths(parse([*conversations.split(), "--max-new-tokens", "64"]))
-    assert {answer for _, answer in told} == {64}
+    given = lengths(parse([*conversations.split(), "--max-new-tokens", "64"]))
+    assert {answer for _, answer in given} == {64}
 
 
 def test_conversations_come_at_a_rate_and_differ_from_run_to_run(conversations: str) -> None:
     options = parse([*conversations.split(), "--request-rate", "5", "--burstiness", "inf"])
-    assert [round(r.at, 1) for r in options.workload.requests] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    first, second = ([job.prompt for job in options.workload.jobs(run)] for run in (0, 1))
+    requests = options.load.workload.requests
+    assert [round(r.at, 1) for r in requests] == [
+        0.0,
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1.0,
+    ]
+    first, second = ([job.prompt for job in options.load.workload.jobs(run)] for run in (0, 1))
     assert second == [f"a {prompt}" for prompt in first]
 
 
 def test_a_trace_is_a_dataset_too(tmp_path: Path) -> None:
     write_trace(tmp_path / "t", [TraceRequest(0.0, ((1, 4),), 2)])
     flags = f"--dataset-name trace --dataset-path {tmp_path / 't'}".split()
-    assert parse(flags).workload == parse(["--trace", str(tmp_path / "t")]).workload
+    assert parse(flags).load.workload == parse(["--trace", str(tmp_path / "t")]).load.workload
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--dataset-name random", "random is nothing without --random-input-len: add it"),
-        ("--dataset-name shared-prefix", "is nothing without --prefix-groups: add it"),
-        ("--dataset-name sharegpt", "is nothing without --dataset-path: add it"),
+        ("--dataset-name random", "random has no effect without --random-input-len: add it"),
+        ("--dataset-name shared-prefix", "has no effect without --prefix-groups: add it"),
+        ("--dataset-name sharegpt", "has no effect without --dataset-path: add it"),
         ("--dataset-path x", "--dataset-path has no effect without --dataset-name: add it"),
         ("--dataset-name random --random-input-len 4 --dataset-path x", "no effect with"),
         ("--dataset-name sharegpt --dataset-path x --turns 2", "--turns would have no effect"),

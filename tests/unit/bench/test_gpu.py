@@ -1,4 +1,4 @@
-"""The benches for a card, as far as they go without one."""
+"""The GPU benches, as far as they run without a GPU."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,12 @@ from tests.tiny_models import tiny_llama
 def test_the_floor_of_decode_steps_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"BATCHES": (1, 3), "CONTEXTS": (16,), "STEPS": 3, "WARM_UP": 1}.items():
+    for name, value in {
+        "BATCHES": (1, 3),
+        "CONTEXTS": (16,),
+        "NUM_STEPS": 3,
+        "NUM_WARM_UP": 1,
+    }.items():
         monkeypatch.setattr(decode_floor, name, value)
     monkeypatch.setattr(decode_floor, "READ_BYTES", 2**20)
     model = tiny_llama(tmp_path)
@@ -27,9 +32,9 @@ def test_the_floor_of_decode_steps_is_told(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert transformers_batching.main([]) == 2
-    assert "torch finds no card" in capsys.readouterr().err
+    assert "torch finds no GPU" in capsys.readouterr().err
 
 
 def test_the_blocks_are_runs_of_the_bench(

@@ -1,4 +1,4 @@
-"""The questions that other people's evaluation asks the gateway."""
+"""The task for lm-eval."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run loop, with a client that answers by itself."""
+"""The load generator, with a client that answers without a server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.client.load_generator import Run, drive
+from bench.client.load_generator import LoadRun, SendOptions, drive
 from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
 from quadriga.client import Completion, StreamChunk, Timings
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(temperature=0.5)
 
 
 class Time:
-    """A clock of which each look takes a millisecond."""
+    """A clock that advances by a millisecond at each reading."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -70,13 +70,15 @@ def job(prompt: Prompt, at: float = 0.0, **changes: Any) -> PlannedRequest:
     return PlannedRequest(TraceRequest(at, (), **{"max_new_tokens": 3, **changes}), prompt)
 
 
-def run(jobs: list[Any], *clients: FakeClient, **options: Any) -> Run:
-    """Drive the jobs; a mere prompt is one due at once."""
+def run(jobs: list[Any], *clients: FakeClient, **options: Any) -> LoadRun:
+    """Drive the jobs; a bare prompt is a job due at once."""
     made = [item if isinstance(item, PlannedRequest) else job(item) for item in jobs]
-    return asyncio.run(drive(clients or [FakeClient()], made, PARAMS, **options))
+    callbacks = {name: options.pop(name) for name in ("on_done", "clock") if name in options}
+    send = SendOptions(PARAMS, **options)
+    return asyncio.run(drive(clients or [FakeClient()], made, send, **callbacks))
 
 
-def errors(result: Run) -> list[str | None]:
+def errors(result: LoadRun) -> list[str | None]:
     return [record.error for record in result.records]
 
 
@@ -139,7 +141,7 @@ def test_times_of_submitting_are_those_of_the_clock() -> None:
 def test_by_the_clock_each_is_due_at_its_own_time_whatever_its_place() -> None:
     client = FakeClient()
     jobs = [job("c", at=0.001), job("a"), job("b", at=0.0005)]
-    result = run(jobs, client, clock=Time(), gap=None)
+    result = run(jobs, client, clock=Time(), gap_s=None)
     assert client.prompts == ["a", "b", "c"]
     due = [record.due for record in result.records]
     assert due == pytest.approx([100.002, 100.001, 100.0015])
@@ -156,7 +158,7 @@ def test_the_next_turn_has_the_prompt_and_the_answer_of_the_one_before_in_front(
 
 
 def test_one_that_follows_is_due_after_the_end_of_the_other() -> None:
-    result = run([job([7]), job([8], at=0.25, follows=0)], gap=None)
+    result = run([job([7]), job([8], at=0.25, follows=0)], gap_s=None)
     assert result.records[1].due == pytest.approx(3.25)
 
 
@@ -176,7 +178,7 @@ def test_a_closed_loop_never_has_more_under_way_than_lanes() -> None:
                 self.now -= chunk.completion is not None
 
     lanes = [job("x", follows=i - 2 if i > 1 else None, continues=False) for i in range(40)]
-    result = run(lanes, Counting(), gap=None)
+    result = run(lanes, Counting(), gap_s=None)
     assert errors(result) == [None] * 40
     assert max(under_way) == 2
 
@@ -229,7 +231,7 @@ def test_cancelling_leaves_no_task_behind() -> None:
             yield StreamChunk("r", "", [], [], 0.0)
 
     async def interrupt() -> int:
-        task = asyncio.create_task(drive([Silent()], [job("x"), job("y")], PARAMS))
+        task = asyncio.create_task(drive([Silent()], [job("x"), job("y")], SendOptions(PARAMS)))
         for _ in range(10):
             await asyncio.sleep(0)
         task.cancel()
@@ -258,7 +260,7 @@ def test_no_more_than_the_limit_are_under_way_however_many_are_due() -> None:
     limited, free = Counting(), Counting()
     for client, limit in ((limited, 2), (free, None)):
         result = run([job("x"), job("fail"), job("refuse"), *[job("y")] * 5], client,
-                     gap=None, limit=limit)  # fmt: skip
+                     gap_s=None, max_in_flight=limit)  # fmt: skip
         assert errors(result)[3:] == [None] * 5
     assert (limited.most, free.most > 2) == (2, True)
 
@@ -273,5 +275,5 @@ def test_a_request_that_breaks_keeps_no_room_from_the_others() -> None:
 
     client = Broken()
     with pytest.raises(ZeroDivisionError):
-        run([job("break"), job("x"), job("y")], client, limit=1)
+        run([job("break"), job("x"), job("y")], client, max_in_flight=1)
     assert client.prompts == ["break", "x", "y"]

@@ -1,4 +1,4 @@
-"""Traces of somebody else's format."""
+"""Traces in Mooncake's format."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_our_own_format_is_told_apart(tmp_path: Path) -> None:
     ours = [TraceRequest(0.5, ((1, 4),), 2)]
     write_trace(tmp_path / "t", ours)
     assert read_requests(tmp_path / "t") == ours
-    found = parse(["--trace", str(write(tmp_path / "m", *LINES))]).workload.requests
+    found = parse(["--trace", str(write(tmp_path / "m", *LINES))]).load.workload.requests
     assert [request.at for request in found] == [0.0, 1.5]
 
 

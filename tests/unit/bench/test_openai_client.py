@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from bench.cli.options import parse
-from bench.client.load_generator import drive
+from bench.client.backends import OpenAIServer
+from bench.client.load_generator import SendOptions, drive
 from bench.client.openai_client import OpenAIClient
-from bench.client.transport import OpenAIServer
 from bench.load.spelling import Speller
 from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
@@ -37,7 +37,7 @@ def text(piece: str, reason: str | None = None) -> bytes:
 
 
 async def four_tokens(answer: web.StreamResponse, body: dict[str, Any]) -> None:
-    """Two in a chunk of their own, one whose text is not whole yet, and the last with the end."""
+    """Write two chunks of a token, one with an incomplete text, and the last with the end."""
     for piece in ("a", "", "b"):
         await answer.write(b": a comment\n\n" + text(piece))
     await answer.write(text("c", "length") + event(choices=[], usage=USAGE) + b"data: [DONE]\n\n")
@@ -109,7 +109,7 @@ class FakeServer:
 
     @contextmanager
     def in_a_thread(self) -> Iterator["FakeServer"]:
-        """For a client that brings an event loop of its own."""
+        """Serve in a thread, for a client that has an event loop of its own."""
         loop, started = asyncio.new_event_loop(), threading.Event()
         stop = asyncio.Event()
 
@@ -146,7 +146,7 @@ async def measure(
     async with server.serving(), OpenAIClient(OpenAIServer(server.url, **how)) as client:
         await client.info()
         jobs = [PlannedRequest(TraceRequest(0.0, (), 4), prompt) for prompt in prompts]
-        run = await drive([client], jobs, PARAMS)
+        run = await drive([client], jobs, SendOptions(PARAMS))
         return run.records, await client.info()
 
 
@@ -305,7 +305,7 @@ def test_a_foreign_server_gets_the_known_block_and_the_known_keys(
 
 
 class WordTokenizer:
-    """Letters after a space are a token; `joined` counts a pair of words as one."""
+    """A tokenizer of words; `joined` counts a pair of words as one token."""
 
     def __init__(self, words: int, joined: bool = False) -> None:
         self._words, self._joined = words, joined

@@ -1,4 +1,4 @@
-"""Flags of the bench: what they mean, and what is refused."""
+"""Flags of the bench: their meaning, and the combinations that are refused."""
 
 import subprocess
 import sys
@@ -19,48 +19,48 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_server_flags_make_a_server_of_its_own() -> None:
     options = parse(["--model", "gpt2", "--max-batch-size", "8", "--stream-interval", "4"])
-    assert options.server is not None
-    assert options.server.scheduler.max_batch_size == 8
-    assert options.server.detok.stream_interval == 4
-    assert options.server.model.model == "gpt2"
+    assert options.target.config is not None
+    assert options.target.config.scheduler.max_batch_size == 8
+    assert options.target.config.detok.stream_interval == 4
+    assert options.target.config.model.model == "gpt2"
 
 
 def test_an_endpoint_means_the_running_server() -> None:
     options = parse(["--endpoint", "tcp://127.0.0.1:7777", "--model", "gpt2", "--paged-attn"])
-    assert options.server is None
-    assert options.endpoint == "tcp://127.0.0.1:7777"
-    assert options.asked == ("paged_attn",)
+    assert options.target.config is None
+    assert options.target.endpoint == "tcp://127.0.0.1:7777"
+    assert options.requested == ("paged_attn",)
 
 
 def test_keys_are_for_the_running_server_or_for_its_own() -> None:
     remote = ["--endpoint", "tcp://10.0.0.1:7777"]
-    assert parse([*remote, "--curve-dir", "ann"]).curve_dir == "ann"
-    assert parse(remote).curve_dir == ""
+    assert parse([*remote, "--curve-dir", "ann"]).target.curve_dir == "ann"
+    assert parse(remote).target.curve_dir == ""
     own = parse(["--curve-dir", "keys"])
-    assert own.server is not None
-    assert own.curve_dir == own.server.frontend.curve_dir == "keys"
+    assert own.target.config is not None
+    assert own.target.curve_dir == own.target.config.frontend.curve_dir == "keys"
 
 
 def test_the_load_is_what_the_flags_say() -> None:
     flags = "--prompt Hi --prompt-repeats 3 --unique-prompts --num-requests 5 --max-new-tokens 9"
     pace = "--submit-interval-ms 20 --submit-schedule absolute --no-stop-on-eos --truncate"
     options = parse(f"{flags} {pace}".split())
-    assert options.workload.text == "Hi Hi Hi"
-    requests = options.workload.requests
-    assert (len(requests), options.workload.unique) == (5, True)
-    assert options.gap is None
+    assert options.load.workload.text == "Hi Hi Hi"
+    requests = options.load.workload.requests
+    assert (len(requests), options.load.workload.unique) == (5, True)
+    assert options.load.send.gap_s is None
     assert [request.at for request in requests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
     assert [request.max_new_tokens for request in requests] == [9] * 5
-    assert options.params.ignore_eos is True
-    assert options.truncate is True
-    assert parse([]).truncate is None
+    assert options.load.send.params.ignore_eos is True
+    assert options.load.send.truncate is True
+    assert parse([]).load.send.truncate is None
 
 
 def test_an_interval_is_relative_unless_asked_otherwise() -> None:
-    assert parse([]).gap == 0.0
-    assert parse(["--submit-interval-ms", "20"]).gap == 0.02
+    assert parse([]).load.send.gap_s == 0.0
+    assert parse(["--submit-interval-ms", "20"]).load.send.gap_s == 0.02
     for flags in ("--request-rate 5", "--max-concurrency 2", "--submit-schedule absolute"):
-        assert parse(flags.split()).gap is None
+        assert parse(flags.split()).load.send.gap_s is None
 
 
 def test_traffic_is_generated_as_the_flags_say() -> None:
@@ -68,7 +68,7 @@ def test_traffic_is_generated_as_the_flags_say() -> None:
     sharing = "--prefix-groups 3 --prefix-len 32 --prefix-order grouped --turns 2 --think-time 1.5"
     pace = "--request-rate 5 --burstiness 0.5 --num-clients 2 --num-requests 8 --seed 3"
     options = parse(f"{lengths} {sharing} {pace}".split())
-    assert options.spec == TraceSpec(
+    assert options.load.spec == TraceSpec(
         num_requests=8,
         output_len=Lengths(4, 64, 20.0, 0.5),
         input_len=Lengths(16, 256),
@@ -82,31 +82,32 @@ def test_traffic_is_generated_as_the_flags_say() -> None:
         num_clients=2,
         seed=3,
     )
-    assert options.workload.requests == list(generate(options.spec))
-    assert options.workload.text is None
-    assert parse(["--max-concurrency", "4"]).workload.requests[4].follows == 0
+    assert options.load.workload.requests == list(generate(options.load.spec))
+    assert options.load.workload.text is None
+    assert parse(["--max-concurrency", "4"]).load.workload.requests[4].follows == 0
 
 
 def test_a_text_can_have_a_pace_and_lengths_too() -> None:
     flags = "--prompt Hi --request-rate 5 --max-new-tokens 1:9 --num-requests 50"
     options = parse(flags.split())
-    assert options.workload.text == "Hi"
-    assert len({request.max_new_tokens for request in options.workload.requests}) == 9
+    assert options.load.workload.text == "Hi"
+    assert len({request.max_new_tokens for request in options.load.workload.requests}) == 9
 
 
 def test_a_trace_is_read_and_says_all_but_the_sampling(tmp_path: Path) -> None:
     trace = [TraceRequest(0.5, ((1, 4),), 2, client=3), TraceRequest(0.0, (), 2, follows=0)]
     write_trace(tmp_path / "t", trace)
     options = parse(f"--trace {tmp_path / 't'} --seed 4 --no-stop-on-eos".split())
-    assert options.workload == Workload(trace, text=None, seed=4)
-    assert (options.spec, options.gap) == (None, None)
-    assert options.params.ignore_eos is True
+    assert options.load.workload == Workload(trace, text=None, seed=4)
+    assert (options.load.spec, options.load.send.gap_s) == (None, None)
+    assert options.load.send.params.ignore_eos is True
     assert options.flags["trace"] == str(tmp_path / "t")
 
 
 def test_limits_make_a_goodput() -> None:
-    assert parse(["--goodput", "ttft:200", "e2el:5000"]).slo == Slo(ttft_ms=200.0, e2el_ms=5000.0)
-    assert not parse([]).slo
+    options = parse(["--goodput", "ttft:200", "e2el:5000"])
+    assert options.output.slo == Slo(ttft_ms=200.0, e2el_ms=5000.0)
+    assert not parse([]).output.slo
 
 
 @pytest.mark.parametrize(
@@ -158,10 +159,10 @@ def test_bad_flags_get_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_nobody_at_the_endpoint_is_one_line_and_exit_code_3(
+def test_an_unreachable_endpoint_is_one_line_and_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.serving.CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr("bench.serving.CONNECT_TIMEOUT_S", 0.1)
     assert main(["--endpoint", f"tcp://127.0.0.1:{free_port()}"]) == EXIT_NO_SERVER
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,9 +1,9 @@
-"""The comparison with other servers: what is run, in which order, and what is made of it."""
+"""The comparison with other servers: order of the runs, tables, and the models' files."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,20 +12,20 @@ import pytest
 
 from bench.cli.options import parse
 from bench.metrics.metrics import RequestRecord, Summary, summarize
+from bench.models import files
+from bench.models.checkpoint import Checkpoint, Field
+from bench.models.files import Weights
 from bench.peers import comparison as bench_contest
-from bench.peers import models, recipes
-from bench.peers.checkpoint import Checkpoint, Field
+from bench.peers import recipes
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.environment import environment
-from bench.peers.models import Weights
-from bench.peers.peer import Peer, Start
+from bench.peers.peer import WORKLOADS, Peer, PeerWorkload, Start
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.peers.workloads import WORKLOADS, Workload
 from quadriga.errors import ConfigError
 
-SMALL = Workload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
-SMALLER = Workload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
+SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
+SMALLER = PeerWorkload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
 
 SERVER = """
 import json, sys
@@ -58,7 +58,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Paths of models, none of which is there."""
+    """Replace the models by paths that do not exist."""
     for module in (recipes, bench_contest):
         monkeypatch.setattr(module, "hugging_face_directory", lambda model: tmp_path / model)
         monkeypatch.setattr(module, "gguf_file", lambda model, weights: tmp_path / model / weights)
@@ -75,11 +75,11 @@ def fake(kind: str, name: str = "fake") -> Peer:
 
 
 def compare(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: Workload
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *workloads: PeerWorkload
 ) -> list[Outcome | NotMeasured]:
-    """Against a server of the same kind in place of ours."""
+    """Compare a peer with a fake server in place of Quadriga."""
 
-    def own_launch(weights: Weights, settings: Settings) -> Callable[[Workload], Any]:
+    def own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], Any]:
         return bench_contest._peer_launch(fake("whole"), weights)
 
     async def collect() -> list[Outcome | NotMeasured]:
@@ -89,6 +89,10 @@ def compare(
     monkeypatch.setattr(bench_contest, "_own_launch", own_launch)
     monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: Vocabulary())
     return asyncio.run(collect())
+
+
+async def first(outcomes: AsyncIterator[Outcome | NotMeasured]) -> Outcome | NotMeasured:
+    return await anext(outcomes)
 
 
 class Vocabulary:
@@ -127,15 +131,17 @@ def test_weights_that_a_peer_cannot_serve_are_refused(
 ) -> None:
     settings = Settings("zmq", (), 1, 1, tmp_path)
     with pytest.raises(ConfigError, match="vllm does not serve q4_0 weights, only bf16"):
-        asyncio.run(anext(contest(PEERS["vllm"], "q4_0", [SMALL], settings)))
+        asyncio.run(first(contest(PEERS["vllm"], "q4_0", [SMALL], settings)))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=str)
-def test_a_workload_is_a_load_of_the_bench_client(workload: Workload) -> None:
+def test_a_workload_is_a_load_of_the_bench_client(workload: PeerWorkload) -> None:
     options = parse(workload.flags())
-    assert len(options.workload.requests) == workload.num_requests
-    assert {request.num_own_tokens for request in options.workload.requests} == {workload.input_len}
-    assert options.params.ignore_eos
+    assert len(options.load.workload.requests) == workload.num_requests
+    assert {request.num_own_tokens for request in options.load.workload.requests} == {
+        workload.input_len
+    }
+    assert options.load.send.params.ignore_eos
 
 
 @pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
@@ -146,7 +152,7 @@ def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
     peer = PEERS[name]
     start = Start(Path("/env/bin/python"), 4711, WORKLOADS["W2"], peer.weights[0])
     assert "4711" in peer.command(start)
-    target = parse(peer.target(4711, Path("/models/m"))).openai
+    target = parse(peer.target(4711, Path("/models/m"))).target.openai
     assert target is not None
     assert (target.base_url, target.model) == ("http://127.0.0.1:4711", "/models/m")
     assert set(peer.weights) <= set(get_args(Weights))
@@ -161,11 +167,11 @@ def test_an_installation_that_fails_says_why(
         environment("peer", ["nothing"])
 
 
-# --- what is made of it ---------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def summary(seconds: float) -> Summary:
-    """Of one request of 11 tokens."""
+    """Return the summary of one request of 11 tokens."""
     record = RequestRecord(0, 100.0, 100.0, finished=100.0 + seconds, completion_tokens=11)
     record.arrivals = [100.0 + seconds * share for share in (0.5, 1.0)]
     return summarize([record], 0.0)
@@ -196,7 +202,7 @@ def test_results_of_several_days_are_kept_in_one_file(tmp_path: Path) -> None:
 
 
 def tiny_checkpoint(tokenizer_dir: Path) -> Checkpoint:
-    """Two layers of something like Llama, with 32 values in a row."""
+    """Return a model of two Llama-like layers with rows of 32 values."""
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     random = np.random.default_rng(0)
     shapes = {"token_embd": (6, 32), "output_norm": (32,)}
@@ -217,7 +223,7 @@ def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) 
     made = tmp_path / "made"
     made.mkdir()
     checkpoint = tiny_checkpoint(tmp_path)
-    models._write_directory(checkpoint, made)
+    files._write_directory(checkpoint, made)
     header, tensors = read_safetensors(made / "model.safetensors")
     assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
     assert len(tensors) == 6
@@ -231,7 +237,7 @@ def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) 
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Header, and tensors in float32, of a file in bfloat16."""
+    """Return header and float32 tensors of a file in bfloat16."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -256,7 +262,7 @@ def test_a_gguf_has_matrices_as_asked_and_vectors_in_full(
         "llama", {"general.name": field}, checkpoint.tensors, checkpoint.config, tmp_path
     )
     path = tmp_path / "model.gguf"
-    models._write_gguf(checkpoint, weights, path)
+    files._write_gguf(checkpoint, weights, path)
     reader = GGUFReader(path)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.attn_q.weight"] == kind

@@ -1,4 +1,4 @@
-"""What is said of a variant's quality: on figures made by hand, and on a tiny model."""
+"""Quality figures of a variant, for numbers made by hand and for a tiny model."""
 
 import math
 from pathlib import Path
@@ -63,7 +63,8 @@ def test_the_reference_held_against_itself_is_the_same(
     reference = score_reference(model, few, tmp_path / "kept.npy")
     same = score_variant(model, few, tmp_path / "kept.npy", reference)
     assert same.perplexity == reference.perplexity
-    assert (same.divergence, same.agreement, same.prefix) == (pytest.approx(0), 1, 6)
+    assert same.divergence == pytest.approx(0)
+    assert (same.agreement, same.prefix) == (1, 6)
 
 
 def test_a_coarser_variant_diverges_a_little(

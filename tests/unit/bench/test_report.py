@@ -69,7 +69,7 @@ def result(info: dict[str, Any] = INFO, error: str | None = None, flags: str = "
     cpu, memory = {"worker": 2.0, "detok": 1.0}, {"worker": 90_000_000, "detok": None, BENCH: 5}
     after = Reading(102.0, {**info, "steps": 9, "busy_seconds": 2.5}, cpu, memory)
     records = [dataclasses.replace(record, client=client) for client in range(clients)]
-    summary = summarize(records, 0.0015, parse(flags.split()).slo)
+    summary = summarize(records, 0.0015, parse(flags.split()).output.slo)
     return Result(summary, cost_between(before, after), records, info)
 
 
@@ -131,7 +131,7 @@ def test_a_server_of_its_own_has_the_settings_that_it_was_started_with() -> None
 def test_switches_are_reported_as_they_are_in_force() -> None:
     assert "CUDA Graph: off\n" in block(parse([]), result())
     asked = block(parse(["--cuda-graph"]), result())
-    assert "CUDA Graph: off (asked for, but the server has it not)" in asked
+    assert "CUDA Graph: off (asked for, but the server does not have it)" in asked
     assert "CUDA Graph: on\n" in block(parse(["--cuda-graph"]), result({"cuda_graph": True}))
     assert "Pretok: on (random token ids)" in block(parse(["--random-input-len", "4"]), result())
 
@@ -203,7 +203,9 @@ def test_repeated_runs_give_a_median_and_a_range() -> None:
 def test_the_json_file_has_every_figure_and_on_request_every_record(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     options = parse(["--json", str(path), "--details", "--page-size", "8"])
-    write_json(options.json_path or path, options, INFO, [result(clients=5)], [result().summary])
+    write_json(
+        options.output.json_path or path, options, INFO, [result(clients=5)], [result().summary]
+    )
     document = json.loads(path.read_text())
     assert document["server_flags"]["worker"]["page_size"] == 8
     assert document["runs"][0]["summary"]["ttft"]["p50"] == pytest.approx(150.0)
@@ -217,15 +219,15 @@ def test_the_json_file_has_every_figure_and_on_request_every_record(tmp_path: Pa
 
 
 def test_cpu_time_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
-    seconds = cpu_seconds({"self": os.getpid(), "nobody": 2**22 + 1})
+    seconds = cpu_seconds({"self": os.getpid(), "dead": 2**22 + 1})
     assert seconds["self"] is not None and seconds["self"] > 0
-    assert seconds["nobody"] is None
+    assert seconds["dead"] is None
 
 
 def test_memory_of_this_process_is_known_and_of_a_dead_one_is_not() -> None:
-    held = resident_bytes({"self": os.getpid(), "nobody": 2**22 + 1})
+    held = resident_bytes({"self": os.getpid(), "dead": 2**22 + 1})
     assert held["self"] is not None and held["self"] > 10_000_000
-    assert held["nobody"] is None
+    assert held["dead"] is None
 
 
 def test_pids_count_only_on_this_machine() -> None:

@@ -1,18 +1,18 @@
-"""The floor of a step, what is counted for it, and what is said of steps beside it."""
+"""The floor of a step, its parts, and the comparison with measured steps."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench import worker_steps
 from bench.roofline import command as roofline
 from bench.roofline.command import Line, line_of, part_table, step_table
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Product, Speed, StepPart, Work, at_the_rate, floor
 from bench.roofline.steps import PARTS, REST, Kind, MeasuredRound, StepTime, measure
-from bench.simulate import measure_steps
-from bench.simulate.measure_steps import Bench, Row
+from bench.worker_steps import Row, WorkerBench
 from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
@@ -90,7 +90,7 @@ def test_quantised_weights_are_read_with_what_lies_beside_them(
 
 
 def test_matrices_of_several_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"several sizes.*take int8 or int4"):
+    with pytest.raises(ConfigError, match=r"several formats.*take int8 or int4"):
         roofline.report(ServerConfig().replace(quantization="gguf"))
 
 
@@ -125,7 +125,7 @@ def test_each_round_is_held_against_the_speed_of_its_own_time() -> None:
         rounds.append(MeasuredRound(steps, speed))
     found = line_of(Kind(rows=1, context=10), rounds, work)
     assert found.ratio == pytest.approx(1.5)
-    assert found.least == pytest.approx(
+    assert found.floor_ms == pytest.approx(
         {StepPart.LINEARS: 20, StepPart.HEAD: 400, StepPart.ATTENTION: 0}
     )
     assert found.ms == pytest.approx(630)
@@ -142,18 +142,18 @@ def test_a_model_of_a_short_context_has_its_longest_decodes_near_its_end() -> No
 def test_steps_of_a_real_worker_are_timed_part_by_part(
     tmp_path: Path, attention_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_steps, "LAST_ID", VOCAB_SIZE)
+    monkeypatch.setattr(worker_steps, "MAX_TOKEN_ID", VOCAB_SIZE)
     flags = {"dtype": "bfloat16", "attention_backend": attention_backend}
-    bench = Bench(runner_of(tiny_llama(tmp_path), **flags))
+    bench = WorkerBench(runner_of(tiny_llama(tmp_path), **flags))
     args = WorkerArgs(attention_backend=attention_backend)
     products = ProductSpeed([Product(96, 64), Product(96, 512, head=True)], args, torch.bfloat16)
     kinds = [Kind(rows=3, context=20), Kind(rows=1, context=0, tokens=16)]
     found = measure(bench, kinds, ReadSpeed(args, torch.bfloat16, 2**16), products)
     assert not bench.runner.table.held
     for rounds in found.values():
-        steps = [step for round in rounds for step in round.steps]
+        steps = [step for measured in rounds for step in measured.steps]
         assert len(steps) >= 20
-        assert all(round.speed.bytes_per_s > 0 < round.speed.highest_rate for round in rounds)
+        assert all(r.speed.bytes_per_s > 0 < r.speed.highest_rate for r in rounds)
         for step in steps:
             if isinstance(bench.runner.engine, NativeEngine):
                 assert sum(step.parts.values()) == pytest.approx(step.ms)

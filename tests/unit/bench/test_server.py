@@ -1,11 +1,10 @@
-"""A server of the bench's own is gone when the bench is, whatever it does."""
+"""A server that the bench starts is gone when the bench is."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from bench.client import server as bench_server
 from bench.client.server import OwnServer
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ServerFailed, ServerUnreachable
+from tests.waiting import wait_until
+
+TIMEOUT_S = 10.0
 
 POLITE = """
 import signal, sys
@@ -37,16 +39,6 @@ signal.pause()
 BROKEN = "print('first'); print('the model is missing'); raise SystemExit(3)"
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first true value of `condition`, within ten seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within 10 s")
-
-
 def own_server(tmp_path: Path, program: str, **flags: Any) -> tuple[OwnServer, Path]:
     launcher, log = tmp_path / "launcher.py", tmp_path / "server.log"
     launcher.write_text(program)
@@ -54,11 +46,11 @@ def own_server(tmp_path: Path, program: str, **flags: Any) -> tuple[OwnServer, P
 
 
 def is_up(log: Path) -> Callable[[], bool]:
-    return lambda: "up" in log.read_text()
+    return lambda: log.exists() and "up" in (text := log.read_text()) and text.endswith("\n")
 
 
 def is_alive(pid: int) -> bool:
-    """A process that is no zombie."""
+    """Return whether a process runs and is no zombie."""
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -68,7 +60,7 @@ def is_alive(pid: int) -> bool:
 def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
     server, log = own_server(tmp_path, POLITE, max_batch_size=3)
     with server:
-        wait_for(is_up(log))
+        wait_until(is_up(log), TIMEOUT_S)
     assert f"--endpoint {server.endpoint} --max-batch-size 3" in log.read_text()
     assert f"bye {signal.SIGINT.value}" in log.read_text()
 
@@ -77,23 +69,23 @@ def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
 def test_one_that_does_not_stop_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_server, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(bench_server, "CHILDREN_SECONDS", 0.1)
+    monkeypatch.setattr(bench_server, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(bench_server, "CHILDREN_TIMEOUT_S", 0.1)
     server, log = own_server(tmp_path, STUBBORN)
     with server:
-        wait_for(is_up(log))
+        wait_until(is_up(log), TIMEOUT_S)
         child = int(log.read_text().split()[1])
         assert is_alive(child)
-    wait_for(lambda: not is_alive(child))
+    wait_until(lambda: not is_alive(child), TIMEOUT_S)
 
 
 def test_one_that_ends_at_the_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
-    async def nobody() -> dict[str, Any]:
+    async def no_answer() -> dict[str, Any]:
         raise ServerUnreachable("no answer")
 
     server, _ = own_server(tmp_path, BROKEN)
     with server, pytest.raises(ServerFailed, match=r"exit code 3(.|\n)*the model is missing"):
-        asyncio.run(server.wait_ready(nobody))
+        asyncio.run(server.wait_ready(no_answer))
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
@@ -106,7 +98,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 def test_it_is_ready_when_it_says_so(tmp_path: Path) -> None:
-    answers = [{"ready": False}, {"ready": True, "model": "m"}]
+    answers: list[dict[str, Any]] = [{"ready": False}, {"ready": True, "model": "m"}]
 
     async def attempt() -> dict[str, Any]:
         return answers.pop(0)
@@ -129,8 +121,8 @@ def test_it_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).resolve().parents[3]
     )
-    wait_for(lambda: log.exists() and "up" in log.read_text())
+    wait_until(is_up(log), TIMEOUT_S)
     pid = int(log.read_text().split()[1])
     os.kill(bench.pid, signal.SIGKILL)
     bench.wait()
-    wait_for(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), TIMEOUT_S)

@@ -1,17 +1,16 @@
-"""The command as a whole, against a front door that answers by itself."""
+"""The command as a whole, against a frontend that answers without a ring."""
 
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import serving
-from bench.client.load_generator import Run
+from bench.client.load_generator import LoadRun
 from bench.client.server import free_port
 from bench.load.trace import TraceRequest, prompt_ids, write_trace
 from bench.load.workload import PlannedRequest
@@ -29,12 +28,13 @@ from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
 from tests.unit.fake_server import FakeServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 class ByteTokenizer:
-    """A token for each byte."""
+    """A tokenizer with a token for each byte."""
 
     def encode(self, text: str, add_special_tokens: bool) -> "ByteTokenizer":
         assert not add_special_tokens
@@ -76,12 +76,8 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
         "=== streaming benchmark ===",
         "=== median (lowest to highest) of 2 runs ===",
     ]
-    assert [
-        run["summary"]["completion_tokens"] for run in json.loads(path.read_text())["runs"]
-    ] == [
-        6,
-        6,
-    ]
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["summary"]["completion_tokens"] for run in runs] == [6, 6]
 
 
 def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
@@ -93,7 +89,7 @@ def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
     locked.start()
     try:
         assert bench(locked, f"--num-requests 1 --curve-dir {keys}") == EXIT_OK
-        monkeypatch.setattr(serving, "CONNECT_SECONDS", 0.5)
+        monkeypatch.setattr(serving, "CONNECT_TIMEOUT_S", 0.5)
         assert bench(locked, "--num-requests 1") == EXIT_NO_SERVER
     finally:
         locked.stopping = True
@@ -162,7 +158,7 @@ def test_times_of_their_own_are_saved_for_requests_without_any() -> None:
         PlannedRequest(TraceRequest(0.5, ((1, 4),), 3, follows=0), [8]),
     ]
     records = [RequestRecord(0, 100.25, 100.5), RequestRecord(1, 0.0, 0.0)]
-    assert as_sent(jobs, Run(records, 100.0, 0.5)) == [
+    assert as_sent(jobs, LoadRun(records, 100.0, 0.5)) == [
         TraceRequest(0.25, (), 3, ids=(7,)),
         jobs[1].request,
     ]
@@ -198,9 +194,7 @@ def test_a_signal_ends_it_in_order(server: FakeServer, number: signal.Signals) -
         [*command, "--prompt", "silent", "--num-requests", "2"],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 20
-    while len(server.requests) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(server.requests) == 2, 20)
     process.send_signal(number)
     _, error = process.communicate(timeout=20)
     assert process.returncode == EXIT_INTERRUPTED

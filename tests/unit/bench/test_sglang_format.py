@@ -1,4 +1,4 @@
-"""The block and the JSON that users of other bench clients know, the timeline and the plot."""
+"""The block and the JSON of other bench clients, the timeline and the plot."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import bench.report
 from bench.cli.options import parse
 from bench.client.resources import Cost
 from bench.metrics.metrics import RequestRecord, summarize
@@ -19,7 +20,7 @@ NO_COST = Cost(None, None, None, None, {})
 
 
 def record(index: int, start: float, **changes: object) -> RequestRecord:
-    """A first token after 100 ms, two more in a chunk 200 ms later, and the end 10 ms after it."""
+    """Return a record: a token after 100 ms, a chunk of two 200 ms later, the end 10 ms later."""
     first, last = start + 0.1, start + 0.3
     fields = {"submit_end": start, "finished": last + 0.01, "arrivals": [first, last, last],
               "chunks": [first, last], "prompt_tokens": 7, "completion_tokens": 3}  # fmt: skip
@@ -30,12 +31,12 @@ def result(flags: str = "", failed: bool = False) -> Result:
     records = [record(0, 100.0), record(1, 100.2), record(2, 101.0)]
     if failed:
         records[2].error = "RequestFailed: broke"
-    summary = summarize(records, 0.0, parse(flags.split()).slo)
+    summary = summarize(records, 0.0, parse(flags.split()).output.slo)
     return Result(summary, NO_COST, records, {"model": "m"})
 
 
 def test_the_definitions_are_the_conventional_ones() -> None:
-    found = sglang_format.figures(result(), parse([]).slo)
+    found = sglang_format.figures(result(), parse([]).output.slo)
     assert found["median_ttft_ms"] == pytest.approx(100)
     assert found["mean_tpot_ms"] == pytest.approx(105), "to the end, over the tokens but one"
     assert found["mean_itl_ms"] == pytest.approx(200), "between chunks, not tokens"
@@ -66,7 +67,7 @@ def test_the_block_has_the_lines_that_scripts_look_for() -> None:
 def test_each_run_is_a_line_with_the_conventional_keys(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     options = parse(f"--num-prompts 3 --output-file {path} --output-details".split())
-    assert options.result_path == path
+    assert options.output.result_path == path
     for failed in (False, True):
         document = sglang_format.document(options, result(failed=failed), "today")
         append_json(path, [document])
@@ -79,7 +80,9 @@ def test_each_run_is_a_line_with_the_conventional_keys(tmp_path: Path) -> None:
 
 
 def test_a_result_can_name_its_file_itself() -> None:
-    path = parse(["--save-result", "--request-rate", "5", "--model", "some/gpt2"]).result_path
+    path = parse(
+        ["--save-result", "--request-rate", "5", "--model", "some/gpt2"]
+    ).output.result_path
     assert path is not None
     assert path.name.startswith("zmq-5qps-gpt2-") and path.suffix == ".json"
 
@@ -87,7 +90,7 @@ def test_a_result_can_name_its_file_itself() -> None:
 def test_a_run_in_which_nothing_finished_has_figures_too() -> None:
     records = [RequestRecord(0, 100.0, 100.0, finished=101.0, error="x")]
     nothing = Result(summarize(records, 0.0), NO_COST, records, {})
-    found = sglang_format.figures(nothing, parse([]).slo)
+    found = sglang_format.figures(nothing, parse([]).output.slo)
     assert (found["completed"], found["output_throughput"], found["p99_itl_ms"]) == (0, 0, 0)
 
 
@@ -116,9 +119,8 @@ def test_a_run_is_drawn_however_little_there_is_of_it(tmp_path: Path, records: i
 def test_a_plot_without_matplotlib_says_what_to_install_before_anything_is_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("bench.report.plots", "bench.report.run_plots"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.delattr(name, raising=False)
+    monkeypatch.delitem(sys.modules, "bench.report.run_plots", raising=False)
+    monkeypatch.delattr(bench.report, "run_plots", raising=False)
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--plot", "run.png"]) == EXIT_USAGE

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bench.report
+import bench.simulate
 from bench.load import trace
 from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate
 from bench.metrics.metrics import Slo
-from bench.simulate import cost_model
-from bench.simulate import simulator as simulate
-from bench.simulate.cost_model import CostModel, Delays, MeasuredOn
+from bench.simulate import cost_model, simulator
+from bench.simulate.cost_model import CostModel, Delays
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
+from bench.worker_steps import MeasuredOn
 from quadriga.config.server_config import ServerConfig
 
 VOCABULARY = 1000
 PAGE = 4
+# A decode step of one row takes 11 ms, the prefill of a prompt of 8 tokens 18 ms.
 MODEL = CostModel(
     ms={"steps": 10.0, "tokens": 1.0},
     measured_on=MeasuredOn(
@@ -36,7 +39,6 @@ MODEL = CostModel(
     ),
     delays_ms=Delays(message_in=3.0, plan=0.5, gap=0.25, result=0.5, delivery=2.0),
 )
-"""A decode step of one row takes 11 ms, the prefill of a prompt of 8 tokens 18 ms."""
 
 
 def world_of(num_pages: int = 1000, replicas: int = 1, **flags: Any) -> World:
@@ -159,7 +161,7 @@ def test_replicas_share_the_work_in_turn() -> None:
 
 
 def test_the_least_loaded_replica_gets_the_next_request() -> None:
-    """Every other request is long: dealt in turn, one replica gets all of those."""
+    """Every other request is long, so that one of two replicas in turn gets all of these."""
     sent = [request(at=n / 100, output=100 if n % 2 else 2, segment=n) for n in range(60)]
     in_turn = run(world_of(replicas=2), sent)
     least_loaded = run(world_of(replicas=2, least_loaded=True), sent)
@@ -182,15 +184,15 @@ def test_arrivals_at_one_moment_are_one_batch() -> None:
 def test_the_simulated_model_draws_from_the_vocabulary() -> None:
     seeds, positions = np.arange(100).repeat(100), np.tile(np.arange(100), 100)
     ids = draw_ids(seeds, positions, VOCABULARY)
-    assert ids.min() >= trace.FIRST_ID
+    assert ids.min() >= trace.MIN_TOKEN_ID
     assert ids.max() < VOCABULARY
-    assert len(np.unique(ids)) > 0.9 * (VOCABULARY - trace.FIRST_ID)
+    assert len(np.unique(ids)) > 0.9 * (VOCABULARY - trace.MIN_TOKEN_ID)
     assert (draw_ids(seeds[:1], positions[:1], VOCABULARY) == ids[:1]).all()
 
 
 def test_memory_of_samples_is_bounded() -> None:
     world = world_of()
-    world._sample_seconds = 1e-6
+    world._sample_interval = 1e-6
     run(world, requests(400))
     assert 100 < len(world.samples) <= MAX_SAMPLES
     times = [sample.time for sample in world.samples]
@@ -208,7 +210,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def call(model_file: Path, *argv: str) -> int:
-    return simulate.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
+    return simulator.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
 
 
 def test_the_command_prints_the_figures_and_writes_them(
@@ -258,8 +260,9 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
 def test_a_plot_without_matplotlib_says_what_to_install(
     model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "bench.report.plots", raising=False)
-    monkeypatch.delattr("bench.report.plots", raising=False)  # where another test has imported it
+    for package, name in ((bench.simulate, "plots"), (bench.report, "run_plots")):
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+        monkeypatch.delattr(package, name, raising=False)  # if another test has imported it
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(model_file, "--plot", "run.png") == 2

@@ -1,4 +1,4 @@
-"""Schemas of the bench, and what it says of the answers."""
+"""Schemas of the structured bench, and the validation of answers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def answer(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 
 
 class FakeClient:
-    """Obeys schemas, all but every fourth."""
+    """A client whose every fourth answer violates its schema."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
@@ -71,7 +71,7 @@ def test_every_request_is_sent_with_and_without_its_schema_and_no_prompt_twice(
     arguments.concurrency = 3
     client: Any = FakeClient()
     measured = asyncio.run(structured.measure(client, arguments))
-    assert len(client.prompts) == len(set(client.prompts)) == 2 * (8 + structured.WARM_UP)
+    assert len(client.prompts) == len(set(client.prompts)) == 2 * (8 + structured.NUM_WARM_UP)
     assert client.most == 3 and len(measured.turns) == 2
     info = dict.fromkeys(("model", "dtype", "device", "attention_backend"), "x")
     lines = structured.block(arguments, info, measured).splitlines()
@@ -83,4 +83,4 @@ def test_the_ratio_is_over_all_turns() -> None:
     slow, fast = (structured.Pass([answer("", 10)], seconds, 5) for seconds in (2.0, 1.0))
     measured = Measured([], [TimedTurn(slow, fast), TimedTurn(fast, fast)])
     assert measured.ratio == pytest.approx((20 / 3) / 10)
-    assert measured.steps("obeying") == 10
+    assert measured.steps("constrained") == 10

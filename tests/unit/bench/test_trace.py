@@ -1,4 +1,4 @@
-"""Traces: tokens of a prompt, files, and what the generator makes of a spec."""
+"""Traces: prompt tokens, files, and the generator."""
 
 import itertools
 import math

@@ -106,7 +106,7 @@ def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) ->
         (["--help"], ["chat", "ask", "serve", "bench"]),
         (["chat", "--help"], ["the server:", "the answer:", "--system"]),
         (["ask", "--help"], ["--plain", "--temperature"]),
-        (["bench", "--help"], ["what is sent:", "when it is sent:", "what comes out:"]),
+        (["bench", "--help"], ["requests:", "schedule:", "output:"]),
         (
             ["serve", "--help"],
             ["quadriga serve [FLAGS]", "--config", "Scheduling (scheduler_proc):"],

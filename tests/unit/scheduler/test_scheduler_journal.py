@@ -125,7 +125,7 @@ def test_request_numbers_are_never_reused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:  # noqa: C901
+def test_lives_of_random_schedulers(tmp_path: Path, seed: int) -> None:
     source = random.Random(seed)
     world = MortalWorld(SchedulerArgs(max_batch_size=4, max_running_requests=6), tmp_path)
     accepted: dict[str, Submit] = {}

@@ -1,6 +1,6 @@
-"""The compared models as files: a Hugging Face directory in bfloat16, and GGUFs.
+"""Write the compared models: a Hugging Face directory in bfloat16, and GGUFs.
 
-Every server gets the same weights at the same precision; what is made is kept in the cache.
+Every server gets the same weights at the same precision. The files are kept in the cache.
 """
 
 import json
@@ -11,37 +11,39 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bench.peers.checkpoint import Array, Checkpoint, filler_tokens, load_checkpoint
-from bench.peers.workloads import ModelName
+from bench.models.checkpoint import Array, Checkpoint, ModelName, filler_tokens, load_checkpoint
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 
 Weights = Literal["bf16", "q8_0", "q4_0"]
+# Part of the path: raise it when the written files change.
 VERSION = 1
-"""Part of the path: raise it when what is written changes."""
 
 
 def hugging_face_directory(model: ModelName) -> Path:
-    """config.json, the tokenizer, and bfloat16 weights."""
+    """Return a directory with config.json, the tokenizer and bfloat16 weights."""
     directory = _directory(model) / "hf"
     if not directory.is_dir():
         with scratch_directory() as scratch:
-            made = scratch / "hf"
-            made.mkdir()
-            _write_directory(load_checkpoint(model), made)
-            publish_directory(made, directory)
+            new = scratch / "hf"
+            new.mkdir()
+            _write_directory(load_checkpoint(model), new)
+            publish_directory(new, directory)
     return directory
 
 
 def gguf_file(model: ModelName, weights: Weights) -> Path:
-    """Matrices in `weights`, vectors in float32. The embedding, which is the output matrix too, has
-    8 bits in a q4_0 file: llama.cpp's own q4_0 files keep it finer than the rest as well."""
+    """Return a GGUF with matrices in `weights` and vectors in float32.
+
+    The embedding, which is also the output matrix, has 8 bits in a q4_0 file, as in llama.cpp's own
+    q4_0 files, where it is more precise than the rest.
+    """
     directory = _directory(model) / weights
     if not directory.is_dir():
         with scratch_directory() as scratch:
-            made = scratch / weights
-            made.mkdir()
-            _write_gguf(load_checkpoint(model), weights, made / "model.gguf")
-            publish_directory(made, directory)
+            new = scratch / weights
+            new.mkdir()
+            _write_gguf(load_checkpoint(model), weights, new / "model.gguf")
+            publish_directory(new, directory)
     return directory / "model.gguf"
 
 
@@ -94,13 +96,13 @@ def _write_tokenizer(checkpoint: Checkpoint, path: Path) -> None:
     tokenizer = json.loads((checkpoint.tokenizer_dir / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     known = len(vocabulary)
-    for place, token in enumerate(filler_tokens(checkpoint.config, known)):
-        vocabulary[token] = known + place
+    for token_id, token in enumerate(filler_tokens(checkpoint.config, known), known):
+        vocabulary[token] = token_id
     path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
 def _write_safetensors(tensors: dict[str, Array], path: Path) -> None:
-    """In bfloat16, which numpy does not have: its bits are handed over."""
+    """Write tensors in bfloat16, a type that numpy does not have, from their bits."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
     from safetensors import TensorSpec, serialize_file
@@ -155,14 +157,18 @@ def _hf_modules(architecture: str, layers: int) -> list[str]:
 
 
 def _as_in_hf(module: str, tensor: Array, config: Any) -> Array:
-    """GPT-2 keeps [inputs, outputs]; Llama's rotary pairs lie half a head apart, not side by
-    side."""
+    """Return a tensor in Hugging Face's layout.
+
+    GPT-2's matrices are [inputs, outputs]. Llama's rotary pairs are half a head apart in Hugging
+    Face's layout, and adjacent in GGUF's.
+    """
     if ".c_" in module:
-        return tensor.T
+        return np.transpose(tensor)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     kind = module.rpartition(".")[2]
     if kind not in heads:
         return tensor
     count = config[heads[kind]]
     pairs = tensor.reshape(count, tensor.shape[0] // count // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+    adjacent: Array = pairs.swapaxes(1, 2).reshape(tensor.shape)
+    return adjacent

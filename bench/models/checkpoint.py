@@ -1,28 +1,27 @@
-"""The compared models in memory: tensors in float32, under GGUF's names and in its layouts."""
+"""Load the compared models: float32 tensors under GGUF's names and in its layouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.peers.workloads import ModelName
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.builtin import builtin_weights
 from quadriga.model_files.gguf_header import header_files, make_config
 
 Array = npt.NDArray[np.float32]
+ModelName = Literal["smollm2", "gpt2"]
 RANDOM_SEED = 0
 STANDARD_DEVIATION = 0.02
-UNUSED_TOKEN = 5
-"""A token type of GGUF."""
+UNUSED_TOKEN_TYPE = 5  # of GGUF
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A metadata value of a GGUF. kind: its type; item_kind: of a list's items, else None."""
+    """A metadata value of a GGUF with its type, and the type of a list's items."""
 
     value: Any
     kind: Any
@@ -31,8 +30,15 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """fields: a GGUF's metadata without its architecture. config: Hugging Face's config.json.
-    tokenizer_dir: tokenizer.json and its companions, of a vocabulary that may be smaller."""
+    """A model in memory.
+
+    Attributes:
+        architecture: Architecture in GGUF.
+        fields: Metadata of the GGUF, without the architecture.
+        tensors: Tensors by their names in GGUF.
+        config: Hugging Face's config.json.
+        tokenizer_dir: Directory of tokenizer.json; its vocabulary may be smaller than the model's.
+    """
 
     architecture: str
     fields: Mapping[str, Field]
@@ -42,11 +48,12 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
+        """Vocabulary size of the model."""
         return int(self.config["vocab_size"])
 
 
 def load_checkpoint(model: ModelName) -> Checkpoint:
-    """The built-in model, or GPT-2 with random weights. ModelError where it cannot be fetched."""
+    """Return the built-in model, or GPT-2 with random weights, or raise ModelError."""
     builtin = _builtin()
     return builtin if model == "smollm2" else _random_gpt2(builtin)
 
@@ -70,8 +77,11 @@ def _builtin() -> Checkpoint:
 
 
 def _random_gpt2(builtin: Checkpoint) -> Checkpoint:
-    """With the built-in's tokenizer, as GPT-2's own is on no package index; its vocabulary is
-    filled up to GPT-2's size, so that every id has a text."""
+    """Return GPT-2 with random weights and the built-in model's tokenizer.
+
+    GPT-2's own tokenizer is on no package index. The vocabulary is filled up to GPT-2's size, so
+    that every id has a text.
+    """
     size = gpt2_sizes.SIZES["gpt2"]
     config = gpt2_sizes.hugging_face_config(size)
     config |= {key: builtin.config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -79,7 +89,7 @@ def _random_gpt2(builtin: Checkpoint) -> Checkpoint:
     fields = {n: f for n, f in builtin.fields.items() if n.startswith("tokenizer.")}
     unused = config["vocab_size"] - builtin.vocab_size
     for name, filler in (("tokens", filler_tokens(config, builtin.vocab_size)),
-                         ("token_type", [UNUSED_TOKEN] * unused)):  # fmt: skip
+                         ("token_type", [UNUSED_TOKEN_TYPE] * unused)):  # fmt: skip
         field = fields[f"tokenizer.ggml.{name}"]
         fields[f"tokenizer.ggml.{name}"] = Field(
             [*field.value, *filler], field.kind, field.item_kind
@@ -88,7 +98,7 @@ def _random_gpt2(builtin: Checkpoint) -> Checkpoint:
 
 
 def filler_tokens(config: Mapping[str, Any], known: int) -> list[str]:
-    """Names for the ids that a tokenizer of `known` tokens does not have."""
+    """Return names for the ids beyond a tokenizer of `known` tokens."""
     return [f"<unused{token}>" for token in range(known, config["vocab_size"])]
 
 
@@ -111,7 +121,7 @@ def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def _random_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
-    """Normal weights, norms of one, biases of zero."""
+    """Return normal weights, norms of one and biases of zero."""
     random = np.random.default_rng(RANDOM_SEED)
     hidden = config["n_embd"]
     weights = {

@@ -1,20 +1,20 @@
-"""A TCP proxy between a client and a server, to read along and to cut connections."""
+"""A TCP proxy between a client and a server that records bytes and cuts connections."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 
-class Wire:
-    """Remembers every byte, in both directions."""
+class TcpProxy:
+    """Records every byte in both directions."""
 
     def __init__(self) -> None:
         self.bytes = bytearray()
         self._ends: set[asyncio.StreamWriter] = set()
 
     @contextlib.asynccontextmanager
-    async def to(self, endpoint: str) -> AsyncIterator[str]:
-        """An endpoint that leads to this one."""
+    async def open(self, endpoint: str) -> AsyncIterator[str]:
+        """Listen, and yield an endpoint that leads to `endpoint`."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -27,7 +27,7 @@ class Wire:
         self.cut()
 
     def cut(self) -> None:
-        """Every connection, at both ends, whatever is on its way."""
+        """Abort every connection at both ends, with the data on its way."""
         for writer in self._ends:
             writer.transport.abort()
 

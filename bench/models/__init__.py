@@ -1,0 +1,1 @@
+"""Write the models of the benches as files that any server loads."""

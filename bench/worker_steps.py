@@ -1,0 +1,164 @@
+"""Steps of the real worker in this process: run one at a time, each with its duration.
+
+Needs torch (the extra `serve`), which is imported when a worker is built.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from itertools import count
+from typing import TYPE_CHECKING
+
+import msgspec
+from tqdm import tqdm
+
+from quadriga.config.server_config import ServerConfig
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
+
+if TYPE_CHECKING:
+    from worker_proc.runner import Runner
+
+MAX_ROWS = 64
+MAX_ROW_TOKENS = 640
+FILL_CHUNK_TOKENS = 512
+# Token ids are drawn below this bound, which every measured model's vocabulary exceeds.
+MAX_TOKEN_ID = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a step.
+
+    Attributes:
+        context: Tokens already in the KV cache.
+        tokens: Tokens that the step computes on top of them.
+        ends: The row samples a token.
+    """
+
+    context: int
+    tokens: int
+    ends: bool = True
+
+
+Case = tuple[Row, ...]
+
+
+class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that steps were measured on.
+
+    Attributes:
+        max_total_tokens: Tokens in its KV pool with default flags.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    date: str
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    command: str = ""
+
+
+class WorkerBench:
+    """A worker in this process that runs one step at a time.
+
+    KV pages are at random places, as they are in a server after a while.
+    """
+
+    def __init__(self, runner: "Runner", seed: int = 0) -> None:
+        self.runner = runner
+        self._page_size = runner.table.page_size
+        self._draw = random.Random(seed)
+        self._pages = self._draw.sample(range(runner.table.num_pages), runner.table.num_pages)
+        self._steps = count()
+
+    def fill(self) -> None:
+        """Write to every KV page once: memory that was never written to is read too fast."""
+        pages = -(-FILL_CHUNK_TOKENS // self._page_size)
+        starts = range(0, self.runner.table.num_pages - pages + 1, pages)
+        for first in tqdm(starts, desc="writing to the KV pool", unit="step", disable=None):
+            self._run([self._new(0, Row(0, FILL_CHUNK_TOKENS), first)], [(0, FILL_CHUNK_TOKENS)])
+            self._run([], [], released=[0])
+
+    def measure(self, case: Case) -> float:
+        """Return the ms of a step. Rows of one token get their slots before it, as in a server."""
+        admitted: list[NewSlot] = []
+        new: list[NewSlot] = []
+        page = 0
+        for slot, row in enumerate(case):
+            new_slot = self._new(slot, row, page)
+            page += len(new_slot.pages) // 4
+            (new if row.tokens > 1 else admitted).append(new_slot)
+        self._run(admitted, [])
+        ms = self._run(new, [(slot, row.tokens) for slot, row in enumerate(case)])
+        self._run([], [], released=range(len(case)))
+        return ms
+
+    @contextmanager
+    def decoding(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
+        """Yield a function that decodes one more token of each request and returns the step's ms.
+
+        There are `rows` requests of `context` tokens, with pages for `steps` steps.
+        """
+        admitted: list[NewSlot] = []
+        page = 0
+        for slot in range(rows):
+            admitted.append(self._new(slot, Row(context, 1), page, num_steps=steps))
+            page += len(admitted[-1].pages) // 4
+        self._run(admitted, [])
+        yield lambda: self._run([], [(slot, 1) for slot in range(rows)])
+        self._run([], [], released=range(rows))
+
+    def _run(
+        self, new: list[NewSlot], rows: list[tuple[int, int]], released: Iterable[int] = ()
+    ) -> float:
+        slots, counts = pack_ids(slot for slot, _ in rows), pack_ids(n for _, n in rows)
+        mode = EXTEND if any(n > 1 for _, n in rows) else DECODE
+        plan = StepPlan(next(self._steps), mode, slots, counts, new, pack_ids(released))
+        result = self.runner.run(plan)
+        return 1000 * (result.ended - result.began)
+
+    def _new(self, slot: int, row: Row, first_page: int, num_steps: int = 0) -> NewSlot:
+        known = row.context + row.tokens + (0 if row.ends else 1)
+        pages = self._pages[first_page : first_page - (-(known + num_steps) // self._page_size)]
+        ids = pack_ids(self._draw.randrange(3, MAX_TOKEN_ID) for _ in range(known))
+        return NewSlot(slot, ids, row.context, pack_ids(pages), 0.0, -1, 1.0, 0)
+
+
+def make_bench(
+    config: ServerConfig, tokens_a_row: int = MAX_ROW_TOKENS
+) -> tuple[WorkerBench, MeasuredOn]:
+    """Load the model of a configuration into a worker, or raise QuadrigaError."""
+    from quadriga.model_files.resolve import resolve_model
+    from worker_proc.main import SPIN_COUNT
+
+    os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
+    from worker_proc.models.registry import build_model
+    from worker_proc.runner import make_runner
+    from worker_proc.step.slot_table import pages_of_pool
+    from worker_proc.system.devices import take_cores
+
+    threads = take_cores(config.worker).threads
+    files = resolve_model(config.model, show_progress=True)
+    small = config.replace(max_total_tokens=MAX_ROWS * tokens_a_row, max_running_requests=MAX_ROWS)
+    runner = make_runner(small, files)
+    runner.warm_up()
+    table, max_tokens = runner.table, config.scheduler.max_running_requests * files.context_length
+    shape = build_model(files.config).attention_shape
+    pages = pages_of_pool(config.worker, shape, runner.dtype, table.device, max_tokens)
+    return WorkerBench(runner), MeasuredOn(
+        model=config.model.shown_name,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(table.device),
+        threads=threads,
+        date=date.today().isoformat(),
+        vocab_size=files.vocab_size,
+        context_length=files.context_length,
+        max_total_tokens=pages * config.worker.page_size,
+    )
