@@ -2,9 +2,9 @@
 
 The text ends at the first character that completes a match, so that the result does not depend on
 how the text was cut into pieces. Only the beginning of a possible match is held back. Expressions
-come from clients and may be hostile: a match has at most MAX_MATCH_CHARS characters, and the searches
-of a request have a budget of CPU time, which grows with its text. Wall time is not limited, so
-that a busy machine makes no expression slow.
+come from clients and may be hostile: a match has at most MAX_MATCH_CHARS characters, and the
+searches of a request have a budget of CPU time, which grows with its text. Wall time is not
+limited, so that a busy machine makes no expression slow.
 """
 
 import time
