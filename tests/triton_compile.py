@@ -51,8 +51,8 @@ def main() -> None:
               epsilon="fp32")  # fmt: skip
     check(rows._swiglu, wide)
     check(rows._gelu, {"BLOCK": rows.BLOCK}, count="i32")
-    check(rows._note, {"BLOCK": rows.BLOCK}, known="*i32", chosen=IDS, slots=IDS, positions=IDS,
-          known_stride="i32", count="i32")  # fmt: skip
+    check(rows._store_tokens, {"BLOCK": rows.BLOCK}, known="*i32", token_ids=IDS, slots=IDS,
+          positions=IDS, known_stride="i32", count="i32")  # fmt: skip
     sizes = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")
     tiles = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 64, "HAS_BIAS": True}
     check(matmul._multiply, tiles, **dict.fromkeys(sizes, "i32"))

@@ -1,4 +1,4 @@
-"""The model in plain torch: runs on every device, and is what the kernels are tested against."""
+"""The engine in plain torch, for every device; the kernels are tested against it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.attention.base import AttentionBackend
+from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
     Embedding,
@@ -18,7 +18,6 @@ from worker_proc.models.layers import (
     Rope,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.sampling.sampler import first_of_greatest
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
@@ -32,15 +31,18 @@ Packed = dict[nn.Module, Tensor]
 
 
 class TorchEngine(Engine):
-    """On a CPU that multiplies bfloat16, weights are laid out as oneDNN wants them, which is nearly
-    twice as fast at few rows."""
+    """A model in plain torch.
+
+    On a CPU that multiplies bfloat16, weights are laid out as oneDNN prefers, which is nearly
+    twice as fast at few rows.
+    """
 
     name = "torch"
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, ranks: "TPGroup | None" = None
+        self, model: Model, attention: TorchAttention, ranks: "TPGroup | None" = None
     ) -> None:
-        """ranks: who has the other parts of the model."""
+        """Take a model whose other parts `ranks` have, if there are several."""
         self.model = model
         self._ranks = ranks
         self._attention = attention
@@ -56,9 +58,6 @@ class TorchEngine(Engine):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(TorchOps(self._packed), hidden)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return first_of_greatest(self.logits(hidden))
-
 
 class TorchOps(Ops[Tensor]):
     """Without a step, for what asks for no tokens, positions or pages."""
@@ -67,14 +66,14 @@ class TorchOps(Ops[Tensor]):
         self,
         packed: Packed,
         inputs: StepInputs | None = None,
-        attention: AttentionBackend | None = None,
+        attention: TorchAttention | None = None,
         ranks: "TPGroup | None" = None,
     ) -> None:
         self._packed = packed
         self._inputs = inputs
         if inputs is not None and attention is not None:
             self._heads = attention.shape
-            self._attention = attention.begin_step(inputs.rows)
+            self._attention = attention.begin_step(inputs.layout)
         self._ranks = ranks
         self._angles: tuple[Tensor, Tensor] | None = None
 

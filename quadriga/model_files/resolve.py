@@ -57,14 +57,6 @@ class ModelFiles:
         return int(next(self.config[key] for key in keys if self.config.get(key)))
 
     @property
-    def weights_bytes(self) -> int:
-        """Of the files of weights."""
-        if self.weights is None:
-            return 0
-        files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
-        return sum(file.stat().st_size for file in files)
-
-    @property
     def fingerprint(self) -> str:
         """Tells this model from others, wherever its files are. Raises ModelError."""
         return fingerprint(self.config, self.tokenizer_dir, self.weights)

@@ -12,7 +12,8 @@ from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan
-from worker_proc.runner import Runner, make_runner
+from worker_proc.runner import Runner
+from worker_proc.startup.build import make_runner
 
 torch.set_num_threads(1)  # nothing here is large, and threads wait for each other on a busy machine
 

@@ -91,9 +91,9 @@ def test_fp8_keeps_keys_and_values_in_a_byte(llama_dir: Path) -> None:
     ("flags", "complaint"),
     [
         ({"attention_backend": "triton", "quantization": "int8"}, "native kernels of a CPU"),
-        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "needs a card"),
-        ({"attention_backend": "torch", "kv_cache_dtype": "fp8"}, "needs a card"),
-        ({"enable_deterministic_inference": True}, "needs a card"),
+        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "needs a GPU"),
+        ({"attention_backend": "torch", "kv_cache_dtype": "fp8"}, "needs a GPU"),
+        ({"enable_deterministic_inference": True}, "needs a GPU"),
         ({"device": "cuda"}, "CUDA devices here"),
     ],
 )

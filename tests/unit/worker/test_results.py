@@ -10,7 +10,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.worker import ResultMessage, StepResult
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.result_sender import AsyncResultSender, Later
+from worker_proc.result_sender import AsyncResultSender, Wait
 from worker_proc.startup.nvtx import mark_steps
 
 SECONDS = 10.0
@@ -20,7 +20,7 @@ def fail(error: Exception) -> None:
     raise AssertionError("nothing goes wrong here") from error
 
 
-def step(number: int, done: threading.Event) -> Later:
+def step(number: int, done: threading.Event) -> Wait:
     def finish() -> StepResult:
         assert done.wait(SECONDS)
         return StepResult(number, b"", 0.0, 0.0)
@@ -64,6 +64,6 @@ def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
     mark_steps(runner, begin)
     driver = Driver(runner)
     driver.generate([driver.add([1, 2, 3])], 1)
-    assert marks == ["launch", "forward_argmax", "note"]
+    assert marks == ["launch", "execute", "forward_and_sample"]
     with pytest.raises(ConfigError, match="enable_nvtx is for CUDA, the device is cpu"):
         runner_of(gpt2_dir, enable_nvtx=True)
