@@ -1,4 +1,4 @@
-"""Compiles each Triton kernel for a card that need not be there:
+"""Compiles each Triton kernel for a GPU that need not be there:
 
     TRITON_INTERPRET=0 python -m tests.triton_compile
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install -e '.
 class _Numpy:
     """numpy for Triton's interpreter, with products whose rows do not depend on each other.
 
-    A card computes every row of a tile alike. numpy's BLAS does not: on some CPUs the rows at the
+    A GPU computes every row of a tile alike. numpy's BLAS does not: on some CPUs the rows at the
     end of a matrix are added up in another order.
     """
 

@@ -24,8 +24,8 @@ from worker_proc.step.inputs import StepInputs
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
+# oneDNN packs weights for a number of rows; its layout is the same for 1 to 256.
 PACKED_FOR_ROWS = 32
-"""oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""
 
 Packed = dict[nn.Module, Tensor]
 
@@ -60,7 +60,10 @@ class TorchEngine(Engine):
 
 
 class TorchOps(Ops[Tensor]):
-    """Without a step, for what asks for no tokens, positions or pages."""
+    """A model's operations in plain torch.
+
+    Without `inputs` only those that need no tokens, positions or pages.
+    """
 
     def __init__(
         self,
@@ -126,10 +129,11 @@ class TorchOps(Ops[Tensor]):
         packed = self._packed.get(weights)
         if packed is None:
             return F.linear(x, weights.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        projected: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return projected
 
     def _rotate(self, x: Tensor, rope: Rope) -> None:
-        """x: [tokens, heads, head_dim], in place."""
+        """Rotate `[tokens, heads, head_dim]` by the tokens' positions, in place."""
         if self._angles is None:
             assert self._inputs is not None
             cosines = rope.cosines.index_select(0, self._inputs.positions).unsqueeze(1)
@@ -144,8 +148,10 @@ class TorchOps(Ops[Tensor]):
 
 
 def _pack(module: Linear | Embedding) -> Tensor | None:
-    """A bfloat16 weight on a CPU in oneDNN's own layout, instead of the one that it had. Of an
-    embedding only a copy, as it is looked up too."""
+    """Return a bfloat16 weight on a CPU in oneDNN's layout; None for any other weight.
+
+    The weight of a linear is replaced by it. That of an embedding stays, as it is looked up, too.
+    """
     weight = module.weight
     if (
         weight.device.type != "cpu"
@@ -154,7 +160,7 @@ def _pack(module: Linear | Embedding) -> Tensor | None:
         or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
     if isinstance(module, Linear):
         del module.weight
     return packed

@@ -263,8 +263,9 @@ class NativeEngine(Engine):
             step.num_tokens, step.best = rows.num_tokens.ctypes.data, rows.best.ctypes.data
 
     def _reserve(self, recorded: Recorded, tokens: int) -> None:
-        """Enlarge the buffers if necessary. They start as zeros, which the kernels read as padding
-        beyond a row's width.
+        """Enlarge the buffers if necessary.
+
+        They start as zeros, which the kernels read as padding beyond a row's width.
         """
         if tokens <= recorded.room:
             return

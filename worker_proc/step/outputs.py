@@ -43,7 +43,7 @@ class StepOutput(msgspec.Struct):
     forced: list[ForcedRow] = []
 
 
-class PendingStep(NamedTuple):
+class PendingStep(msgspec.Struct, frozen=True):
     """A step that was launched.
 
     Attributes:

@@ -28,7 +28,7 @@ def step(number: int, done: threading.Event) -> Wait:
     return finish
 
 
-def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
+def test_the_next_step_is_launched_before_the_last_one_has_ended() -> None:
     sent: list[ResultMessage] = []
     results, done = AsyncResultSender(sent.append, fail), [threading.Event() for _ in range(3)]
     for number, event in enumerate(done):
@@ -37,19 +37,19 @@ def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
     for event in reversed(done):
         event.set()
     results.close()
-    assert [one.step for one in sent if isinstance(one, StepResult)] == [0, 1, 2]
+    assert [result.step for result in sent if isinstance(result, StepResult)] == [0, 1, 2]
 
 
-def test_what_goes_wrong_in_a_step_is_told() -> None:
-    told: list[Exception] = []
+def test_an_error_in_a_step_is_reported() -> None:
+    errors: list[Exception] = []
 
     def broken() -> StepResult:
-        raise RuntimeError("the card is gone")
+        raise RuntimeError("the GPU is gone")
 
-    results = AsyncResultSender(lambda result: pytest.fail(str(result)), told.append)
+    results = AsyncResultSender(lambda result: pytest.fail(str(result)), errors.append)
     results.send(broken)
     results.close()
-    assert [str(error) for error in told] == ["the card is gone"]
+    assert [str(error) for error in errors] == ["the GPU is gone"]
 
 
 def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:

@@ -108,12 +108,12 @@ def _combine(
 
 def block_dim(head_dim: int) -> int:
     """Return head_dim rounded up to a size of tensor core products."""
-    return max(MIN_ROWS, triton.next_power_of_2(head_dim))
+    return max(MIN_ROWS, int(triton.next_power_of_2(head_dim)))
 
 
 def rows_of_block(group: int, queries: int) -> int:
     """Return the rows of a program's products, for a block of one query or of several."""
-    min_rows = max(MIN_ROWS, triton.next_power_of_2(group))
+    min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
     return min_rows if queries == 1 else max(min_rows, 64)
 
 
