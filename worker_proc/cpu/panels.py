@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_proc.cpu.groups import Groups
-from worker_proc.system.prefault import in_large_pages
+from worker_proc.system.large_pages import in_large_pages
 
 LANES = 16
 UNIT_BYTES = 4

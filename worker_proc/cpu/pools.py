@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus, keep_to
 from worker_proc.cpu.panels import LARGE_BYTES, empty
-from worker_proc.system.prefault import LARGE_PAGE
+from worker_proc.system.large_pages import LARGE_PAGE
 
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later."""

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from worker_proc.cpu.pools import AHEAD_BYTES, Pools
-from worker_proc.system.prefault import LARGE_PAGE
+from worker_proc.system.large_pages import LARGE_PAGE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what memory is there")
 
