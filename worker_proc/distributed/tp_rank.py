@@ -40,7 +40,7 @@ def body(child: Child, rank: int, store: Path) -> None:
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
-    handle = Rank(runner, grammars, grammars.compile_here, send=lambda wait: None).handle
+    handle = Rank(runner, grammars, grammars.compile_here, send=lambda _: None).handle
     with inference_mode():
         while not isinstance(message := inbox.receive(), StopWorker):
             handle(message)
