@@ -140,8 +140,8 @@ def make_bench(
 
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
     from worker_proc.models.registry import build_model
-    from worker_proc.runner import make_runner
-    from worker_proc.step.slot_table import pages_of_pool
+    from worker_proc.startup.build import make_runner
+    from worker_proc.startup.memory_profile import num_pool_pages
     from worker_proc.system.devices import take_cores
 
     threads = take_cores(config.worker).threads
@@ -151,7 +151,7 @@ def make_bench(
     runner.warm_up()
     table, max_tokens = runner.table, config.scheduler.max_running_requests * files.context_length
     shape = build_model(files.config).attention_shape
-    pages = pages_of_pool(config.worker, shape, runner.dtype, table.device, max_tokens)
+    pages = num_pool_pages(config.worker, shape, runner.dtype, table.device, max_tokens)
     return WorkerBench(runner), MeasuredOn(
         model=config.model.shown_name,
         dtype=str(runner.dtype).removeprefix("torch."),

@@ -1,15 +1,15 @@
-"""Compile each Triton kernel for a GPU that need not exist.
+"""Compiles each Triton kernel for a GPU that need not be there:
 
     TRITON_INTERPRET=0 python -m tests.triton_compile
 
-The interpreter accepts what the compiler refuses: types that do not fit, shapes that are no powers
-of two. It runs in a process of its own, as a kernel is defined for one of the two.
+The interpreter takes what the compiler refuses: types that do not fit, shapes that are no powers of
+two. In a process of its own, as a kernel is for either of them.
 """
 
 from typing import Any
 
-from triton import compiler
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
 
 from worker_proc.gpu.kernels import attention, matmul, rotate_write, rows
 
@@ -19,13 +19,13 @@ HEADS = {"KV_HEADS": 3, "DIM": 64, "PAGE_SIZE": 16}
 
 
 def check(kernel: Any, constants: dict[str, Any], **types: str) -> None:
-    """Compile a kernel; `types` has the arguments that are no pointers to bfloat16."""
+    """types: of the arguments that are no bfloat16 numbers; *i64 and *fp32 are pointers."""
     signature = {
         name: "constexpr" if name in constants else types.get(name, NUMBERS)
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiler.compile(compiler.ASTSource(kernel, signature, places), target=HOPPER)
+    compile(ASTSource(kernel, signature, places), target=HOPPER)
 
 
 def main() -> None:
@@ -51,8 +51,8 @@ def main() -> None:
               epsilon="fp32")  # fmt: skip
     check(rows._swiglu, wide)
     check(rows._gelu, {"BLOCK": rows.BLOCK}, count="i32")
-    check(rows._note, {"BLOCK": rows.BLOCK}, known="*i32", chosen=IDS, slots=IDS, positions=IDS,
-          known_stride="i32", count="i32")  # fmt: skip
+    check(rows._store_tokens, {"BLOCK": rows.BLOCK}, known="*i32", token_ids=IDS, slots=IDS,
+          positions=IDS, known_stride="i32", count="i32")  # fmt: skip
     sizes = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")
     tiles = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 64, "HAS_BIAS": True}
     check(matmul._multiply, tiles, **dict.fromkeys(sizes, "i32"))

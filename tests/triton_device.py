@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="triton is not installed; pip install -e '.
 class _Numpy:
     """numpy for Triton's interpreter, with products whose rows do not depend on each other.
 
-    A GPU computes every row of a tile alike. numpy's BLAS does not: on some CPUs it sums the last
-    rows of a matrix in another order.
+    A GPU computes every row of a tile alike. numpy's BLAS does not: on some CPUs the rows at the
+    end of a matrix are added up in another order.
     """
 
     def __getattr__(self, name: str) -> Any:

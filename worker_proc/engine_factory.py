@@ -1,4 +1,4 @@
-"""Which engine computes on this machine."""
+"""Chooses the engine for the device and the flags."""
 
 import logging
 import os
@@ -18,10 +18,8 @@ from worker_proc.torch_engine import TorchEngine
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
-QUANTISATIONS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
-"""Bits to which every matrix is rounded."""
-FP8_CAPABILITY = (8, 9)
-"""Of the first cards that have numbers of 8 bits."""
+QUANTISATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
+FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with numbers of 8 bits
 
 
 def make_engine(
@@ -30,36 +28,48 @@ def make_engine(
     num_pages: int,
     dtype: torch.dtype,
     device: torch.device,
-    decode_rows: int = 1,
+    max_decode_rows: int = 1,
     ranks: "TPGroup | None" = None,
 ) -> Engine:
-    """The native kernels on a CPU, Triton's on a card, else plain torch. decode_rows: the most that
-    a decode step will have; ranks: who has the other parts of the model. Raises NoCompiler where
-    kernels are asked for that cannot be compiled, ConfigError where the device has none."""
-    if _takes_triton(args, device):
-        return _triton(args, model, num_pages, dtype, device, decode_rows, ranks)
-    if _may_be_native(args, device):
+    """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
+
+    Args:
+        args: The worker's flags.
+        model: The model, with its weights.
+        num_pages: Size of the KV pool.
+        dtype: Of the weights.
+        device: Where the model is.
+        max_decode_rows: Rows of the largest decode step.
+        ranks: The processes with the other parts of the model.
+
+    Raises:
+        NoCompiler: The flags need kernels that cannot be compiled.
+        ConfigError: The flags need kernels that the device does not have.
+    """
+    if _use_triton(args, device):
+        return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks)
+    if _use_native(args, device):
         try:
             return _native(args, model, num_pages, dtype)
         except NoCompiler as error:
-            if args.attention_backend == "native" or needs_kernels(args):
+            if args.attention_backend == "native" or cpu_kernel_flags(args):
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
-    if flags := needs_kernels(args):
+    if flags := cpu_kernel_flags(args):
         raise ConfigError(
             f"{flags} needs the native kernels of a CPU: leave it out, or start with --device cpu"
             " and without --attention-backend torch"
         )
-    if flags := needs_triton(args):
-        raise ConfigError(f"{flags} needs a card and its kernels: leave it out")
+    if flags := gpu_kernel_flags(args):
+        raise ConfigError(f"{flags} needs a GPU and its kernels: leave it out")
     shape = model.attention_shape
     attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
     return TorchEngine(model, attention, ranks)
 
 
 def native_kernels_compute(args: WorkerArgs, device: torch.device) -> bool:
-    """What `make_engine` will come to. The kernels are compiled now, if they were not before."""
-    if not _may_be_native(args, device):
+    """Return whether `make_engine` will return the CPU kernels' engine; compile them if needed."""
+    if not _use_native(args, device):
         return False
     try:
         load_kernels(logging.info)
@@ -68,13 +78,13 @@ def native_kernels_compute(args: WorkerArgs, device: torch.device) -> bool:
     return True
 
 
-def _may_be_native(args: WorkerArgs, device: torch.device) -> bool:
+def _use_native(args: WorkerArgs, device: torch.device) -> bool:
     backend = args.attention_backend
     return device.type == "cpu" and backend in ("auto", "native") and args.tp == 1
 
 
-def needs_kernels(args: WorkerArgs) -> str:
-    """The flags that only the native kernels of a CPU do something for."""
+def cpu_kernel_flags(args: WorkerArgs) -> str:
+    """Return the given flags that only the native kernels of a CPU support, for an error."""
     flags = []
     if args.quantization != "none":
         flags.append(f"--quantization {args.quantization}")
@@ -83,8 +93,8 @@ def needs_kernels(args: WorkerArgs) -> str:
     return ", ".join(flags)
 
 
-def needs_triton(args: WorkerArgs) -> str:
-    """The flags that only the kernels of a card do something for."""
+def gpu_kernel_flags(args: WorkerArgs) -> str:
+    """Return the given flags that only the kernels of a GPU support, for an error."""
     flags = []
     if args.enable_deterministic_inference:
         flags.append("--enable-deterministic-inference")
@@ -93,13 +103,13 @@ def needs_triton(args: WorkerArgs) -> str:
     return ", ".join(flags)
 
 
-def kept_as(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype keys and values are kept."""
+def kv_cache_dtype(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of keys and values in the pages."""
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(args.kv_cache_dtype, dtype)
 
 
-def _takes_triton(args: WorkerArgs, device: torch.device) -> bool:
-    """ConfigError where it is asked for and cannot be had."""
+def _use_triton(args: WorkerArgs, device: torch.device) -> bool:
+    """Return whether Triton's engine computes. Raises ConfigError if it must and cannot."""
     if args.attention_backend == "auto":
         if device.type != "cuda":
             return False
@@ -127,18 +137,18 @@ def _triton(
     num_pages: int,
     dtype: torch.dtype,
     device: torch.device,
-    decode_rows: int,
+    max_decode_rows: int,
     ranks: "TPGroup | None",
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
     from worker_proc.gpu.graphs import CudaCapture, batch_sizes
 
-    if flags := needs_kernels(args):
+    if flags := cpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs the native kernels of a CPU: leave it out on {device}")
-    kept, flash = kept_as(args, dtype), args.attention_backend == "flash"
+    kv_dtype, flash = kv_cache_dtype(args, dtype), args.attention_backend == "flash"
     if flash:
         _check_flash(args, dtype)
-    if kept == torch.float8_e4m3fn and device.type == "cuda":
+    if kv_dtype == torch.float8_e4m3fn and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
             raise ConfigError(
@@ -150,18 +160,18 @@ def _triton(
         model,
         num_pages,
         args.page_size,
-        kept,
+        kv_dtype,
         device,
-        args.enable_deterministic_inference,
-        batch_sizes(args.cuda_graph_max_bs or decode_rows),
-        CudaCapture() if with_graphs else None,
-        ranks,
-        flash,
+        deterministic=args.enable_deterministic_inference,
+        graph_sizes=batch_sizes(args.cuda_graph_max_bs or max_decode_rows),
+        capture=CudaCapture() if with_graphs else None,
+        ranks=ranks,
+        flash=flash,
     )
 
 
 def _check_flash(args: WorkerArgs, dtype: torch.dtype) -> None:
-    """Raises ConfigError where torch's flash attention cannot do it."""
+    """Raise ConfigError if torch's flash attention cannot be used."""
     try:
         from worker_proc.gpu import flash
     except ImportError:
@@ -185,8 +195,15 @@ def _check_flash(args: WorkerArgs, dtype: torch.dtype) -> None:
 def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:
     from worker_proc.cpu.engine import NativeEngine
 
-    if flags := needs_triton(args):
-        raise ConfigError(f"{flags} needs a card and its kernels: leave it out with --device cpu")
-    threads, bits = torch.get_num_threads(), QUANTISATIONS[args.quantization]
-    int8 = args.kv_cache_dtype == "int8"
-    return NativeEngine(model, num_pages, args.page_size, dtype, threads, bits, int8, logging.info)
+    if flags := gpu_kernel_flags(args):
+        raise ConfigError(f"{flags} needs a GPU and its kernels: leave it out with --device cpu")
+    return NativeEngine(
+        model,
+        num_pages,
+        args.page_size,
+        dtype,
+        threads=torch.get_num_threads(),
+        bits=QUANTISATION_BITS[args.quantization],
+        int8_pages=args.kv_cache_dtype == "int8",
+        log=logging.info,
+    )

@@ -1,4 +1,4 @@
-"""The worker: receive a plan, run it, send what came out."""
+"""The worker: receives plans, runs them, and sends the results."""
 
 import os
 import time
@@ -10,12 +10,10 @@ import msgspec
 
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
-from quadriga.runtime.cpu_affinity import format_cpus, runs_on_gpu
+from quadriga.runtime.cpu_affinity import format_cpus
 from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (
-    CompileGrammar,
-    ForgetGrammar,
     ResetWorker,
     StepPlan,
     StopWorker,
@@ -26,21 +24,19 @@ from quadriga.wire.sockets import Inbox, Outbox
 from worker_proc.distributed.tp_leader import TPLeader
 from worker_proc.result_sender import AsyncResultSender, ResultSender, SyncResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
-from worker_proc.system.prefault import memory_meanwhile
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
 
+# How often an OpenMP thread on a CPU polls for its team before it sleeps. libgomp's own 300,000 let
+# a decode step on two cores take 1 s instead of 20 ms when another process keeps one of them busy,
+# as a polling thread keeps the one that it waits for from running; with 3000 it takes 60 ms then,
+# and 3 % longer on an idle machine.
 SPIN_COUNT = 3000
-"""How often a torch thread on a CPU looks whether its team goes on before it sleeps.
-
-libgomp's own 300,000 let a decode step on two cores take 1 s instead of 20 ms when another process
-keeps one of them busy, for a thread that looks keeps the one it waits for from running; with 3000
-it takes 60 ms then, and 3 % longer on an idle machine.
-"""
 
 
 def main() -> None:
+    """Run the worker until it is stopped."""
     use_one_heap()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # read when torch is imported
@@ -48,47 +44,45 @@ def main() -> None:
 
 
 def body(child: Child) -> None:
-    """Bind first, so that nobody waits for a socket while the model loads."""
+    """Start, then handle messages."""
     inbox = faulty_inbox(
-        Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage),
+        Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage),  # bound before the model loads
         "worker",
         child.config.launch.fault,
     )
     results = Outbox(child.endpoints.results)
-    followers = _followers(child)
-    runner, ready = start(child, None if followers is None else followers.store)
+    leader = _start_ranks(child)
+    runner, ready = start(child, None if leader is None else leader.store)
     results.send(ready)
     grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
-    in_turn = _in_turn(child, runner, results)
-    receive, launch, send = inbox.receive, runner.launch, in_turn.send
+    sender = _result_sender(child, runner, results)
     from torch import inference_mode  # loaded by now
 
+    from worker_proc.rank import Rank
+
+    rank = Rank(
+        runner, grammars, lambda grammar: grammars.compile(grammar, ready.session), sender.send
+    )
+    receive, handle = inbox.receive, rank.handle
     with inference_mode():
         while not isinstance(message := receive(), StopWorker):
             if isinstance(message, StepPlan) and message.session != ready.session:
                 continue
-            if followers is not None:
-                followers.relay(message)
-            match message:
-                case StepPlan():
-                    send(launch(message))
-                case CompileGrammar():
-                    grammars.compile(message.grammar, ready.session)
-                case ForgetGrammar():
-                    grammars.forget(message.key)
-                case ResetWorker():
-                    runner.table.release_all()
-                    ready = again = msgspec.structs.replace(ready, session=new_session())
-                    send(lambda again=again: again)  # type: ignore[misc]
-    in_turn.close()
-    if followers is not None:
-        followers.relay(message)
-        followers.close()
+            if leader is not None:
+                leader.relay(message)
+            handle(message)
+            if isinstance(message, ResetWorker):
+                ready = new_ready = msgspec.structs.replace(ready, session=new_session())
+                sender.send(lambda new_ready=new_ready: new_ready)  # type: ignore[misc]
+    sender.close()
+    if leader is not None:
+        leader.relay(message)
+        leader.close()
 
 
-def _followers(child: Child) -> TPLeader | None:
-    """None where the worker is one process. ConfigError where it cannot be more."""
+def _start_ranks(child: Child) -> TPLeader | None:
+    """Start the other ranks, if there are any. Raises ConfigError if there cannot be."""
     if child.config.worker.tp == 1:
         return None
     from worker_proc.distributed.tp_group import check_ranks
@@ -98,13 +92,12 @@ def _followers(child: Child) -> TPLeader | None:
 
 
 def _die(child: Child, message: str) -> None:
-    """From any thread."""
+    """End this process from any thread."""
     child.control.report("fatal", message=message)
     os._exit(EXIT_START_FAILED)
 
 
-def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> ResultSender:
-    """On a card steps are launched ahead, and a thread waits for what comes out of them."""
+def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSender:
     if runner.table.device.type != "cuda":
         return SyncResultSender(outbox.send)
 
@@ -116,58 +109,59 @@ def _in_turn(child: Child, runner: "Runner", outbox: Outbox) -> ResultSender:
 
 
 def new_session() -> int:
-    """A number that no other worker of this server has."""
+    """Return a number that no other worker of this server has."""
     return time.monotonic_ns()
 
 
 def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
-    """Load and warm up; tell the launcher that this process is ready. What the pool came out as.
+    """Load the model, warm up, and report to the launcher that this process is ready.
 
-    store: where all ranks find each other, None where there is one.
+    Args:
+        child: This process.
+        store: File by which the ranks find each other; None for a single rank.
+
+    Returns:
+        The runner, and the message for the scheduler.
     """
     clock = _PhaseClock(child)
     files = resolve_model(child.config.model)
-    with memory_meanwhile(0 if runs_on_gpu(child.config.worker) else files.weights_bytes):
-        from worker_proc.loading.sharding import TPRank
-        from worker_proc.runner import make_runner
-        from worker_proc.startup.prefill_tuning import tune_prefill_size
-        from worker_proc.system.devices import take_cores
+    from worker_proc.loading.sharding import TPRank
+    from worker_proc.startup.build import make_runner
+    from worker_proc.startup.prefill_tuning import tune_prefill_size
+    from worker_proc.system.devices import take_cores
 
     cores = take_cores(child.config.worker)
-    clock.end_of("import torch")
+    clock.end_phase("import torch")
     part = TPRank(0, child.config.worker.tp)
     runner = make_runner(child.config, files, part, store)
-    clock.end_of("load weights")
+    clock.end_phase("load weights")
     runner.warm_up()
-    clock.end_of("warm up")
+    clock.end_phase("warm up")
     prefill_tokens = (
         tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
     )
-    clock.end_of("find the size of a prefill")
-    table, dtype = runner.table, str(runner.dtype).removeprefix("torch.")
-    device = str(table.device)
-    backend = runner.engine.name
+    clock.end_phase("find the size of a prefill")
+    table = runner.table
     ready = WorkerReady(
-        table.num_pages,
-        table.page_size,
-        table.num_slots,
-        dtype,
-        device,
-        os.getpid(),
-        backend,
-        prefill_tokens,
-        new_session(),
+        num_pages=table.num_pages,
+        page_size=table.page_size,
+        num_slots=table.num_slots,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(table.device),
+        pid=os.getpid(),
+        backend=runner.engine.name,
+        prefill_tokens=prefill_tokens,
+        session=new_session(),
     )
-    tokens = table.num_pages * table.page_size
     child.ready(
-        dtype=dtype,
-        device=device,
-        tokens=tokens,
+        dtype=ready.dtype,
+        device=ready.device,
+        tokens=table.num_pages * table.page_size,
         threads=cores.threads,
         cpus=format_cpus(cores.worker),
-        backend=backend,
+        backend=ready.backend,
     )
-    runner.engine.take_memory_ahead(cores.others)
+    runner.engine.prefault_pages(cores.others)
     return runner, ready
 
 
@@ -176,9 +170,9 @@ class _PhaseClock:
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._since = time.perf_counter()
+        self._phase_began_at = time.perf_counter()
 
-    def end_of(self, what: str) -> None:
+    def end_phase(self, phase: str) -> None:
         now = time.perf_counter()
-        self._child.phase(what, now - self._since)
-        self._since = now
+        self._child.phase(phase, now - self._phase_began_at)
+        self._phase_began_at = now

@@ -1,4 +1,4 @@
-"""Results on their way to the scheduler."""
+"""Sends the results of steps to the scheduler."""
 
 import queue
 import threading
@@ -7,47 +7,51 @@ from typing import Protocol
 
 from quadriga.wire.messages.worker import ResultMessage
 
-Later = Callable[[], ResultMessage]
-"""Waits for a result, where it has to be waited for."""
+Wait = Callable[[], ResultMessage]  # waits for a result, unless it is there
 
 
 class ResultSender(Protocol):
-    def send(self, result: Later) -> None:
-        """In the order of the calls."""
+    """Sends results in the order of the calls."""
+
+    def send(self, wait: Wait) -> None:
+        """Send what `wait` returns, now or later."""
 
     def close(self) -> None:
-        """All that was to be sent has been."""
+        """Wait until everything is sent."""
 
 
 class SyncResultSender:
-    """Of steps that have ended when they come back."""
+    """Sends at once: for steps on a CPU, which have ended when they are launched."""
 
     def __init__(self, send: Callable[[ResultMessage], None]) -> None:
         self._send = send
 
-    def send(self, result: Later) -> None:
-        self._send(result())
+    def send(self, wait: Wait) -> None:
+        self._send(wait())
 
     def close(self) -> None:
         return
 
 
 class AsyncResultSender:
-    """Of steps that still run on a card: a thread waits for them, while the next one is launched.
+    """Waits for steps on a GPU in a thread, while the next ones are launched.
 
-    fail: called in that thread with what went wrong in it, after which nothing more is sent.
+    Args:
+        send: Sends a result; called in the thread.
+        fail: Takes the first exception of `wait` or `send`, after which nothing more is sent;
+            called in the thread, whose exceptions nothing else would report.
     """
 
     def __init__(
         self, send: Callable[[ResultMessage], None], fail: Callable[[Exception], None]
     ) -> None:
         self._send, self._fail = send, fail
-        self._waiting: queue.SimpleQueue[Later | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="results", daemon=True)
         self._thread.start()
 
-    def send(self, result: Later) -> None:
-        self._waiting.put(result)
+    def send(self, wait: Wait) -> None:
+        self._waiting.put(wait)
 
     def close(self) -> None:
         self._waiting.put(None)
@@ -55,7 +59,7 @@ class AsyncResultSender:
 
     def _run(self) -> None:
         try:
-            while (result := self._waiting.get()) is not None:
-                self._send(result())
+            while (wait := self._waiting.get()) is not None:
+                self._send(wait())
         except Exception as error:
             self._fail(error)

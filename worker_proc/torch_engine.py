@@ -1,4 +1,4 @@
-"""The model in plain torch: runs on every device, and is what the kernels are tested against."""
+"""The engine in plain torch, for every device; the kernels are tested against it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.attention.base import AttentionBackend
+from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
     Embedding,
@@ -18,29 +18,31 @@ from worker_proc.models.layers import (
     Rope,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.sampling.sampler import argmax
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
+# oneDNN packs weights for a number of rows; its layout is the same for 1 to 256.
 PACKED_FOR_ROWS = 32
-"""oneDNN asks for a number of rows to lay weights out for; its choice is the same for 1 to 256."""
 
 Packed = dict[nn.Module, Tensor]
 
 
 class TorchEngine(Engine):
-    """On a CPU that multiplies bfloat16, weights are laid out as oneDNN wants them, which is nearly
-    twice as fast at few rows."""
+    """A model in plain torch.
+
+    On a CPU that multiplies bfloat16, weights are laid out as oneDNN prefers, which is nearly
+    twice as fast at few rows.
+    """
 
     name = "torch"
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, ranks: "TPGroup | None" = None
+        self, model: Model, attention: TorchAttention, ranks: "TPGroup | None" = None
     ) -> None:
-        """ranks: who has the other parts of the model."""
+        """Take a model whose other parts `ranks` have, if there are several."""
         self.model = model
         self._ranks = ranks
         self._attention = attention
@@ -56,25 +58,25 @@ class TorchEngine(Engine):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(TorchOps(self._packed), hidden)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return argmax(self.logits(hidden))
-
 
 class TorchOps(Ops[Tensor]):
-    """Without a step, for what asks for no tokens, positions or pages."""
+    """A model's operations in plain torch.
+
+    Without `inputs` only those that need no tokens, positions or pages.
+    """
 
     def __init__(
         self,
         packed: Packed,
         inputs: StepInputs | None = None,
-        attention: AttentionBackend | None = None,
+        attention: TorchAttention | None = None,
         ranks: "TPGroup | None" = None,
     ) -> None:
         self._packed = packed
         self._inputs = inputs
         if inputs is not None and attention is not None:
             self._heads = attention.shape
-            self._attention = attention.begin_step(inputs.rows)
+            self._attention = attention.begin_step(inputs.layout)
         self._ranks = ranks
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -127,10 +129,11 @@ class TorchOps(Ops[Tensor]):
         packed = self._packed.get(weights)
         if packed is None:
             return F.linear(x, weights.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        projected: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return projected
 
     def _rotate(self, x: Tensor, rope: Rope) -> None:
-        """x: [tokens, heads, head_dim], in place."""
+        """Rotate `[tokens, heads, head_dim]` by the tokens' positions, in place."""
         if self._angles is None:
             assert self._inputs is not None
             cosines = rope.cosines.index_select(0, self._inputs.positions).unsqueeze(1)
@@ -145,8 +148,10 @@ class TorchOps(Ops[Tensor]):
 
 
 def _pack(module: Linear | Embedding) -> Tensor | None:
-    """A bfloat16 weight on a CPU in oneDNN's own layout, instead of the one that it had. Of an
-    embedding only a copy, as it is looked up too."""
+    """Return a bfloat16 weight on a CPU in oneDNN's layout; None for any other weight.
+
+    The weight of a linear is replaced by it. That of an embedding stays, as it is looked up, too.
+    """
     weight = module.weight
     if (
         weight.device.type != "cpu"
@@ -155,7 +160,7 @@ def _pack(module: Linear | Embedding) -> Tensor | None:
         or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
     if isinstance(module, Linear):
         del module.weight
     return packed

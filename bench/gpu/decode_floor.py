@@ -68,7 +68,7 @@ def report(config: ServerConfig) -> None:
 
 def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
     """Return the median ms of a step by (rows, context), timed by the GPU."""
-    from worker_proc.runner import make_runner
+    from worker_proc.startup.build import make_runner
 
     runner = make_runner(config, resolve_model(config.model, show_progress=True))
     runner.warm_up()

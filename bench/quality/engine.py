@@ -10,7 +10,8 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
-from worker_proc.runner import Runner, make_runner
+from worker_proc.runner import Runner
+from worker_proc.startup.build import make_runner
 from worker_proc.step.inputs import make_inputs
 from worker_proc.system.devices import take_cores
 

@@ -28,7 +28,11 @@ from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
 from scheduler_proc.scheduler import Scheduler
-from worker_proc.startup.prefill_tuning import ON_A_GPU, SIZES, choose
+from worker_proc.startup.prefill_tuning import (
+    CANDIDATE_SIZES,
+    GPU_PREFILL_TOKENS,
+    smallest_good_size,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -182,12 +186,12 @@ class SimulatedWorker:
 def tune_prefill_size(model: CostModel) -> int:
     """Return the prefill size that the worker would choose at its start."""
     if model.measured_on.device != "cpu":
-        return ON_A_GPU
+        return GPU_PREFILL_TOKENS
 
     def seconds_of(tokens: int) -> float:
         return model.step_ms(features_of(np.array([tokens]), np.zeros(1, np.int64), 1)) / MS
 
-    return choose(list(SIZES), seconds_of)
+    return smallest_good_size(list(CANDIDATE_SIZES), seconds_of)
 
 
 # --- the scheduler process ------------------------------------------------------------------------

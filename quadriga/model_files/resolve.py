@@ -61,14 +61,6 @@ class ModelFiles:
         return int(next(self.config[key] for key in keys if self.config.get(key)))
 
     @property
-    def weights_bytes(self) -> int:
-        """Total size of the weights files."""
-        if self.weights is None:
-            return 0
-        files = self.weights.glob("*.safetensors") if self.weights.is_dir() else [self.weights]
-        return sum(file.stat().st_size for file in files)
-
-    @property
     def fingerprint(self) -> str:
         """Text that identifies the model, independent of the location of its files."""
         return fingerprint(self.config, self.tokenizer_dir, self.weights)

@@ -120,7 +120,7 @@ class SortedQueue(ABC):
         self._requests: SortedDict = SortedDict()
 
     @classmethod
-    def create(cls, context: PolicyContext) -> "SortedQueue":  # noqa: ARG003
+    def create(cls, context: PolicyContext) -> "SortedQueue":
         """Return an empty queue."""
         return cls()
 
@@ -141,7 +141,7 @@ class SortedQueue(ABC):
         key = self._keys[request.seq] = self.key(request)
         self._requests[key] = request
 
-    def first(self, count: int, budget: int) -> list[Request]:  # noqa: ARG002
+    def first(self, count: int, budget: int) -> list[Request]:
         """Return the requests with the smallest keys."""
         return list(islice(self._requests.values(), count))
 

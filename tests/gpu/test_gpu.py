@@ -1,4 +1,6 @@
-"""Tests that only a GPU can run. The command, on a machine that has one, is as follows.
+"""Tests that need a GPU.
+
+One command, on a machine that has one:
 
     python -m pytest tests/gpu tests/unit/gpu
 
@@ -107,7 +109,7 @@ def test_a_server_sizes_its_pool_and_answers(gpt2_full: Path, tmp_path: Path) ->
 
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
-def test_two_cards_give_the_tokens_of_one(gpt2_full: Path, tmp_path: Path) -> None:
+def test_two_gpus_give_the_tokens_of_one(gpt2_full: Path, tmp_path: Path) -> None:
     answers = []
     for tp in ("1", "2"):
         flags = ["--model", str(gpt2_full), "--device", "cuda", "--dtype", "float32", "--tp", tp]

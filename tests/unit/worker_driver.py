@@ -1,4 +1,4 @@
-"""Drives a Runner as a scheduler would: keeps slots and pages, makes plans, collects tokens."""
+"""A driver of a Runner in place of a scheduler: keeps slots and pages, plans, collects tokens."""
 
 import random
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan
-from worker_proc.runner import Runner, make_runner
+from worker_proc.runner import Runner
+from worker_proc.startup.build import make_runner
 
 torch.set_num_threads(1)  # nothing here is large, and threads wait for each other on a busy machine
 
 
 def runner_of(directory: Path, **flags: Any) -> Runner:
-    """A float32 runner on the CPU with 8 slots, pages of 4 tokens and a pool of 2048 tokens."""
+    """Build a runner: float32 on the CPU, 8 slots, pages of 4 tokens, a pool of 2048 tokens."""
     defaults = {
         "device": "cpu",
         "dtype": "float32",
@@ -32,7 +33,7 @@ def runner_of(directory: Path, **flags: Any) -> Runner:
 
 @dataclass
 class Request:
-    """One request: what it was given, and what the runner answered."""
+    """A request, and the tokens that the runner generated for it."""
 
     prompt: list[int]
     slot: int
@@ -48,7 +49,7 @@ class Request:
 
 
 class Driver:
-    """Pages are handed out in random order, and as late as may be."""
+    """Hands out pages in random order, and as late as possible."""
 
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self.runner = runner
@@ -72,9 +73,9 @@ class Driver:
         like: Request | None = None,
         shared: int = 0,
     ) -> Request:
-        """Take a slot and pages for a prompt, and return the request.
+        """Take a slot, and pages for the prompt.
 
-        The first `shared` tokens, whole pages, are those of `like` and count as computed.
+        Its first `shared` tokens, whole pages, are those of `like`, and count as computed.
         """
         size = self.runner.table.page_size
         pages = like.pages[: shared // size] if like else []
@@ -84,32 +85,39 @@ class Driver:
         self._take_pages(request, len(prompt))
         self._new.append(
             NewSlot(
-                request.slot, pack_ids(prompt), shared, pack_ids(request.pages),
-                temperature, top_k, top_p, seed,
+                slot=request.slot,
+                token_ids=pack_ids(prompt),
+                computed=shared,
+                pages=pack_ids(request.pages),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
             )
-        )  # fmt: skip
+        )
         return request
 
     def release(self, request: Request) -> None:
-        """Slot and pages go back, to be used again at once."""
+        """Free slot and pages, which may be used again at once."""
         self._released.append(request.slot)
         self.free_slots.append(request.slot)
         self.free_pages.extend(request.pages[request.num_shared_pages :])
 
     def plan(self, rows: Sequence[tuple[Request, int]]) -> StepPlan:
+        """Plan a step of (request, tokens) rows."""
         counts = [count for _, count in rows]
         modes = {DECODE if request.left_of_prompt == 0 else EXTEND for request, _ in rows}
         for request, count in rows:
             for page in self._take_pages(request, request.computed + count):
                 self._grown += (request.slot, page)
         plan = StepPlan(
-            self._step,
-            MIXED if len(modes) > 1 else modes.pop(),
-            pack_ids(request.slot for request, _ in rows),
-            pack_ids(counts),
-            self._new,
-            pack_ids(self._released),
-            pack_ids(self._grown),
+            step=self._step,
+            forward_mode=MIXED if len(modes) > 1 else modes.pop(),
+            slots=pack_ids(request.slot for request, _ in rows),
+            num_tokens=pack_ids(counts),
+            new=self._new,
+            released=pack_ids(self._released),
+            grown=pack_ids(self._grown),
         )
         self._step, self._new, self._released, self._grown = self._step + 1, [], [], []
         for request, count in rows:
@@ -127,14 +135,14 @@ class Driver:
         return tokens
 
     def _take_pages(self, request: Request, tokens: int) -> list[int]:
-        """The pages that the request lacks for so many tokens, now its own."""
+        """Give the request the pages that it lacks for so many tokens, and return them."""
         lacking = -(-tokens // self.runner.table.page_size) - len(request.pages)
         taken = [self.free_pages.pop() for _ in range(lacking)]
         request.pages += taken
         return taken
 
     def generate(self, requests: Sequence[Request], count: int, chunk: int = 10**6) -> None:
-        """Until each has `count` tokens: prompts in chunks, decode rows beside them."""
+        """Run steps until each has `count` tokens: prompts in chunks, decode rows beside them."""
         while unfinished := [r for r in requests if len(r.output) < count]:
             self.step(*((r, min(r.left_of_prompt, chunk) or 1) for r in unfinished))
 

@@ -1,1 +1,1 @@
-"""Attention over pages: a contract, and a backend a file."""
+"""Attention over pages: what an engine is asked for, and the reference in plain torch."""

@@ -1,9 +1,9 @@
-"""Attention over pages in plain torch: runs on every device, and is what others are tested against.
+"""Attention over pages in plain torch, on every device: the reference of the other engines' tests.
 
 The rows of a step are cut into groups of similar length; each group becomes one padded, dense
 problem. Keys and values of past tokens are gathered from the pages into a buffer that is reused
 (fresh memory costs more in page faults than the copy itself). A prompt that has no past needs no
-gathering at all. Scores are written out where they are small, as two batched matrix products are
+gathering at all. Scores are materialised where they are small, as two batched matrix products are
 several times as fast on a CPU as fused attention at few queries; where they are large,
 `scaled_dot_product_attention` keeps the memory in bounds.
 """
@@ -15,31 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.attention.base import (
-    AttentionBackend,
-    AttentionShape,
-    BatchLayout,
-    Ints,
-    StepAttention,
-)
+from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 
+# A group may waste half of its query-key pairs on padding, and so many more.
 PADDING_ALLOWANCE = 2048
-"""Query-key pairs that a group may waste before the rule below looks at it."""
+# Keys and values of one group and layer should stay in the last-level cache.
 MAX_GATHERED_BYTES = 4 * 1024 * 1024
-"""Keys and values of one group and layer: few enough to stay in the last-level cache."""
-MAX_SCORES = 16 * 1024 * 1024
-"""Scores (query-key pairs of all heads) that are written out."""
+MAX_SCORES = 16 * 1024 * 1024  # query-key pairs of all heads that are materialised
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows first_row..last_row as one dense problem of `rows` x `queries` x `keys`.
+    """Neighbouring rows as one dense problem of `rows` x `queries` x `keys`.
 
-    first, last: its tokens in the step. spread: [rows * queries] which of these tokens stands at
-    each padded place, None where there is no padding. collect: [tokens] the padded place of each
-    token. gather: which page parts to bring together, None for rows without a past. mask:
-    [rows, queries, keys] true where a query sees a key; `bias` is the same, 0 or -inf, for each
-    batched matrix of scores [rows * kv_heads, group_heads * queries, keys].
+    Attributes:
+        first, last: Its tokens in the step, `last` excluded.
+        spread: `[rows * queries]` the token at each padded place; None without padding.
+        collect: `[tokens]` the padded place of each token; None without padding.
+        gather: The parts of pages to gather; None for rows without a past.
+        mask: `[rows, queries, keys]` true where a query sees a key.
+        bias: The mask as 0 or -inf, for each batched matrix of scores
+            `[rows * kv_heads, group_heads * queries, keys]`; None if scores are not materialised.
     """
 
     first: int
@@ -54,9 +50,12 @@ class _Group:
     bias: Tensor | None
 
 
-class TorchAttention(AttentionBackend):
-    """Layout of a layer's pages: [pages + 1, 2 (keys, values), kv_heads, page_size, head_dim], so
-    that the part of one head in one page is contiguous and is copied as a whole."""
+class TorchAttention:
+    """The pages of all layers.
+
+    A layer is `[pages + 1, 2 (keys, values), kv_heads, page_size, head_dim]`, so that the part of
+    one head in one page is contiguous and is copied as a whole.
+    """
 
     def __init__(
         self,
@@ -74,26 +73,27 @@ class TorchAttention(AttentionBackend):
         self._layers = [_zeros(size, dtype, device) for _ in range(shape.layers)]
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         whole = shape.head_dim * dtype.itemsize % torch.int64.itemsize == 0
-        self._moved_as = torch.int64 if whole else dtype  # indexing goes by element, however large
+        self._copy_dtype = torch.int64 if whole else dtype  # large elements are indexed faster
         heads = torch.arange(2 * shape.kv_heads, device=device)
         self._head_places = heads * page_size
         self._head_parts = heads.view(2, 1, shape.kv_heads, 1)
 
-    def begin_step(self, rows: BatchLayout) -> StepAttention:
-        first_tokens = np.concatenate(([0], np.cumsum(rows.num_tokens)))
+    def begin_step(self, layout: BatchLayout) -> "TorchStepAttention":
+        """Compute the indexes and masks of a step, once for all layers."""
+        first_tokens = np.concatenate(([0], np.cumsum(layout.num_tokens)))
         groups = [
-            self._group(rows, start, stop, first_tokens)
-            for start, stop in self._cut(rows.num_tokens, rows.computed)
+            self._group(layout, start, stop, first_tokens)
+            for start, stop in self._cut(layout.num_tokens, layout.num_computed)
         ]
-        return _TorchStep(self, self._write_places(rows, first_tokens), groups)
+        return TorchStepAttention(self, self._write_places(layout, first_tokens), groups)
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """kv: [tokens, 2, kv_heads, head_dim] to places [tokens, 2 * kv_heads]."""
-        flat = self._layers[layer].view(-1, self.shape.head_dim).view(self._moved_as)
-        flat[places] = kv.view(self._moved_as).flatten(1, 2)
+        """Write `[tokens, 2, kv_heads, head_dim]` to places `[tokens, 2 * kv_heads]`."""
+        flat = self._layers[layer].view(-1, self.shape.head_dim).view(self._copy_dtype)
+        flat[places] = kv.view(self._copy_dtype).flatten(1, 2)
 
     def gather(self, layer: int, group: _Group) -> Tensor:
-        """[2, rows, kv_heads, keys, head_dim], valid until the next call."""
+        """Gather `[2, rows, kv_heads, keys, head_dim]` of a group, valid until the next call."""
         assert group.gather is not None
         part = self.page_size * self.shape.head_dim
         size = group.gather.numel() * part
@@ -103,27 +103,31 @@ class TorchAttention(AttentionBackend):
         torch.index_select(self._layers[layer].view(-1, part), 0, group.gather, out=gathered)
         return gathered.view(2, group.rows, self.shape.kv_heads, group.keys, self.shape.head_dim)
 
-    def _write_places(self, rows: BatchLayout, first_tokens: Ints) -> Tensor:
-        """[tokens, 2 * kv_heads]: where a token's keys and values lie in pages of head_dim rows."""
-        row_of_token = np.repeat(np.arange(len(rows.slots)), rows.num_tokens)
-        ahead = np.arange(first_tokens[-1]) - first_tokens[row_of_token]
-        page, offset = np.divmod(rows.computed[row_of_token] + ahead, self.page_size)
-        pages = rows.page_table[self._to_device(rows.slots[row_of_token]), self._to_device(page)]
+    def _write_places(self, layout: BatchLayout, first_tokens: Ints) -> Tensor:
+        """Return where each token's keys and values go: `[tokens, 2 * kv_heads]`, in head_dim."""
+        row_of_token = np.repeat(np.arange(len(layout.slots)), layout.num_tokens)
+        offset_in_row = np.arange(first_tokens[-1]) - first_tokens[row_of_token]
+        positions = layout.num_computed[row_of_token] + offset_in_row
+        page, offset = np.divmod(positions, self.page_size)
+        slots = self._to_device(layout.slots[row_of_token])
+        pages = layout.page_table[slots, self._to_device(page)]
         per_page = 2 * self.shape.kv_heads * self.page_size
         return (pages * per_page + self._to_device(offset)).unsqueeze(1) + self._head_places
 
-    def _cut(self, num_tokens: Ints, computed: Ints) -> list[tuple[int, int]]:
-        """Runs of rows that are worth computing together: of one kind, little padding, and no more
-        keys than the gathering buffer should hold."""
+    def _cut(self, num_tokens: Ints, num_computed: Ints) -> list[tuple[int, int]]:
+        """Cut the rows into runs [start, stop) that are worth computing together.
+
+        The rows of a run are of one kind, with little padding, and their keys fit the buffer.
+        """
         bytes_per_key = self.shape.bytes_per_token(self.dtype) // self.shape.layers
-        most_keys = MAX_GATHERED_BYTES // bytes_per_key
-        kinds = (num_tokens > 1) * 2 + ((num_tokens > 1) & (computed > 0))
+        max_keys = MAX_GATHERED_BYTES // bytes_per_key
+        kinds = (num_tokens > 1) * 2 + ((num_tokens > 1) & (num_computed > 0))
         runs: list[tuple[int, int]] = []
         start, queries, keys, needed = 0, 0, 0, 0
-        ends = zip(
-            kinds.tolist(), num_tokens.tolist(), (computed + num_tokens).tolist(), strict=True
+        rows = zip(
+            kinds.tolist(), num_tokens.tolist(), (num_computed + num_tokens).tolist(), strict=True
         )
-        for row, (kind, n, length) in enumerate(ends):
+        for row, (kind, n, length) in enumerate(rows):
             new_queries, new_keys, new_needed = (
                 max(queries, n),
                 max(keys, length),
@@ -134,7 +138,7 @@ class TorchAttention(AttentionBackend):
             if row > start and (
                 kind != kinds[start]
                 or padded > 2 * new_needed + PADDING_ALLOWANCE
-                or count * new_keys > most_keys
+                or count * new_keys > max_keys
             ):
                 runs.append((start, row))
                 start, new_queries, new_keys, new_needed = row, n, length, n * length
@@ -142,22 +146,22 @@ class TorchAttention(AttentionBackend):
         runs.append((start, len(num_tokens)))
         return runs
 
-    def _group(self, rows: BatchLayout, start: int, stop: int, first_tokens: Ints) -> _Group:
-        num_tokens, computed = rows.num_tokens[start:stop], rows.computed[start:stop]
+    def _group(self, layout: BatchLayout, start: int, stop: int, first_tokens: Ints) -> _Group:
+        num_tokens, num_computed = layout.num_tokens[start:stop], layout.num_computed[start:stop]
         count, queries = stop - start, int(num_tokens.max())
-        has_past = queries == 1 or bool(computed.max() > 0)
+        has_past = queries == 1 or bool(num_computed.max() > 0)
         gather, keys = None, queries
         if has_past:
-            pages = -(-int((computed + num_tokens).max()) // self.page_size)
-            keys = pages * self.page_size
-            gather = self._gather_index(rows, start, stop, pages)
+            num_pages = -(-int((num_computed + num_tokens).max()) // self.page_size)
+            keys = num_pages * self.page_size
+            gather = self._gather_index(layout, start, stop, num_pages)
         spread, collect = None, None
         if (num_tokens != queries).any():
             inside = np.arange(queries) < num_tokens[:, None]
             collect = self._to_device(np.flatnonzero(inside))
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
             spread = self._to_device(np.where(inside, places, 0).ravel())
-        limits = self._to_device(computed[:, None] + np.arange(queries))
+        limits = self._to_device(num_computed[:, None] + np.arange(queries))
         mask: Tensor | None = torch.arange(keys, device=self.device) <= limits.unsqueeze(-1)
         bias = None
         if count * self.shape.heads * queries * keys <= MAX_SCORES:
@@ -178,10 +182,11 @@ class TorchAttention(AttentionBackend):
             bias=bias,
         )
 
-    def _gather_index(self, rows: BatchLayout, start: int, stop: int, pages: int) -> Tensor:
-        """[2 * rows * kv_heads * pages]: parts of pages, so that each head's keys lie together."""
-        table = rows.page_table[:, :pages].index_select(0, self._to_device(rows.slots[start:stop]))
-        parts = table.view(1, stop - start, 1, pages) * (2 * self.shape.kv_heads)
+    def _gather_index(self, layout: BatchLayout, start: int, stop: int, num_pages: int) -> Tensor:
+        """Return the parts of pages `[2 * rows * kv_heads * pages]`, each head's keys together."""
+        slots = self._to_device(layout.slots[start:stop])
+        table = layout.page_table[:, :num_pages].index_select(0, slots)
+        parts = table.view(1, stop - start, 1, num_pages) * (2 * self.shape.kv_heads)
         return (parts + self._head_parts).flatten()
 
     def _bias(self, mask: Tensor) -> Tensor:
@@ -196,19 +201,31 @@ class TorchAttention(AttentionBackend):
         return torch.from_numpy(values).to(self.device)
 
 
-class _TorchStep(StepAttention):
+class TorchStepAttention:
+    """Attention of one step."""
+
     def __init__(self, pool: TorchAttention, places: Tensor, groups: list[_Group]) -> None:
         self._pool = pool
         self._places = places
         self._groups = groups
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Write all the step's keys and values of a layer into the pages, then attend.
+
+        Args:
+            layer: Number of the layer.
+            q: `[tokens, heads, head_dim]`, rotated; may be strided in all but its last dimension.
+            kv: `[tokens, 2, kv_heads, head_dim]`, keys (rotated), then values; strided as `q`.
+
+        Returns:
+            `[tokens, heads * head_dim]`.
+        """
         self._pool.write(layer, self._places, kv)
         parts = [self._attend_group(layer, group, q, kv) for group in self._groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_group(self, layer: int, group: _Group, q: Tensor, kv: Tensor) -> Tensor:
-        """[tokens of the group, heads * head_dim]"""
+        """Return `[tokens of the group, heads * head_dim]`."""
         shape = self._pool.shape
         q = _pad(group, q[group.first : group.last])
         if group.gather is not None:
@@ -217,7 +234,7 @@ class _TorchStep(StepAttention):
             fresh = _pad(group, kv[group.first : group.last])
             k, v = fresh.permute(2, 0, 3, 1, 4)
         out = (
-            _written_out(group, shape, q, k, v)
+            _materialised(group, shape, q, k, v)
             if group.bias is not None
             else _fused(group, q, k, v)
         )
@@ -226,16 +243,21 @@ class _TorchStep(StepAttention):
 
 
 def _pad(group: _Group, values: Tensor) -> Tensor:
-    """[tokens of the group, ...] to [rows, queries, ...]."""
+    """Pad `[tokens of the group, ...]` to `[rows, queries, ...]`."""
     if group.spread is not None:
         values = values.index_select(0, group.spread)
     return values.unflatten(0, (group.rows, group.queries))
 
 
-def _written_out(group: _Group, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [rows, queries, heads, head_dim]; k, v: [rows, kv_heads, keys, head_dim]; returns as q.
+def _materialised(group: _Group, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend by two matrix products, in which query heads that share a key head are more queries.
 
-    The query heads that share a key head are more queries of the same matrix product.
+    Args:
+        group: The problem.
+        shape: The heads.
+        q: `[rows, queries, heads, head_dim]`, as is what is returned.
+        k: `[rows, kv_heads, keys, head_dim]`.
+        v: As `k`.
     """
     assert group.bias is not None
     shared = shape.heads // shape.kv_heads
@@ -249,7 +271,7 @@ def _written_out(group: _Group, shape: AttentionShape, q: Tensor, k: Tensor, v: 
 
 
 def _fused(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same, with scores in small blocks only."""
+    """Attend as `_materialised` does, with scores in small blocks only."""
     mask = None if group.mask is None else group.mask.unsqueeze(1)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -263,7 +285,7 @@ def _fused(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU through numpy, whose zeros take no memory until they are written to."""
+    """Return zeros; on a CPU those of numpy, which take no memory until they are written to."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)

@@ -1,15 +1,16 @@
-"""The engine of the native kernels: takes the model down as a list, and runs it at every step."""
+"""The engine of the CPU kernels: a model is recorded as a list of operations, run at each step."""
 
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
-from quadriga.wire.messages.worker import StepPlan
+from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.attention.base import INT8_SCALE_BYTES, BatchLayout
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.memory import KVPools
@@ -31,22 +32,20 @@ from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.outputs import PendingStep, SampledTokens, StepOutput
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import TokenIds
 
-PART_FLOATS = 1 << 18
-"""Scratch for rows whose context is split over threads: a megabyte."""
+PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1 MiB
+# Elements between the rows of a buffer: rows whose distance is a power of two would compete for
+# the same sets of the cache.
 STRIDE_EXTRA = 32
-"""Rows of a buffer begin a little more than a multiple of 16 elements apart: rows that are a power
-of two apart would fall into the same places of the cache."""
 FLOAT_BUFFERS = (Buffer.RESIDUAL, Buffer.PROJECTED, Buffer.LOGITS)
 
 
 class NativeEngine(Engine):
     """A model on a CPU, in float32 or bfloat16, with the residual stream in float32.
 
-    The pages of a layer are one allocation, laid out as attention.h says. The model gives its
-    weights away and is of no use afterwards.
+    The pages of a layer are one allocation, laid out as attention.h says.
     """
 
     name = "native"
@@ -60,19 +59,31 @@ class NativeEngine(Engine):
         threads: int,
         bits: int | None,
         int8_pages: bool,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """bits: of quantised weights, None where they stay in dtype. int8_pages: keep keys and
-        values in 8 bits; page_size must be a multiple of 16 then. Raises NoCompiler where the
-        kernels cannot be compiled."""
-        self._library = load_kernels(say)
+        """Record the model, which loses its weights and is of no further use.
+
+        Args:
+            model: The model, with its weights.
+            num_pages: Size of the KV pool.
+            page_size: Tokens of a page; a multiple of 16 with `int8_pages`.
+            dtype: Of the weights, unless they are quantised.
+            threads: Number of threads that compute a step.
+            bits: Bits of quantised weights; None: they stay in `dtype`.
+            int8_pages: Keep keys and values in 8 bits.
+            log: Takes a line about a long compilation, or a slow CPU.
+
+        Raises:
+            NoCompiler: The kernels cannot be compiled.
+        """
+        self._library = load_kernels(log)
         check_layout(self._library)
         check_heads(self._library, model.attention_shape)
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
         if self._numbers is ComputeType.BFLOAT16:
             self._library.quadriga_vector_bits.restype = ctypes.c_int64
-            say(
+            log(
                 "bfloat16 becomes float32 as it is multiplied, by vectors of"
                 f" {self._library.quadriga_vector_bits()} bits: the fastest way on this CPU"
             )
@@ -87,33 +98,50 @@ class NativeEngine(Engine):
         self._timed: list[tuple[Program, ctypes.Array[ctypes.c_float]]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
 
-    def take_memory_ahead(self, cpus: Cpus) -> None:
+    def prefault_pages(self, cpus: Cpus) -> None:
         self._pools.start_prefaulting(cpus)
+
+    def execute(self, plan: StepPlan, table: SlotTable) -> PendingStep:
+        if plan.forward_mode == DECODE and (token_ids := self.decode(plan, table)) is not None:
+            return PendingStep(partial(StepOutput, token_ids))
+        return super().execute(plan, table)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         self._forward(self._body, inputs, None)
         return self._hidden(self._body, inputs)
 
     def forward_sampled(self, inputs: StepInputs) -> Tensor:
+        """Compute the step; its last layer only of the rows that sample, `[samples, hidden]`."""
         self._forward(self._sampled_body, inputs, inputs.last_tokens)
         return inputs.of_samples(self._hidden(self._sampled_body, inputs))
 
-    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
-        """As a single run, so that the threads are woken but once."""
+    def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
+        if (
+            not len(inputs.samples)
+            or not inputs.table.sampling.greedy_only[inputs.sampled_slots].all()
+        ):
+            return self.sample_rows(inputs, self.forward_sampled(inputs))
+        # Greedy rows are computed by a single run, so that the threads are woken only once.
         self._forward(self._whole, inputs, inputs.last_tokens)
-        return self._rows.argmax[: len(inputs.samples)]
+        return SampledTokens(self._rows.argmax[: len(inputs.samples)])
 
     def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
+        """Run a step from its plan to its tokens in one call of the kernels.
+
+        Returns:
+            The tokens as in StepResult; None, with nothing changed, unless every row decodes one
+            token greedily.
+        """
         if len(plan.num_tokens) != len(plan.slots):
             return None
         count = len(plan.slots) // 4
         self._prepare(self._whole, count, table)
         self._reserve_rows(count)
         self._step.row_count = count
-        chosen = ctypes.create_string_buffer(4 * count)
-        of_the_step = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, chosen)
-        took = self._call(self._library.quadriga_decode, self._whole, count, None, *of_the_step)
-        return chosen.raw if took else None
+        token_ids = ctypes.create_string_buffer(4 * count)
+        arguments = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, token_ids)
+        decoded = self._call(self._library.quadriga_decode, self._whole, count, None, *arguments)
+        return token_ids.raw if decoded else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._reserve(self._head, len(hidden))
@@ -124,31 +152,32 @@ class NativeEngine(Engine):
             self._point(Buffer.RESIDUAL, residual)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return argmax(self.logits(hidden))
-
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         if rows is None:
             return argmax(logits)
-        asked = np.empty(len(logits), dtype=SAMPLING_ROW)
-        asked["temperature"] = torch.where(rows.greedy, 0.0, rows.temperature)
-        asked["top_p"], asked["top_k"] = rows.top_p, rows.top_k
-        asked["min_p"] = 0.0 if rows.min_p is None else rows.min_p
-        asked["draw"] = uniform(rows.seed, rows.position)
+        params = np.empty(len(logits), dtype=SAMPLING_ROW)
+        params["temperature"] = torch.where(rows.greedy, 0.0, rows.temperature)
+        params["top_p"], params["top_k"] = rows.top_p, rows.top_k
+        params["min_p"] = 0.0 if rows.min_p is None else rows.min_p
+        params["draw"] = uniform(rows.seed, rows.position)
         logits, tokens = logits.float(), torch.empty(len(logits), dtype=torch.int64)
         self._library.quadriga_sample(
             ctypes.c_void_p(tokens.data_ptr()),
             ctypes.c_void_p(logits.data_ptr()),
             *map(ctypes.c_int64, (logits.stride(0), logits.shape[1], len(logits))),
-            ctypes.c_void_p(asked.ctypes.data),
+            ctypes.c_void_p(params.ctypes.data),
             ctypes.c_int64(self._step.threads),
         )
         return tokens
 
     @contextmanager
     def timed(self) -> Iterator[list[tuple[OpKind, float]]]:
-        """A list that holds afterwards, in their order, the operations of everything that ran
-        inside, and the seconds that each took: on the first thread, until the last one was done."""
+        """Time every operation that runs inside of the `with` block.
+
+        Yields:
+            A list that holds afterwards, in order, each operation and the seconds that it took
+            until the last thread was done with it.
+        """
         operations: list[tuple[OpKind, float]] = []
         runs: list[tuple[Program, ctypes.Array[ctypes.c_float]]] = []
         self._timed = runs
@@ -192,51 +221,54 @@ class NativeEngine(Engine):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
 
-    def _forward(self, recorded: "Recorded", inputs: StepInputs, sampled: Tensor | None) -> None:
-        """sampled: as in `_run`."""
+    def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> None:
+        """Run a step; `sampled` as in `_call`."""
         self._prepare(recorded, inputs.num_tokens, inputs.table)
-        self._set_rows(inputs.rows)
+        self._set_rows(inputs.layout)
         self._run(recorded, inputs.num_tokens, sampled)
 
-    def _prepare(self, recorded: "Recorded", tokens: int, table: SlotTable) -> None:
+    def _prepare(self, recorded: Recorded, tokens: int, table: SlotTable) -> None:
         self._reserve(recorded, tokens)
         if table is not self._table:
-            self._take(table)
-        self._pools.reach(table.pages_reached)
+            self._set_table(table)
+        self._pools.reach(table.num_pages_used)
 
-    def _hidden(self, recorded: "Recorded", inputs: StepInputs) -> Tensor:
-        """What `_forward` left: [tokens, hidden]."""
+    def _hidden(self, recorded: Recorded, inputs: StepInputs) -> Tensor:
+        """Return the hidden states `[tokens, hidden]` that `_forward` computed."""
         width = recorded.widths[Buffer.RESIDUAL]
         return self._buffers[Buffer.RESIDUAL][: inputs.num_tokens, :width]
 
-    def _take(self, table: SlotTable) -> None:
-        """The steps that follow are of this table."""
+    def _set_table(self, table: SlotTable) -> None:
+        """Let the kernels read and write this table."""
         step, tokens, pages = self._step, table.tokens, table.pages
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
-        of_slots = (table.known, table.computed, table.num_pages_of, table.sampling.greedy_only)
-        self._slots = Slots(table.num_slots, *(values.ctypes.data for values in of_slots))
+        sampling = table.sampling
+        arrays = (table.num_known, table.num_computed, table.num_pages_of, sampling.greedy_only)
+        self._slots = Slots(table.num_slots, *(values.ctypes.data for values in arrays))
         self._table = table
 
-    def _set_rows(self, rows: BatchLayout) -> None:
-        """Copied to where the kernels look: asking arrays for their addresses takes longer."""
-        count = len(rows.slots)
+    def _set_rows(self, layout: BatchLayout) -> None:
+        """Copy the rows to where the kernels read them, which is faster than passing addresses."""
+        count = len(layout.slots)
         self._reserve_rows(count)
-        self._rows.slots[:count] = rows.slots
-        self._rows.computed[:count] = rows.computed
-        self._rows.num_tokens[:count] = rows.num_tokens
+        self._rows.slots[:count] = layout.slots
+        self._rows.computed[:count] = layout.num_computed
+        self._rows.num_tokens[:count] = layout.num_tokens
         self._step.row_count = count
 
     def _reserve_rows(self, count: int) -> None:
         if count > len(self._rows.slots):
-            self._rows = mine = StepRows.of(round_up(count, 64))
+            self._rows = rows = StepRows.of(round_up(count, 64))
             step = self._step
-            step.slots, step.computed = mine.slots.ctypes.data, mine.computed.ctypes.data
-            step.num_tokens, step.argmax = mine.num_tokens.ctypes.data, mine.argmax.ctypes.data
+            step.slots, step.computed = rows.slots.ctypes.data, rows.computed.ctypes.data
+            step.num_tokens, step.argmax = rows.num_tokens.ctypes.data, rows.argmax.ctypes.data
 
-    def _reserve(self, recorded: "Recorded", tokens: int) -> None:
-        """Make the buffers large enough. They start as zeros, which is what the kernels read
-        beyond a row's width."""
+    def _reserve(self, recorded: Recorded, tokens: int) -> None:
+        """Enlarge the buffers if necessary.
+
+        They start as zeros, which the kernels read as padding beyond a row's width.
+        """
         if tokens <= recorded.room:
             return
         recorded.room = round_up(tokens, 64)
@@ -257,30 +289,36 @@ class NativeEngine(Engine):
             return torch.uint8
         return torch.float32 if buffer in FLOAT_BUFFERS else self._numbers.passed
 
-    def _run(self, recorded: "Recorded", tokens: int, sampled: Tensor | None) -> None:
-        """sampled: where the sampled tokens are in the step; None: all of them are."""
+    def _run(self, recorded: Recorded, tokens: int, sampled: Tensor | None) -> None:
         self._call(self._library.quadriga_run, recorded, tokens, sampled)
 
     def _call(
         self,
         run: Callable[..., int],
-        recorded: "Recorded",
+        recorded: Recorded,
         tokens: int,
         sampled: Tensor | None,
-        *more: object,
+        *arguments: object,
     ) -> int:
-        """What the library's function says. sampled: as in `_run`; more: what it is given besides
-        program and step."""
+        """Call a function of the library.
+
+        Args:
+            run: The function, which gets the program, the step and `arguments`.
+            recorded: The program.
+            tokens: Number of tokens of the step.
+            sampled: `[samples]` the sampled tokens of the step; None: all of them are.
+            arguments: Further arguments.
+        """
         program, step = recorded.program, self._step
         step.token_count = tokens
         step.sampled = None if sampled is None else sampled.data_ptr()
         step.sampled_count = tokens if sampled is None else len(sampled)
         step.op_seconds = None
         if self._timed is None:
-            return run(ctypes.byref(program), ctypes.byref(step), *more)
+            return run(ctypes.byref(program), ctypes.byref(step), *arguments)
         seconds = (ctypes.c_float * program.op_count)()
         step.op_seconds = ctypes.addressof(seconds)
-        said = run(ctypes.byref(program), ctypes.byref(step), *more)
+        result = run(ctypes.byref(program), ctypes.byref(step), *arguments)
         if seconds[0]:
             self._timed.append((program, seconds))
-        return said
+        return result

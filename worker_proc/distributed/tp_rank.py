@@ -11,14 +11,7 @@ from pathlib import Path
 
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_LAUNCHER_DIED, Child, run_child
-from quadriga.wire.messages.worker import (
-    CompileGrammar,
-    ForgetGrammar,
-    ResetWorker,
-    StepPlan,
-    StopWorker,
-    WorkerMessage,
-)
+from quadriga.wire.messages.worker import StopWorker, WorkerMessage
 from quadriga.wire.sockets import Inbox
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 
@@ -37,7 +30,8 @@ def body(child: Child, rank: int, store: Path) -> None:
     from torch import inference_mode
 
     from worker_proc.loading.sharding import TPRank
-    from worker_proc.runner import make_runner
+    from worker_proc.rank import Rank
+    from worker_proc.startup.build import make_runner
     from worker_proc.system.devices import take_cores
 
     take_cores(child.config.worker)
@@ -46,17 +40,10 @@ def body(child: Child, rank: int, store: Path) -> None:
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
+    handle = Rank(runner, grammars, grammars.compile_here, send=lambda _: None).handle
     with inference_mode():
         while not isinstance(message := inbox.receive(), StopWorker):
-            match message:
-                case StepPlan():
-                    runner.launch(message)
-                case CompileGrammar():
-                    grammars.compile_here(message.grammar)
-                case ForgetGrammar():
-                    grammars.forget(message.key)
-                case ResetWorker():
-                    runner.table.release_all()
+            handle(message)
 
 
 def _exit_with_rank_0() -> None:

@@ -1,1 +1,1 @@
-"""The model on a card: Triton kernels, CUDA graphs, and steps that are launched ahead."""
+"""The engine for a GPU: Triton kernels, CUDA graphs, and attention over pages."""

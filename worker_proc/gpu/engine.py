@@ -1,4 +1,4 @@
-"""The engine for a card."""
+"""The engine for a GPU: Triton kernels, and CUDA graphs of decode steps."""
 
 import logging
 import time
@@ -10,33 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, Decoded, DecodeGraphs
+from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, DecodeGraphs, DecodeOutput
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.rows import note
+from worker_proc.gpu.kernels.rows import store_tokens
 from worker_proc.gpu.ops import Hidden, TritonOps
 from worker_proc.gpu.pages import AttentionPlanner, Pages, TritonAttention
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import argmax, draw
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import TokenIds
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
-SECONDS_BETWEEN_LINES = 2.0
-"""Of the progress of capturing."""
+PROGRESS_INTERVAL_S = 2.0
 
 
 class TritonEngine(Engine):
-    """deterministic: whatever else is in a step, and however a prompt is cut, a token's numbers are
-    the same to the last bit. capture: None: no graphs, else of steps of so many rows. ranks: who
-    has the other parts of the model. flash: attention by FlashAttention-3, see flash.py."""
+    """A model on a GPU, with Triton's or FlashAttention's attention over its pages."""
 
     name = "triton"
-    jumps = False
-    """A row of several tokens keeps a step out of its graph."""
+    supports_jump_forward = False  # a row of several tokens keeps a step out of its graph
 
     def __init__(
         self,
@@ -51,6 +47,21 @@ class TritonEngine(Engine):
         ranks: "TPGroup | None" = None,
         flash: bool = False,
     ) -> None:
+        """Allocate the pages.
+
+        Args:
+            model: The model, on the device.
+            num_pages: Size of the KV pool.
+            page_size: Tokens of a page.
+            kv_dtype: Of keys and values.
+            device: The GPU.
+            deterministic: A token's numbers are the same to the last bit, whatever else is in a
+                step, and however a prompt is cut.
+            graph_sizes: Rows of the decode steps to capture, ascending.
+            capture: Captures a graph; None: none are.
+            ranks: The processes with the other parts of the model.
+            flash: Attend by FlashAttention-3, see flash.py.
+        """
         self.model = model
         self._ranks = ranks
         self._multiply = multiply if deterministic else F.linear
@@ -62,90 +73,83 @@ class TritonEngine(Engine):
             self._attention, self.name = FlashAttention(), "flash"
         self._graph_sizes, self._capture = graph_sizes, capture
         self._graphs: DecodeGraphs | None = None
-        self._noted: Tensor | None = None
 
     @torch.inference_mode()
-    def prepare(self, table: SlotTable) -> None:
+    def capture_graphs(self, table: SlotTable) -> None:
         if self._capture is None:
             return
 
-        def decode(inputs: Tensor, drawing: bool) -> Decoded:
+        def decode(inputs: Tensor, drawing: bool) -> DecodeOutput:
             return self._decode(table, inputs, drawing)
 
         self._graphs = DecodeGraphs(
-            decode, self._graph_sizes, table.device, self._capture, _teller()
+            decode, self._graph_sizes, table.device, self._capture, _progress_logger()
         )
 
     def forward(self, inputs: StepInputs) -> Tensor:
         if (decoded := self._replay(inputs)) is not None:
             return decoded.hidden
-        places = self._attention.of_step(inputs)
+        metadata = self._attention.plan_step(inputs)
         return self.model.forward(
-            TritonOps(self._pages, places, self._multiply, self._ranks)
+            TritonOps(self._pages, metadata, self._multiply, self._ranks)
         ).settled()
 
-    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
-        return self.forward_sample(inputs)
-
-    def forward_sample(self, inputs: StepInputs) -> TokenIds:
-        if (decoded := self._replay(inputs)) is None:
-            return super().forward_sample(inputs)
-        self._noted = decoded.token_ids
-        return decoded.token_ids
+    def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
+        unfiltered = inputs.table.sampling.unfiltered[inputs.sampled_slots].all()
+        if unfiltered and (decoded := self._replay(inputs)) is not None:
+            return SampledTokens(decoded.token_ids, stored=True)
+        return super().forward_and_sample(inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         ops = TritonOps(self._pages, multiply=self._multiply)
         return self.model.compute_logits(ops, Hidden(hidden)).x
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return argmax(self.logits(hidden))
-
-    def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
-        """On the device a graph has noted what it chose itself."""
-        if token_ids is self._noted:
-            inputs.table.known[inputs.sampled_slots] = inputs.sample_positions + 1
-        else:
-            super().note(inputs, token_ids)
-
-    def _replay(self, inputs: StepInputs) -> Decoded | None:
-        """None where no graph is for this step."""
-        graphs, slots = self._graphs, inputs.rows.slots
-        if graphs is None or not inputs.decodes_only or not graphs.take(len(slots)):
+    def _replay(self, inputs: StepInputs) -> DecodeOutput | None:
+        """Run a step as a graph; None if no graph was captured for such a step."""
+        graphs, slots = self._graphs, inputs.layout.slots
+        if graphs is None or not inputs.decodes_only or len(slots) > graphs.max_rows:
             return None
-        return graphs.run(
-            slots, inputs.rows.computed, inputs.table.sampling.greedy[slots].astype(np.int64)
-        )
+        greedy = inputs.table.sampling.greedy[slots].astype(np.int64)
+        return graphs.run(slots, inputs.layout.num_computed, greedy)
 
-    def _decode(self, table: SlotTable, inputs: Tensor, drawing: bool) -> Decoded:
-        """A decode step that asks nothing of the host. inputs: [3, rows], see graphs.py."""
+    def _decode(self, table: SlotTable, inputs: Tensor, drawing: bool) -> DecodeOutput:
+        """Decode and store a token of each row, without synchronising with the host.
+
+        Args:
+            table: The slots.
+            inputs: `[3, rows]`, see graphs.py.
+            drawing: Some rows are not greedy.
+        """
         slots, positions = inputs[SLOT], inputs[POSITION]
-        places = self._attention.of_decode(table, slots, positions)
-        ops = TritonOps(self._pages, places, self._multiply, self._ranks)
+        metadata = self._attention.plan_decode(table, slots, positions)
+        ops = TritonOps(self._pages, metadata, self._multiply, self._ranks)
         hidden = self.model.forward(ops)
         logits = self.model.compute_logits(ops, hidden).x
         if drawing:
-            real = slots.clamp(min=0)
+            existing = slots.clamp(min=0)
             token_ids = draw(
                 logits,
                 inputs[GREEDY] == 1,
-                table.sampling.temperature[real],
-                table.sampling.seed[real],
+                table.sampling.temperature[existing],
+                table.sampling.seed[existing],
                 positions + 1,
             )
         else:
             token_ids = argmax(logits)
-        note(table.tokens, token_ids, slots, positions)
-        return Decoded(hidden.settled(), token_ids)
+        store_tokens(table.tokens, token_ids, slots, positions)
+        return DecodeOutput(hidden.settled(), token_ids)
 
 
-def _teller() -> Callable[[int, int], None]:
-    began = told = time.monotonic()
+def _progress_logger() -> Callable[[int, int], None]:
+    started_at = logged_at = time.monotonic()
 
-    def tell(done: int, of: int) -> None:
-        nonlocal told
+    def log(num_done: int, num_graphs: int) -> None:
+        nonlocal logged_at
         now = time.monotonic()
-        if done == of or now - told > SECONDS_BETWEEN_LINES:
-            told = now
-            logging.info("captured %d of %d CUDA graphs in %.1f s", done, of, now - began)
+        if num_done == num_graphs or now - logged_at > PROGRESS_INTERVAL_S:
+            logged_at = now
+            logging.info(
+                "captured %d of %d CUDA graphs in %.1f s", num_done, num_graphs, now - started_at
+            )
 
-    return tell
+    return log

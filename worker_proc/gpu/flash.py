@@ -1,8 +1,8 @@
-"""Attention over pages by torch's `varlen_attn_out`, in place of our own kernel.
+"""Attention over pages by torch's `varlen_attn_out`, in place of our Triton kernel.
 
-Of the kernels that torch calls for it, those of FlashAttention-3 (Shah et al. 2024,
-https://arxiv.org/abs/2407.08608) read page tables; its own do not. They have to be installed
-beside it, and run on cards of compute capability 9.0.
+Of the kernels that torch can call for it, only those of FlashAttention-3 (Shah et al. 2024,
+https://arxiv.org/abs/2407.08608) read page tables. They have to be installed beside torch, and run
+on GPUs of compute capability 9.0.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CAUSAL = (-1, 0)
 
 
 def activate() -> None:
-    """Make torch call FlashAttention-3. Raises ConfigError where it is not installed."""
+    """Make torch call FlashAttention-3. Raises ConfigError if it is not installed."""
     try:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError) as error:
@@ -35,15 +35,20 @@ def activate() -> None:
 
 @dataclass(frozen=True, slots=True)
 class FlashLaunch(Launch):
-    """Neighbouring rows. starts: [rows + 1] where each begins among these tokens, and the end;
-    lengths: [rows] keys of each; tables: [rows, pages]; all three int32. most_queries, most_keys:
-    of one row, or more than that."""
+    """Attention of neighbouring rows.
+
+    Attributes:
+        starts: `[rows + 1]` int32: where each row begins among these tokens, and the end.
+        lengths: `[rows]` int32: keys of each row.
+        tables: `[rows, pages]` int32: its page table.
+        max_queries, max_keys: Upper bounds for one row.
+    """
 
     starts: Tensor
     lengths: Tensor
     tables: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
     def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
         varlen_attn_out(
@@ -53,8 +58,8 @@ class FlashLaunch(Launch):
             pool[1],
             self.starts,
             None,
-            self.most_queries,
-            self.most_keys,
+            self.max_queries,
+            self.max_keys,
             window_size=CAUSAL,  # the last query of a row sees all of its keys
             enable_gqa=True,
             seqused_k=self.lengths,
@@ -63,40 +68,42 @@ class FlashLaunch(Launch):
 
 
 class FlashAttention(AttentionPlanner):
-    """Rows of one token, which come first in a step, are one launch, and prompts another: its
-    kernels choose their blocks by the longest row."""
+    """Launches rows of one token, which come first in a step, apart from prompts.
 
-    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
-        rows, table = inputs.rows, inputs.table
-        starts = np.concatenate(([0], np.cumsum(rows.num_tokens)))
-        lengths = rows.computed + rows.num_tokens
-        slots, positions, row_slots, starts_there, lengths_there = send_all(
+    FlashAttention chooses its blocks by the longest row of a launch.
+    """
+
+    def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
+        layout, table = inputs.layout, inputs.table
+        starts = np.concatenate(([0], np.cumsum(layout.num_tokens)))
+        lengths = layout.num_computed + layout.num_tokens
+        slots, positions, row_slots, device_starts, device_lengths = send_all(
             table.device,
-            inputs.slot_of_token,
-            inputs.position_of_token,
-            rows.slots,
+            inputs.token_slots,
+            inputs.token_positions,
+            layout.slots,
             starts,
             lengths,
         )
         tables = table.pages[row_slots].int()
-        single = int((rows.num_tokens == 1).sum())
+        num_single = int((layout.num_tokens == 1).sum())
         launches: list[Launch] = []
-        for begin, end in ((0, single), (single, len(rows.slots))):
+        for begin, end in ((0, num_single), (num_single, len(layout.slots))):
             if begin < end:
                 launches.append(
                     FlashLaunch(
                         int(starts[begin]),
                         int(starts[end]),
-                        (starts_there[begin : end + 1] - starts_there[begin]).int(),
-                        lengths_there[begin:end].int(),
+                        (device_starts[begin : end + 1] - device_starts[begin]).int(),
+                        device_lengths[begin:end].int(),
                         tables[begin:end],
-                        int(rows.num_tokens[begin:end].max()),
+                        int(layout.num_tokens[begin:end].max()),
                         int(lengths[begin:end].max()),
                     )
                 )
         return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
 
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+    def plan_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
         rows = len(slots)
         launch = FlashLaunch(
             0,

@@ -1,4 +1,4 @@
-"""KV pages on a card, and the attention of one step over them."""
+"""KV pages on a GPU, and the attention of one step over them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import AttentionShape, Ints
+from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.models.layers import HeadNorms, Rope
@@ -15,14 +15,16 @@ from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
 
-PROGRAMS_PER_PROCESSOR = 2
-"""With fewer on each multiprocessor of a card, keys are split."""
+PROGRAMS_PER_PROCESSOR = 2  # with fewer on each multiprocessor, a row's keys are split
 MAX_SPLITS = 32
 
 
 class Pages:
-    """Layout of a layer: [2 (keys, values), pages + 1, page_size, kv_heads, head_dim]. The spare
-    page is there to be gathered from where there is nothing."""
+    """The pages of all layers.
+
+    A layer is `[2 (keys, values), pages + 1, page_size, kv_heads, head_dim]`; page tables are
+    padded with the last page.
+    """
 
     def __init__(
         self,
@@ -34,41 +36,51 @@ class Pages:
     ) -> None:
         self.shape = shape
         size = (2, num_pages + 1, page_size, shape.kv_heads, shape.head_dim)
-        self._programs = PROGRAMS_PER_PROCESSOR * _multiprocessors(device)
+        self._num_programs = PROGRAMS_PER_PROCESSOR * _num_multiprocessors(device)
         self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
 
-    def splits(self, rows: int) -> int:
-        """Into how many parts the keys of each of so many decode rows are split."""
+    def num_splits(self, num_rows: int) -> int:
+        """Return into how many parts the keys of each decode row are split."""
         splits = 1
-        while splits < MAX_SPLITS and rows * self.shape.kv_heads * splits < self._programs:
+        while splits < MAX_SPLITS and num_rows * self.shape.kv_heads * splits < self._num_programs:
             splits *= 2
         return splits
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2  # the interpreter's: enough that keys are split, which is to be seen in tests
+        return 2  # in Triton's interpreter: enough for tests to see keys split
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
 class Launch(ABC):
-    """The attention of neighbouring tokens [first, last) of a step, as one launch."""
+    """A kernel launch for the attention of neighbouring tokens [first, last) of a step."""
 
     first: int
     last: int
 
     @abstractmethod
     def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
-        """q: [tokens, heads, head_dim], strided by token; pool: of one layer; out: [tokens, heads *
-        head_dim]."""
+        """Attend.
+
+        Args:
+            q: `[tokens, heads, head_dim]`, which may be strided by token.
+            pool: A layer's pages.
+            out: Receives `[tokens, heads * head_dim]`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of a step belong. known: [slots, context] int32 what is known of every slot;
-    page_table: [slots, pages]; slots, positions: [tokens] int64; launches: for attention. All on
-    the device."""
+    """Where the tokens of a step belong. All tensors are on the device.
+
+    Attributes:
+        known: `[slots, context + 1]` int32: the known tokens of every slot.
+        page_table: `[slots, pages]` int64.
+        slots, positions: `[tokens]` int64.
+        launches: Kernel launches for the attention of all tokens.
+    """
 
     known: Tensor
     page_table: Tensor
@@ -79,32 +91,44 @@ class AttentionMetadata:
     def attend(
         self, pool: Tensor, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None
     ) -> Tensor:
-        """qkv: [tokens, heads + 2 * kv_heads, head_dim]; pool: of one layer. Returns
-        [tokens, heads * head_dim]."""
+        """Normalise and rotate queries and keys, write keys and values to the pages, attend.
+
+        Args:
+            pool: A layer's pages.
+            qkv: `[tokens, heads + 2 * kv_heads, head_dim]`, which is changed.
+            rope: The rotation, if the model has one.
+            norms: The norms of queries and keys, if the model has them.
+
+        Returns:
+            `[tokens, heads * head_dim]`.
+        """
         heads = qkv.shape[1] - 2 * pool.shape[3]
         rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, rope, norms)
         out = qkv.new_empty(len(qkv), heads * qkv.shape[2])
-        for one in self.launches:
-            one.attend(qkv[one.first : one.last, :heads], pool, out[one.first : one.last])
+        for launch in self.launches:
+            tokens = slice(launch.first, launch.last)
+            launch.attend(qkv[tokens, :heads], pool, out[tokens])
         return out
 
 
 class AttentionPlanner(ABC):
-    """How the attention of a step is launched."""
+    """Decides how the attention of a step is launched."""
 
     @abstractmethod
-    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
-        """A step of any kind."""
+    def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
+        """Plan a step of any kind."""
 
     @abstractmethod
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
-        """A step of one token for each of these slots [rows], without a question to the host. A
-        slot of -1 stands for nothing."""
+    def plan_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+        """Plan a step of one token for each slot `[rows]`, without synchronising with the host.
+
+        A row with slot -1 is padding.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class TritonLaunch(Launch):
-    """blocks, splits: as attend_over_pages takes them."""
+    """A launch of our kernel; `blocks` and `splits` as in attend_over_pages."""
 
     page_table: Tensor
     blocks: Tensor
@@ -115,52 +139,63 @@ class TritonLaunch(Launch):
 
 
 class TritonAttention(AttentionPlanner):
-    """always_alike: every query is computed in the same way, whatever else is in the step."""
+    """Attention by our kernel.
 
-    def __init__(self, pages: Pages, always_alike: bool) -> None:
+    With `deterministic`, every query is computed in the same way, whatever else is in the step.
+    """
+
+    def __init__(self, pages: Pages, deterministic: bool) -> None:
         self._pages = pages
-        self._always_alike = always_alike
+        self._deterministic = deterministic
 
-    def of_step(self, inputs: StepInputs) -> AttentionMetadata:
-        rows, table = inputs.rows, inputs.table
-        single = 0 if self._always_alike else int((rows.num_tokens == 1).sum())
+    def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
+        layout, table = inputs.layout, inputs.table
+        num_single = 0 if self._deterministic else int((layout.num_tokens == 1).sum())
         group = self._pages.shape.heads // self._pages.shape.kv_heads
         slots, positions, blocks = send_all(
             table.device,
-            inputs.slot_of_token,
-            inputs.position_of_token,
-            blocks_of(rows.slots, rows.computed, rows.num_tokens, single, group),
+            inputs.token_slots,
+            inputs.token_positions,
+            query_blocks(layout, num_single, group),
         )
         launches: list[Launch] = []
-        if single:
-            decode = torch.stack((slots[:single], positions[:single]))
-            splits = self._pages.splits(single)
-            launches.append(TritonLaunch(0, single, table.pages, decode, splits))
-        if single < len(slots):
-            launches.append(TritonLaunch(single, len(slots), table.pages, blocks, 1))
+        if num_single:
+            decode = torch.stack((slots[:num_single], positions[:num_single]))
+            splits = self._pages.num_splits(num_single)
+            launches.append(TritonLaunch(0, num_single, table.pages, decode, splits))
+        if num_single < len(slots):
+            launches.append(TritonLaunch(num_single, len(slots), table.pages, blocks, 1))
         return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
 
-    def of_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
-        rows = len(slots)
-        blocks, splits = [slots, positions], self._pages.splits(rows)
-        if self._always_alike:
-            index = torch.arange(rows, device=slots.device)
+    def plan_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+        num_rows = len(slots)
+        blocks, splits = [slots, positions], self._pages.num_splits(num_rows)
+        if self._deterministic:
+            index = torch.arange(num_rows, device=slots.device)
             blocks, splits = [*blocks, index, torch.ones_like(index)], 1
-        launch = TritonLaunch(0, rows, table.pages, torch.stack(blocks), splits)
+        launch = TritonLaunch(0, num_rows, table.pages, torch.stack(blocks), splits)
         return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
 
 
-def blocks_of(slots: Ints, computed: Ints, num_tokens: Ints, first_row: int, group: int) -> Ints:
-    """Rows from first_row on, cut into blocks: [4, blocks] slot, first position, first token
-    (counted from the first of these rows), queries."""
-    slots, computed, num_tokens = slots[first_row:], computed[first_row:], num_tokens[first_row:]
-    most = queries_of_block(group, 2)
-    counts = -(-num_tokens // most)
+def query_blocks(layout: BatchLayout, first_row: int, group: int) -> Ints:
+    """Cut the rows from `first_row` on into blocks of queries.
+
+    Args:
+        layout: The rows of the step.
+        first_row: The first row to cut.
+        group: Query heads for each key head.
+
+    Returns:
+        `[4, blocks]`: slot, first position, first token (counted from the first of these rows),
+        and number of queries.
+    """
+    slots, num_computed = layout.slots[first_row:], layout.num_computed[first_row:]
+    num_tokens = layout.num_tokens[first_row:]
+    max_queries = queries_of_block(group, 2)
+    counts = -(-num_tokens // max_queries)
     row = np.repeat(np.arange(len(slots)), counts)
     first_block = np.cumsum(counts) - counts
-    ahead = (np.arange(len(row)) - first_block[row]) * most
-    first_token = np.cumsum(num_tokens) - num_tokens
-    left = num_tokens[row] - ahead
-    return np.stack(
-        (slots[row], computed[row] + ahead, first_token[row] + ahead, np.minimum(left, most))
-    )
+    offset = (np.arange(len(row)) - first_block[row]) * max_queries
+    first_token = (np.cumsum(num_tokens) - num_tokens)[row] + offset
+    queries = np.minimum(num_tokens[row] - offset, max_queries)
+    return np.stack((slots[row], num_computed[row] + offset, first_token, queries))

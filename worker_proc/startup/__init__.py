@@ -1,1 +1,1 @@
-"""Build the runner, size the KV pool and tune the prefill when the worker starts."""
+"""The start of the worker: build the runner, size the KV pool, tune the prefill."""

@@ -1,42 +1,58 @@
-"""How much memory a step takes at most, beside weights and pages."""
+"""Memory at the start: whether the weights fit, what a step takes, and the size of the KV pool."""
 
 from collections.abc import Callable
 
 import torch
 
 from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import EXTEND, NewSlot, StepPlan
+from quadriga.wire.messages.worker import StepPlan
+from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model
+from worker_proc.startup.dummy_plans import prefill_plan
+from worker_proc.system.devices import free_memory
 
-MEBIBYTE = 2**20
+MIB = 2**20
+# Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
+CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 
 
-def largest_step(args: SchedulerArgs, chunk: int, context: int, page_size: int) -> StepPlan:
-    """As many prompt tokens as a step may have, in as many rows as it may admit, all of them
-    drawn. chunk: tokens of a step where the flags leave it open."""
-    tokens = args.prefill_budget(chunk)
-    rows = min(args.prefill_width, args.max_running_requests, tokens)
-    length = max(1, min(tokens // rows, context - 1))
-    pages = -(-length // page_size)
-    new = [
-        NewSlot(
-            slot, pack_ids([0] * length), 0, pack_ids(range(slot * pages, (slot + 1) * pages)),
-            1.0, -1, 1.0, slot,
+def check_weights(model: Model, dtype: torch.dtype, free_bytes: int, device: torch.device) -> None:
+    """Raise ConfigError if the weights of a model, without storage yet, exceed the free memory."""
+    needed = sum(weight.numel() * dtype.itemsize for weight in model.parameters())
+    if needed > free_bytes:
+        raise ConfigError(
+            f"the model's weights take {needed / MIB:.0f} MiB in"
+            f" {str(dtype).removeprefix('torch.')}, but {device} has {free_bytes / MIB:.0f} MiB"
+            " free; take a smaller model, fewer bits with --dtype, or more GPUs with --tp"
         )
-        for slot in range(rows)
-    ]  # fmt: skip
-    return StepPlan(-1, EXTEND, pack_ids(range(rows)), pack_ids([length] * rows), new, b"")
 
 
-def pages_of(plan: StepPlan) -> int:
-    """That a plan which begins with an empty pool needs."""
-    return sum(len(one.pages) // 4 for one in plan.new)
+def largest_step(
+    args: SchedulerArgs, default_chunk: int, context_length: int, page_size: int
+) -> StepPlan:
+    """Return a prefill plan with as many tokens and rows as a step may have, all of them drawn.
+
+    Args:
+        args: Limits of a step.
+        default_chunk: Prompt tokens of a step if the flags leave the number open.
+        context_length: The longest possible prompt, in tokens.
+        page_size: Tokens of a page.
+    """
+    num_tokens = args.prefill_budget(default_chunk)
+    num_rows = min(args.prefill_width, args.max_running_requests, num_tokens)
+    row_tokens = max(1, min(num_tokens // num_rows, context_length - 1))
+    return prefill_plan(row_tokens, page_size, num_rows, temperature=1.0)
+
+
+def num_plan_pages(plan: StepPlan) -> int:
+    """Return the number of pages that a plan needs from an empty pool."""
+    return sum(len(slot.pages) // 4 for slot in plan.new)
 
 
 def peak_gpu_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """That running this takes for a while."""
+    """Return the peak of the GPU memory that `run()` allocates, in bytes."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
@@ -44,12 +60,41 @@ def peak_gpu_bytes(run: Callable[[], object], device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated(device)) - before
 
 
-def check_weights(model: Model, dtype: torch.dtype, free: int, device: torch.device) -> None:
-    """ConfigError where a model, without storage yet, does not fit into so many free bytes."""
-    needed = sum(weight.numel() * dtype.itemsize for weight in model.parameters())
-    if needed > free:
+def num_pool_pages(
+    args: WorkerArgs,
+    shape: AttentionShape,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+    step_bytes: int = 0,
+) -> int:
+    """Return the number of pages of the KV pool.
+
+    Args:
+        args: The worker's flags.
+        shape: The model's attention.
+        kv_dtype: Of keys and values.
+        device: Where the pool is allocated.
+        max_tokens: Tokens of all slots together; a larger pool is of no use.
+        step_bytes: Free memory that steps need.
+
+    Raises:
+        ConfigError: The memory does not hold one page.
+    """
+    if args.max_total_tokens is not None:
+        return args.max_total_tokens // args.page_size
+    page_bytes = shape.bytes_per_token(kv_dtype) * args.page_size
+    fraction = args.mem_fraction_static
+    if fraction is None:
+        fraction = CUDA_FRACTION if device.type == "cuda" else OTHER_FRACTION
+    free_bytes = free_memory(device)
+    pool_bytes = int((free_bytes - step_bytes) * fraction)
+    num_pages = min(pool_bytes // page_bytes, -(-max_tokens // args.page_size))
+    if num_pages < 1:
+        for_steps = f" less {step_bytes / MIB:.0f} MiB for a step" if step_bytes else ""
         raise ConfigError(
-            f"the model's weights take {needed / MEBIBYTE:.0f} MiB in"
-            f" {str(dtype).removeprefix('torch.')}, but {device} has {free / MEBIBYTE:.0f} MiB"
-            " free; take a smaller model, fewer bits with --dtype, or more cards with --tp"
+            f"mem_fraction_static is {fraction}: of {free_bytes / MIB:.0f} MiB free"
+            f" memory{for_steps} that does not hold one page of {page_bytes / MIB:.1f} MiB; raise"
+            " it, or lower --page-size" + (" or --chunked-prefill-size" if step_bytes else "")
         )
+    return num_pages

@@ -1,49 +1,48 @@
-"""Names of the parts of a step for a profiler (--enable-nvtx; `nsys profile`)."""
+"""Ranges of a step's parts for a profiler (--enable-nvtx, `nsys profile`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from quadriga.errors import ConfigError
+from worker_proc.runner import Runner
 
-if TYPE_CHECKING:
-    from worker_proc.runner import Runner
+RUNNER_METHODS = ("launch",)
+ENGINE_METHODS = ("execute", "forward_and_sample", "forward", "logits", "sample_rows", "sample")
 
-OF_THE_RUNNER = ("launch",)
-OF_THE_ENGINE = (
-    "forward",
-    "forward_sampled",
-    "forward_argmax",
-    "forward_sample",
-    "decode",
-    "logits",
-    "sample",
-    "note",
-)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def mark_steps(
-    runner: "Runner",
-    begin: Callable[[str], AbstractContextManager[None]] = torch.cuda.nvtx.range,
+    runner: Runner,
+    begin_range: Callable[[str], AbstractContextManager[None]] = torch.cuda.nvtx.range,
 ) -> None:
-    """From now on each of these calls is a range of its name. Costs nothing where it is not used.
-    ConfigError without a card."""
-    if runner.table.device.type != "cuda" and begin is torch.cuda.nvtx.range:
+    """Put each further call of the methods above into a range of the method's name.
+
+    A range costs next to nothing where no profiler listens.
+
+    Raises:
+        ConfigError: The device is no GPU.
+    """
+    if runner.table.device.type != "cuda" and begin_range is torch.cuda.nvtx.range:
         raise ConfigError(f"enable_nvtx is for CUDA, the device is {runner.table.device}")
-    for whose, names in ((runner, OF_THE_RUNNER), (runner.engine, OF_THE_ENGINE)):
+    for marked, names in ((runner, RUNNER_METHODS), (runner.engine, ENGINE_METHODS)):
         for name in names:
-            setattr(whose, name, _marked(name, getattr(whose, name), begin))
+            setattr(marked, name, _in_range(name, getattr(marked, name), begin_range))
 
 
-def _marked(
-    name: str, call: Callable[..., Any], begin: Callable[[str], AbstractContextManager[None]]
-) -> Callable[..., Any]:
+def _in_range(
+    name: str,
+    call: Callable[Parameters, Result],
+    begin_range: Callable[[str], AbstractContextManager[None]],
+) -> Callable[Parameters, Result]:
     @wraps(call)
-    def marked(*arguments: Any) -> Any:
-        with begin(name):
-            return call(*arguments)
+    def in_range(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with begin_range(name):
+            return call(*args, **kwargs)
 
-    return marked
+    return in_range

@@ -1,63 +1,63 @@
-"""How many tokens of prompts fill this machine: more of them in a step only wait for each other."""
+"""Measures how many prompt tokens in one step fill this machine.
+
+More of them bring no higher rate: they only wait for each other.
+"""
 
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import EXTEND, NewSlot, StepPlan
+from worker_proc.startup.dummy_plans import prefill_plan, release_plan
 
 if TYPE_CHECKING:
-    from worker_proc.runner import Runner
+    from worker_proc.runner import Runner  # the simulator uses this module without torch
 
-ON_A_GPU = 8192
-SIZES = (128, 256, 512, 1024)
-"""Smaller steps may have the rate, but what comes with every step then counts too much."""
-TIMES = 2
-"""Each size is tried so often; the faster one counts."""
-GOOD_RATE = 0.9
-"""Of the best rate of tokens: the smallest step that reaches so much is the one to take."""
-ENOUGH_SECONDS = 0.3
-"""Nothing more is tried after so long: the start would be late for it."""
+GPU_PREFILL_TOKENS = 8192
+# A smaller step may have the rate, but what comes with every step then counts too much.
+CANDIDATE_SIZES = (128, 256, 512, 1024)
+NUM_TRIES = 2  # the faster one of a size counts
+GOOD_FRACTION = 0.9  # of the best rate; the smallest size that reaches it is taken
+MAX_TUNING_S = 0.3  # no further size is tried after that, which would delay the start
 
 
-def tune_prefill_size(runner: "Runner", ranks: int = 1) -> int:
-    """Tokens of a prefill step that reaches GOOD_RATE of what this machine does with more.
+def tune_prefill_size(runner: "Runner", num_ranks: int = 1) -> int:
+    """Return how many prompt tokens a prefill step should have.
 
-    Measured on a CPU, where the worker is one process: of several each would measure something
-    else. It is done by prompts that leave nothing behind. A step of fewer tokens is bound by
-    reading the weights, one of more makes the first prompts in it wait for the last.
+    A smaller step is bound by reading the weights; a larger one makes the first prompts in it wait
+    for the last. Measured, with prompts that leave nothing behind, only on a CPU with a single
+    rank: several ranks would each measure another size.
     """
     table = runner.table
-    if table.device.type != "cpu" or ranks > 1:
-        return ON_A_GPU
-    most = min(table.num_pages * table.page_size, table.context_length)
-    sizes = [size for size in SIZES if size <= most]
-    return choose(sizes, lambda size: _seconds(runner, size)) if sizes else most
+    if table.device.type != "cpu" or num_ranks > 1:
+        return GPU_PREFILL_TOKENS
+    max_size = min(table.num_pages * table.page_size, table.context_length)
+    sizes = [size for size in CANDIDATE_SIZES if size <= max_size]
+    return smallest_good_size(sizes, lambda size: _prefill_s(runner, size)) if sizes else max_size
 
 
-def choose(sizes: list[int], seconds_of: Callable[[int], float]) -> int:
-    """The smallest of these sizes, in ascending order, with a good rate; sizes that there was no
-    time to measure do not count."""
+def smallest_good_size(sizes: list[int], measure_s: Callable[[int], float]) -> int:
+    """Return the smallest of `sizes` with a rate of at least GOOD_FRACTION of the best.
+
+    Args:
+        sizes: Ascending. Those that there is no time to measure do not count.
+        measure_s: Runs a step of a size and returns its seconds.
+    """
     seconds: dict[int, float] = {}
-    spent = 0.0
-    for size in (size for size in sizes for _ in range(TIMES)):
-        if spent >= ENOUGH_SECONDS:
+    spent_s = 0.0
+    for size in (size for size in sizes for _ in range(NUM_TRIES)):
+        if spent_s >= MAX_TUNING_S:
             break
-        now = seconds_of(size)
-        spent += now
-        seconds[size] = min(now, seconds.get(size, now))
-    best = max(size / took for size, took in seconds.items())
-    return next(size for size, took in seconds.items() if size / took >= GOOD_RATE * best)
+        took_s = measure_s(size)
+        spent_s += took_s
+        seconds[size] = min(took_s, seconds.get(size, took_s))
+    best_rate = max(size / took_s for size, took_s in seconds.items())
+    return next(s for s, took_s in seconds.items() if s / took_s >= GOOD_FRACTION * best_rate)
 
 
-def _seconds(runner: "Runner", tokens: int) -> float:
-    """Of a prompt of so many tokens."""
-    pages = range(-(-tokens // runner.table.page_size))
-    slot = pack_ids([0])
-    new = NewSlot(0, pack_ids([0] * tokens), 0, pack_ids(pages), 0.0, -1, 1.0, 0)
-    began = time.perf_counter()
-    runner.run(StepPlan(-1, EXTEND, slot, pack_ids([tokens]), [new], b""))
-    took = time.perf_counter() - began
-    runner.run(StepPlan(-1, EXTEND, b"", b"", [], slot))
-    return took
+def _prefill_s(runner: "Runner", num_tokens: int) -> float:
+    """Return the seconds that a prompt takes."""
+    started_at = time.perf_counter()
+    runner.run(prefill_plan(num_tokens, runner.table.page_size))
+    took_s = time.perf_counter() - started_at
+    runner.run(release_plan())
+    return took_s

@@ -1,1 +1,1 @@
-"""The inputs and outputs of one step, and the engine contract."""
+"""One step: the slots, its inputs and outputs, and the engine contract."""

@@ -1,75 +1,127 @@
-"""The contract of an engine: a loaded model together with its KV pages, and a way to compute."""
+"""The contract of an engine, and the path through a step that every engine can take."""
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
+from quadriga.wire.messages.logprobs import PromptPiece
 from quadriga.wire.messages.worker import StepPlan
+from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
 from worker_proc.sampling.sampler import SamplingRows, sample
-from worker_proc.step.inputs import StepInputs
+from worker_proc.step.inputs import StepInputs, make_inputs
+from worker_proc.step.logprobs import (
+    prompt_logprobs,
+    prompt_spans,
+    row_logprobs,
+    sampled_logprobs,
+)
+from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import TokenIds, send_all
+from worker_proc.system.transfer import send_all
 
 
 class Engine(ABC):
-    """Computes steps, one at a time. Owns the weights and the KV pages.
+    """A loaded model with its KV pages. The runner calls `execute`, one step at a time.
 
-    name: the value of --attention-backend that asks for it. jumps: a few more tokens in a row make
-    a step hardly longer, so that those which a grammar forces are computed with the one before.
+    An engine must implement `forward` and `logits`. It takes a faster path by overriding `execute`
+    (from the plan to the tokens in one call), `forward_and_sample` (sampling inside of the kernels
+    or graphs) or `sample`.
+
+    Attributes:
+        name: The value of --attention-backend that selects the engine.
+        supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
+            tokens that a grammar forces are computed together with the sampled one.
     """
 
     name: str
-    jumps = True
+    supports_jump_forward = True
 
-    def prepare(self, table: SlotTable) -> None:  # noqa: B027 (most need nothing)
-        """What is best done before the first step, for a table that all steps will have."""
+    def execute(self, plan: StepPlan, table: SlotTable) -> PendingStep:
+        """Compute the rows of a plan, sample, and add the tokens to the slots.
 
-    def take_memory_ahead(self, cpus: Cpus) -> None:  # noqa: B027 (most have taken it all)
-        """Have a thread take the memory of pages before they are written to. cpus: where it runs;
-        empty: anywhere."""
+        Args:
+            plan: A plan with rows.
+            table: The slots, with the plan's releases, admissions and pages applied.
+
+        Raises:
+            ValueError: The rows contradict the slots.
+        """
+        inputs = make_inputs(plan, table)
+        prompt_pieces: list[PromptPiece] = []
+        if spans := prompt_spans(inputs.layout, table):
+            hidden = self.forward(inputs)
+            prompt_pieces = prompt_logprobs(spans, inputs.plan_rows, hidden, self.logits)
+            sampled = self.sample_rows(inputs, inputs.of_samples(hidden))
+        else:
+            sampled = self.forward_and_sample(inputs)
+        table.num_computed[inputs.layout.slots] = inputs.num_computed_after
+        if len(inputs.samples):
+            slots, positions = inputs.sampled_slots, inputs.sample_positions
+            if not sampled.stored:
+                table.write_tokens(slots, positions, sampled.token_ids)
+            table.num_known[slots] = positions + 1
+        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Compute the step's tokens, keeping their keys and values. Returns hidden states
-        [tokens, hidden], which stand until the next call."""
+        """Compute the step's tokens and write their keys and values to the pages.
 
-    def forward_sampled(self, inputs: StepInputs) -> Tensor:
-        """As `forward`, but of the rows that sample only: [samples, hidden]."""
-        return inputs.of_samples(self.forward(inputs))
+        Returns:
+            Hidden states `[tokens, hidden]`, valid until the next call.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], rows of what `forward` returned. Returns [rows, vocab_size],
-        which stand until the next call."""
+        """Compute the logits of some rows of `forward`'s result.
 
-    @abstractmethod
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """The token of the greatest logit, the first of equals, for each row: [rows] int64."""
+        Args:
+            hidden: `[rows, hidden]`.
 
-    def forward_argmax(self, inputs: StepInputs) -> TokenIds:
-        """Compute the step's tokens; what `likeliest` says of the rows that sample [samples],
-        which stands until the next call."""
-        return self.argmax(self.forward_sampled(inputs))
+        Returns:
+            `[rows, vocab_size]`, valid until the next call.
+        """
 
-    def forward_sample(self, inputs: StepInputs) -> TokenIds:
-        """As `forward_argmax`, of rows that are greedy, or drawn by nothing but a temperature
-        and a seed."""
-        logits = self.logits(self.forward_sampled(inputs))
-        table, slots = inputs.table, inputs.sampled_slots
-        there = send_all(table.device, slots, inputs.sample_positions)
-        return self.sample(logits, table.sampling.sampling_rows(slots, *there))
+    def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
+        """Compute the step's tokens, and sample a token for each row that samples."""
+        return self.sample_rows(inputs, inputs.of_samples(self.forward(inputs)))
 
-    def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
-        """A step from its plan to the tokens that it gave, packed as in StepResult, if each of its
-        rows decodes one token, greedily, and this engine has a shorter way for that. None where
-        not; then nothing has happened."""
-        return None
+    def sample_rows(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
+        """Sample by each slot's parameters, in the order that sampler.py describes.
 
-    def note(self, inputs: StepInputs, token_ids: TokenIds) -> None:
-        """Add what was chosen [samples] to what is known of its slots."""
-        inputs.table.learn(inputs.sampled_slots, inputs.sample_positions, token_ids)
+        Args:
+            inputs: The step.
+            hidden: `[samples, hidden]` of the rows that sample.
+        """
+        table, slots, positions = inputs.table, inputs.sampled_slots, inputs.sample_positions
+        if not len(slots):
+            return SampledTokens(NO_TOKENS)
+        logits = self.logits(hidden)
+        rules = table.sampling.row_logits(slots)
+        asked = row_logprobs(logits, rules)
+        changing = [row for row in rules if row.params.changes_logits]
+        if changing:
+            logits = apply_logits_processors(logits, changing, positions, table.tokens)
+        sampling_rows = None
+        if not table.sampling.greedy[slots].all():
+            sent = send_all(table.device, slots, positions)
+            sampling_rows = table.sampling.sampling_rows(slots, *sent)
+        token_ids = self.sample(logits, sampling_rows)
+        logprobs = None
+        if asked is not None:
+            logprobs = sampled_logprobs(asked, token_ids, inputs.sampled_rows)
+        return SampledTokens(token_ids, logprobs, constrained(changing))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
-        """As sampler.py's `sample`: logits [rows, vocab_size] to tokens [rows] int64."""
+        """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""
         return sample(logits, rows)
+
+    def capture_graphs(self, table: SlotTable) -> None:  # noqa: B027 (most engines have none)
+        """Prepare for steps on a table, before the first one that counts."""
+
+    def prefault_pages(self, cpus: Cpus) -> None:  # noqa: B027 (most engines have written to all)
+        """Let a thread write to the KV pages before steps do.
+
+        Args:
+            cpus: Where the thread may run; empty: anywhere.
+        """

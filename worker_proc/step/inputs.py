@@ -1,4 +1,4 @@
-"""A plan as arrays: which tokens at which positions, in which rows, and who samples."""
+"""The rows of a plan as arrays: which tokens are computed at which positions, and who samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,130 +9,131 @@ from torch import Tensor
 
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import BatchLayout, Ints
-from worker_proc.step.slot_table import SlotTable
+from worker_proc.step.slot_table import SlotTable, ints_of
 
 Value = TypeVar("Value")
 
 
-class Once(Generic[Value]):
-    """An attribute that is worked out when it is first asked for. The one in functools takes a lock
-    for it, in each step."""
+class LazyAttribute(Generic[Value]):
+    """An attribute that is computed at its first use.
 
-    def __init__(self, work_out: Callable[[Any], Value]) -> None:
-        self._work_out = work_out
-        self._name = work_out.__name__
+    Unlike functools.cached_property of Python 3.10 and 3.11 it takes no lock at every step.
+    """
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
 
     def __get__(self, instance: Any, owner: type) -> Value:
-        value = self._work_out(instance)
+        value = self._compute(instance)
         instance.__dict__[self._name] = value
         return value
 
 
 @dataclass
 class StepInputs:
-    """One step, its rows reordered so that similar ones are neighbours (see `Rows`).
+    """The rows of one step, ordered as BatchLayout demands.
 
-    On the host: reached: [rows] tokens of each that are computed after the step; plan_rows: [rows]
-    their numbers in the plan; slot_of_token, position_of_token: [tokens]; samples: [samples] the
-    rows that sample, sampled_slots, sampled_rows their slots and numbers in the plan,
-    sample_positions the index in its request of the token to be sampled.
-    What is on the device is sent there when it is first asked for.
+    Arrays are on the host. Tensors are sent to the device at their first use.
+
+    Attributes:
+        table: The slots.
+        layout: The rows.
+        num_computed_after: `[rows]` computed tokens of each row's slot after the step.
+        plan_rows: `[rows]` the row's number in the plan.
+        token_slots, token_positions: `[tokens]` where each token of the step belongs.
+        samples: `[samples]` the rows that sample.
+        sampled_slots, sampled_rows: `[samples]` their slots, and their numbers in the plan.
+        sample_positions: `[samples]` the position of the token to be sampled in its request.
     """
 
     table: SlotTable
-    rows: BatchLayout
-    reached: Ints
+    layout: BatchLayout
+    num_computed_after: Ints
     plan_rows: Ints
-    slot_of_token: Ints
-    position_of_token: Ints
+    token_slots: Ints
+    token_positions: Ints
     samples: Ints
     sampled_slots: Ints
     sampled_rows: Ints
     sample_positions: Ints
 
-    @Once
+    @LazyAttribute
     def positions(self) -> Tensor:
-        """[tokens] int64."""
-        return self.table.to_device(self.position_of_token)
+        """`[tokens]` int64."""
+        return self.table.to_device(self.token_positions)
 
-    @Once
+    @LazyAttribute
     def token_ids(self) -> Tensor:
-        """[tokens] int32."""
-        return self.table.tokens_at(self.slot_of_token, self.position_of_token)
+        """`[tokens]` int32."""
+        return self.table.tokens_at(self.token_slots, self.token_positions)
 
-    @Once
+    @LazyAttribute
     def last_tokens(self) -> Tensor | None:
-        """[samples] where in the step each sampling row ends; None where that is every token, in
-        order."""
+        """`[samples]` the last token of each sampling row; None: every token is one, in order."""
         if self.decodes_only:
             return None
-        return self.table.to_device(self.ends_of_samples)
+        return self.table.to_device(np.cumsum(self.layout.num_tokens)[self.samples] - 1)
 
     def of_samples(self, values: Tensor) -> Tensor:
-        """values: [tokens, …]; those of the tokens after which a row samples [samples, …]."""
+        """Return the rows `[samples, …]` of `[tokens, …]` after which a token is sampled."""
         last = self.last_tokens
         return values if last is None else values.index_select(0, last)
 
     @property
-    def ends_of_samples(self) -> Ints:
-        """[samples] where in the step each sampling row ends."""
-        return np.cumsum(self.rows.num_tokens)[self.samples] - 1
-
-    @property
     def num_tokens(self) -> int:
-        """Of all rows."""
-        return len(self.slot_of_token)
+        """Number of tokens of all rows."""
+        return len(self.token_slots)
 
     @property
     def decodes_only(self) -> bool:
-        """Every row has one token, and samples."""
+        """True if every row has one token, and samples."""
         return len(self.samples) == self.num_tokens
 
 
 def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
-    """ValueError where the plan asks for a slot not held, or for tokens that are not known yet or
-    have no page."""
+    """Return the rows of a plan.
+
+    Raises:
+        ValueError: A slot is not held, or a row's tokens are not known yet or have no page.
+    """
     slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
     _check_rows(slots.tolist(), num_tokens.tolist(), table)
-    computed, known, jumps = table.computed[slots], table.known[slots], table.jumps[slots]
-    reach = np.minimum(known, table.num_pages_of[slots] * table.page_size)
-    if (computed + num_tokens > reach).any():
-        _explain_reach(slots, computed + num_tokens, known, reach)
-    if jumps.any():
-        num_tokens = np.where(jumps, reach - computed, num_tokens)
-    many = num_tokens > 1
-    decodes = not many.any()  # most steps do, and what is known of them need not be worked out
+    num_computed, num_known = table.num_computed[slots], table.num_known[slots]
+    has_forced = table.has_forced[slots]
+    reach = np.minimum(num_known, table.num_pages_of[slots] * table.page_size)
+    if (num_computed + num_tokens > reach).any():
+        _explain_reach(slots, num_computed + num_tokens, num_known, reach)
+    if has_forced.any():
+        num_tokens = np.where(has_forced, reach - num_computed, num_tokens)
+    several = num_tokens > 1
+    all_single = not several.any()  # as in most steps, for which the general way takes too long
     order = (
-        computed.argsort(kind="stable")
-        if decodes
-        else np.lexsort((computed, num_tokens, many & (computed > 0), many))
+        num_computed.argsort(kind="stable")
+        if all_single
+        else np.lexsort((num_computed, num_tokens, several & (num_computed > 0), several))
     )
-    slots, num_tokens, computed = slots[order], num_tokens[order], computed[order]
-    reached, known = computed + num_tokens, known[order]
-    slot_of_token, position_of_token = slots, computed
-    if not decodes:
+    slots, num_tokens, num_computed = slots[order], num_tokens[order], num_computed[order]
+    num_computed_after, num_known = num_computed + num_tokens, num_known[order]
+    token_slots, token_positions = slots, num_computed
+    if not all_single:
         ends = np.cumsum(num_tokens)
-        slot_of_token = np.repeat(slots, num_tokens)
-        starts = np.repeat(computed - ends + num_tokens, num_tokens)
-        position_of_token = starts + np.arange(ends[-1])
-    samples = (reached == known).nonzero()[0]
+        token_slots = np.repeat(slots, num_tokens)
+        starts = np.repeat(num_computed - ends + num_tokens, num_tokens)
+        token_positions = starts + np.arange(ends[-1])
+    samples = (num_computed_after == num_known).nonzero()[0]
     return StepInputs(
         table=table,
-        rows=BatchLayout(table.pages, slots, computed, num_tokens),
-        reached=reached,
+        layout=BatchLayout(table.pages, slots, num_computed, num_tokens),
+        num_computed_after=num_computed_after,
         plan_rows=order,
-        slot_of_token=slot_of_token,
-        position_of_token=position_of_token,
+        token_slots=token_slots,
+        token_positions=token_positions,
         samples=samples,
         sampled_slots=slots[samples],
         sampled_rows=order[samples],
-        sample_positions=known[samples],
+        sample_positions=num_known[samples],
     )
-
-
-def ints_of(packed: bytes) -> Ints:
-    """The inverse of pack_ids, to count with."""
-    return np.frombuffer(packed, dtype="<i4").astype(np.int64)
 
 
 def _check_rows(slots: list[int], num_tokens: list[int], table: SlotTable) -> None:
@@ -143,8 +144,8 @@ def _check_rows(slots: list[int], num_tokens: list[int], table: SlotTable) -> No
         raise ValueError(f"the plan has two rows for one slot: {slots}")
 
 
-def _explain_reach(slots: Ints, reached: Ints, known: Ints, reach: Ints) -> NoReturn:
-    ahead = slots[reached > known].tolist()
+def _explain_reach(slots: Ints, reached: Ints, num_known: Ints, reach: Ints) -> NoReturn:
+    ahead = slots[reached > num_known].tolist()
     if ahead:
         raise ValueError(f"the plan runs ahead of the known tokens of slots {ahead}")
     beyond = slots[reached > reach].tolist()

@@ -1,6 +1,6 @@
-"""Log-probabilities of the model's own distribution: before bias, penalties, temperature, masks.
+"""Logprobs of the model's own distribution: before bias, penalties, temperature and masks.
 
-They are worked out in blocks of rows, as a row is a whole vocabulary in float32.
+Prompts are computed in blocks of rows, as a row is a whole vocabulary in float32.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,20 +15,32 @@ from worker_proc.attention.base import BatchLayout, Ints
 from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.slot_table import SlotTable
 
-ROWS_AT_ONCE = 64
+BLOCK_ROWS = 64
 
 
-class Observed(NamedTuple):
-    """Of some rows of logits: normalised in float32 [rows, vocab_size], and the step's rows that
-    they are."""
+class RowLogprobs(NamedTuple):
+    """Logprobs of the sampling rows that asked for them.
+
+    Attributes:
+        logprobs: `[rows, vocab_size]` float32.
+        rows: Their numbers among the step's sampling rows.
+        width: How many of the most likely tokens were asked for.
+    """
 
     logprobs: Tensor
     rows: list[int]
     width: int
 
 
-class Untold(NamedTuple):
-    """Prompt tokens [count] of a row, which follow the step's tokens from `begin` on."""
+class PromptSpan(NamedTuple):
+    """Prompt tokens whose logprobs a step has to return.
+
+    Attributes:
+        row: Their row of the step.
+        begin: The first token of the step whose hidden state predicts one of them.
+        tokens: `[count]` ids.
+        width: How many of the most likely tokens were asked for.
+    """
 
     row: int
     begin: int
@@ -36,77 +48,90 @@ class Untold(NamedTuple):
     width: int
 
 
-def observe(logits: Tensor, rows: Sequence[RowLogits]) -> Observed | None:
-    """Keep what clients want to know of the logits, before anything changes them."""
-    asking = [one for one in rows if one.params.logprobs is not None]
+def row_logprobs(logits: Tensor, rows: Sequence[RowLogits]) -> RowLogprobs | None:
+    """Compute the logprobs that rows ask for, before anything changes the logits."""
+    asking = [row for row in rows if row.params.logprobs is not None]
     if not asking:
         return None
-    index = torch.tensor([one.row for one in asking], device=logits.device)
+    numbers = [row.row for row in asking]
+    index = torch.tensor(numbers, device=logits.device)
     logprobs = logits.index_select(0, index).float().log_softmax(-1)
-    width = max(one.params.logprobs or 0 for one in asking)
-    return Observed(logprobs, [one.row for one in asking], width)
+    return RowLogprobs(logprobs, numbers, max(row.params.logprobs or 0 for row in asking))
 
 
-def tell_sampled(observed: Observed, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
-    """What was observed, of these tokens. sampled: [rows of the step] ids, on the device;
-    plan_rows: the number of each in its plan."""
-    index = torch.tensor(observed.rows, device=sampled.device)
-    block = _block([(observed.logprobs, sampled[index])], observed.width)
-    return SampledLogprobs(plan_rows[observed.rows].astype("<i4").tobytes(), block)
+def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
+    """Return the logprobs of the sampled tokens.
+
+    Args:
+        asked: The rows that asked for them.
+        sampled: `[samples]` token ids, on the device.
+        plan_rows: `[samples]` the number of each sampling row in its plan.
+    """
+    index = torch.tensor(asked.rows, device=sampled.device)
+    block = _block([(asked.logprobs, sampled[index])], asked.width)
+    return SampledLogprobs(plan_rows[asked.rows].astype("<i4").tobytes(), block)
 
 
-def untold_prompts(rows: BatchLayout, table: SlotTable) -> list[Untold]:
-    """The prompt tokens that follow those of this step, where clients asked for them."""
+def prompt_spans(layout: BatchLayout, table: SlotTable) -> list[PromptSpan]:
+    """Return the prompt tokens that follow those of this step, where logprobs were asked for."""
     asking = table.sampling.prompt_logprobs
     if not asking:
         return []
-    ends = np.cumsum(rows.num_tokens)
-    untold = []
-    for row, slot in enumerate(rows.slots.tolist()):
+    ends = np.cumsum(layout.num_tokens)
+    spans = []
+    for row, slot in enumerate(layout.slots.tolist()):
         if (rules := asking.get(slot)) is None:
             continue
-        first = int(rows.computed[row]) + 1
-        count = min(int(rows.num_tokens[row]), rules.num_prompt - first)
+        first = int(layout.num_computed[row]) + 1
+        count = min(int(layout.num_tokens[row]), rules.num_prompt - first)
         if count > 0:
             tokens = table.tokens[slot, first : first + count].long()
-            begin = int(ends[row] - rows.num_tokens[row])
-            untold.append(Untold(row, begin, tokens, rules.prompt_logprobs or 0))
-    return untold
+            begin = int(ends[row] - layout.num_tokens[row])
+            spans.append(PromptSpan(row, begin, tokens, rules.prompt_logprobs or 0))
+    return spans
 
 
-def tell_prompts(
-    untold: Iterable[Untold],
+def prompt_logprobs(
+    spans: Iterable[PromptSpan],
     plan_rows: Ints,
     hidden: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> list[PromptPiece]:
-    """plan_rows: [rows] their numbers in the plan; hidden: [tokens, hidden] of the whole step;
-    logits: the model's, of hidden states."""
-    return [
-        PromptPiece(
-            int(plan_rows[one.row]),
-            _blockwise(
-                hidden[one.begin : one.begin + len(one.tokens)], one.tokens, logits, one.width
-            ),
-        )
-        for one in untold
-    ]
+    """Compute the logprobs of prompt tokens.
+
+    Args:
+        spans: The tokens.
+        plan_rows: `[rows]` the number of each of the step's rows in its plan.
+        hidden: `[tokens, hidden]` of the whole step.
+        logits: Computes the model's logits of hidden states.
+    """
+    pieces = []
+    for span in spans:
+        hidden_of_span = hidden[span.begin : span.begin + len(span.tokens)]
+        block = _blockwise(hidden_of_span, span.tokens, logits, span.width)
+        pieces.append(PromptPiece(int(plan_rows[span.row]), block))
+    return pieces
 
 
 def _blockwise(
     hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], width: int
 ) -> LogprobBlock:
     parts = (
-        (logits(some_hidden).float().log_softmax(-1), some_tokens)
-        for some_hidden, some_tokens in zip(
-            hidden.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True
+        (logits(hidden_block).float().log_softmax(-1), token_block)
+        for hidden_block, token_block in zip(
+            hidden.split(BLOCK_ROWS), tokens.split(BLOCK_ROWS), strict=True
         )
     )
     return _block(parts, width)
 
 
 def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:
-    """parts: log-probabilities [tokens, vocab_size], and the ids [tokens] that they are told of."""
+    """Pick the logprobs of tokens, and of the most likely ones.
+
+    Args:
+        parts: Logprobs `[tokens, vocab_size]` with the token ids `[tokens]`.
+        width: Number of the most likely tokens.
+    """
     values, top_ids, top_values = [], [], []
     for logprobs, tokens in parts:
         values.append(logprobs.gather(1, tokens.unsqueeze(1)))

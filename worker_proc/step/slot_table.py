@@ -1,4 +1,4 @@
-"""The size of the KV pool, and what the worker keeps of each slot."""
+"""Everything that the worker keeps of each slot between steps."""
 
 from collections.abc import Sequence
 
@@ -6,58 +6,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.errors import ConfigError
-from quadriga.wire.messages.worker import NewSlot
-from worker_proc.attention.base import AttentionShape, Ints
+from quadriga.wire.messages.worker import NewSlot, StepPlan
+from worker_proc.attention.base import Ints
 from worker_proc.sampling.slot_sampling import SamplingState
-from worker_proc.system.devices import free_memory
-from worker_proc.system.transfer import TokenIds, send, send_all
-
-CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
-"""Share of the free memory for the KV pool where --mem-fraction-static does not say."""
-
-
-def pages_of_pool(
-    args: WorkerArgs,
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    most_tokens: int,
-    set_aside: int = 0,
-) -> int:
-    """How many pages the pool gets: at most `most_tokens`, the tokens that all slots together may
-    have. set_aside: bytes of the free memory that steps need. ConfigError where there is not room
-    for one page."""
-    page_bytes = shape.bytes_per_token(dtype) * args.page_size
-    if args.max_total_tokens is not None:
-        return args.max_total_tokens // args.page_size
-    fraction = args.mem_fraction_static
-    if fraction is None:
-        fraction = CUDA_FRACTION if device.type == "cuda" else OTHER_FRACTION
-    free = free_memory(device)
-    share = int((free - set_aside) * fraction)
-    pages = min(share // page_bytes, -(-most_tokens // args.page_size))
-    if pages < 1:
-        for_steps = f" less {set_aside / 2**20:.0f} MiB for a step" if set_aside else ""
-        raise ConfigError(
-            f"mem_fraction_static is {fraction}: of {free / 2**20:.0f} MiB free memory{for_steps}"
-            f" that does not hold one page of {page_bytes / 2**20:.1f} MiB; raise it, or lower"
-            " --page-size" + (" or --chunked-prefill-size" if set_aside else "")
-        )
-    return pages
+from worker_proc.system.transfer import DeviceToHostCopier, TokenIds, send, send_all
 
 
 class SlotTable:
     """Tokens, pages, progress and sampling parameters of every slot.
 
-    On the device: tokens [slots, context + 1] int32, everything known of a slot, to which a step
-    adds what it sampled, so that the next step needs nobody's answer; pages [slots, max_pages]
-    int64, filled up with the spare page.
-    On the host, in numpy [slots]: known and computed (tokens; nothing is known of a slot that is
-    not held), num_pages_of (the pages of its row); jumps: its grammar has forced tokens, so that a
-    row computes all that is known. held: the slots that are. pages_reached: every page that a slot
-    ever had is below this number.
+    Attributes:
+        tokens: `[slots, context + 1]` int32 on the device: all known tokens of a slot. A step
+            appends the tokens that it samples, so that the next one need not wait for the host.
+        pages: `[slots, max_pages]` int64 on the device, padded with the spare page.
+        num_known, num_computed: `[slots]` on the host, in tokens; nothing is known of a slot that
+            is not held.
+        num_pages_of: `[slots]` on the host: pages in the slot's row.
+        has_forced: `[slots]` on the host: the slot's grammar has forced tokens, so that a row
+            computes all that is known of it.
+        held: The slots in use.
+        num_pages_used: Every page that a slot ever had has a lower number.
+        copier: Copies what a step samples to the host.
     """
 
     def __init__(
@@ -75,21 +44,35 @@ class SlotTable:
         self.device = device
         max_pages = -(-context_length // page_size)
         self.tokens = torch.zeros(num_slots, context_length + 1, dtype=torch.int32, device=device)
-        self._tokens_here = self.tokens.numpy() if device.type == "cpu" else None
+        self._host_tokens = self.tokens.numpy() if device.type == "cpu" else None
         self.pages = torch.full((num_slots, max_pages), num_pages, device=device)
         self.sampling = SamplingState(num_slots, device)
-        self.known = np.zeros(num_slots, dtype=np.int64)
-        self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.num_known = np.zeros(num_slots, dtype=np.int64)
+        self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
+        self.has_forced = np.zeros(num_slots, dtype=np.bool_)
         self.held: set[int] = set()
-        self.pages_reached = 0
-        self.jumps = np.zeros(num_slots, dtype=np.bool_)
+        self.num_pages_used = 0
+        self.copier = DeviceToHostCopier(device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Release, admit and grow slots as a plan says, before its rows are computed.
+
+        Raises:
+            ValueError: The plan contradicts the slots.
+        """
+        if plan.released:
+            self.release(ints_of(plan.released).tolist())
+        if plan.new:
+            self.admit(plan.new)
+        if plan.grown:
+            self.grow(*ints_of(plan.grown).reshape(-1, 2).T)
 
     def release(self, slots: list[int]) -> None:
-        """Forget these slots. ValueError where one is not held."""
+        """Forget these slots. Raises ValueError for a slot that is not held."""
         self.require_held(slots, "releases")
         self.held.difference_update(slots)
-        self.known[slots] = 0
+        self.num_known[slots] = 0
         self.sampling.release(slots)
 
     def release_all(self) -> None:
@@ -97,27 +80,28 @@ class SlotTable:
         self.release(list(self.held))
 
     def admit(self, new: Sequence[NewSlot]) -> None:
-        """Take in requests. ValueError where the plan does not fit what is kept here."""
-        if not new:
-            return
-        token_ids = [np.frombuffer(one.token_ids, dtype="<i4") for one in new]
-        pages = [np.frombuffer(one.pages, dtype="<i4") for one in new]
-        for one, ids, own_pages in zip(new, token_ids, pages, strict=True):
-            self._check(one, len(ids), own_pages)
-            self.held.add(one.slot)
-            self.jumps[one.slot] = False
-            self.known[one.slot] = len(ids)
-            self.computed[one.slot] = one.computed
-            self.num_pages_of[one.slot] = len(own_pages)
-        slots = np.array([one.slot for one in new], dtype=np.int64)
-        self._scatter(self.tokens, slots, token_ids)
+        """Fill slots with requests. Raises ValueError for a request that cannot be admitted."""
+        token_ids = [np.frombuffer(slot.token_ids, dtype="<i4") for slot in new]
+        pages = [np.frombuffer(slot.pages, dtype="<i4") for slot in new]
+        for slot, slot_ids, slot_pages in zip(new, token_ids, pages, strict=True):
+            self._check_new(slot, len(slot_ids), slot_pages)
+            self.held.add(slot.slot)
+            self.has_forced[slot.slot] = False
+            self.num_known[slot.slot] = len(slot_ids)
+            self.num_computed[slot.slot] = slot.computed
+            self.num_pages_of[slot.slot] = len(slot_pages)
+        slots = np.array([slot.slot for slot in new], dtype=np.int64)
+        self._write_rows(self.tokens, slots, token_ids)
         self.pages[self.to_device(slots)] = self.num_pages
-        self._scatter(self.pages, slots, pages)
+        self._write_rows(self.pages, slots, pages)
         self.sampling.admit(new)
 
     def grow(self, slots: Ints, pages: Ints) -> None:
-        """Append pages[i] to the page table of slots[i], in order; a slot may come more than once.
-        ValueError for a slot not held, a page that does not exist, a page table that is full."""
+        """Append `pages[i]` to the page table of `slots[i]`, in order; slots may repeat.
+
+        Raises:
+            ValueError: A slot is not held, a page does not exist, or a page table is full.
+        """
         self.require_held(slots.tolist(), "grows")
         self._check_pages(pages, f"grown slots {slots.tolist()}")
         order = np.argsort(slots, kind="stable")
@@ -128,68 +112,72 @@ class SlotTable:
         if columns.max() >= max_pages:
             full = np.unique(slots[columns >= max_pages]).tolist()
             raise ValueError(f"the plan grows slots {full} beyond {max_pages} pages, the context")
-        slots_there, columns_there, pages_there = send_all(self.device, slots, columns, pages)
-        self.pages[slots_there, columns_there] = pages_there
+        device_slots, device_columns, device_pages = send_all(self.device, slots, columns, pages)
+        self.pages[device_slots, device_columns] = device_pages
         self.num_pages_of += np.bincount(slots, minlength=self.num_slots)
 
     def tokens_at(self, slots: Ints, positions: Ints) -> Tensor:
-        """[n] int32, on the device."""
-        if self._tokens_here is not None:  # numpy takes a fraction of torch's time for a few
-            return torch.from_numpy(self._tokens_here[slots, positions])
-        slots_there, positions_there = send_all(self.device, slots, positions)
-        return self.tokens[slots_there, positions_there]
+        """Return the tokens `[n]` int32 at positions of slots, on the device."""
+        if self._host_tokens is not None:  # numpy takes a fraction of torch's time for a few
+            return torch.from_numpy(self._host_tokens[slots, positions])
+        device_slots, device_positions = send_all(self.device, slots, positions)
+        return self.tokens[device_slots, device_positions]
 
-    def learn(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
-        """The next token of each of these slots: [n]. positions: theirs, which is what is known of
-        each."""
-        if self._tokens_here is not None:
-            self._tokens_here[slots, positions] = np.asarray(token_ids)
+    def write_tokens(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
+        """Write a token `[n]` at a position of each slot; `num_known` stays as it is."""
+        if self._host_tokens is not None:
+            self._host_tokens[slots, positions] = np.asarray(token_ids)
         else:
-            slots_there, positions_there = send_all(self.device, slots, positions)
-            chosen = torch.as_tensor(token_ids, dtype=self.tokens.dtype)
-            self.tokens[slots_there, positions_there] = chosen
-        self.known[slots] = positions + 1
+            device_slots, device_positions = send_all(self.device, slots, positions)
+            values = torch.as_tensor(token_ids, dtype=self.tokens.dtype)
+            self.tokens[device_slots, device_positions] = values
 
-    def jump(self, slot: int, token_ids: list[int]) -> None:
-        """Tokens that follow what is known of a slot, whatever the model says."""
-        begin = int(self.known[slot])
+    def append_forced(self, slot: int, token_ids: list[int]) -> None:
+        """Append tokens that a grammar forces to what is known of a slot."""
+        begin = int(self.num_known[slot])
         end = begin + len(token_ids)
         self.tokens[slot, begin:end] = torch.tensor(token_ids, dtype=torch.int32)
-        self.known[slot] = end
-        self.jumps[slot] = True
+        self.num_known[slot] = end
+        self.has_forced[slot] = True
 
     def require_held(self, slots: list[int], verb: str) -> None:
-        """ValueError where one is not held; `verb` says what the plan does to them."""
+        """Raise ValueError for a slot that is not held; `verb` says what the plan does to it."""
         if not self.held.issuperset(slots):
             raise ValueError(f"the plan {verb} slots {slots}, not all of them held")
 
     def to_device(self, values: Ints) -> Tensor:
-        return send(values, self.device) if self._tokens_here is None else torch.from_numpy(values)
+        """Return an array as a tensor on the device."""
+        return send(values, self.device) if self._host_tokens is None else torch.from_numpy(values)
 
-    def _check(self, one: NewSlot, known: int, pages: Ints) -> None:
-        if not 0 <= one.slot < self.num_slots or one.slot in self.held:
-            raise ValueError(f"the plan admits to slot {one.slot}, which is held or does not exist")
-        if not 0 <= one.computed < known <= self.context_length:
+    def _check_new(self, new: NewSlot, num_known: int, pages: Ints) -> None:
+        if not 0 <= new.slot < self.num_slots or new.slot in self.held:
+            raise ValueError(f"the plan admits to slot {new.slot}, which is held or does not exist")
+        if not 0 <= new.computed < num_known <= self.context_length:
             raise ValueError(
-                f"slot {one.slot}: {one.computed} tokens computed of {known} known,"
+                f"slot {new.slot}: {new.computed} tokens computed of {num_known} known,"
                 f" the context is {self.context_length}"
             )
-        if len(pages) > self.pages.shape[1] or len(pages) * self.page_size < known:
-            raise ValueError(f"slot {one.slot}: {len(pages)} pages for {known} tokens")
-        self._check_pages(pages, f"slot {one.slot}")
+        if len(pages) > self.pages.shape[1] or len(pages) * self.page_size < num_known:
+            raise ValueError(f"slot {new.slot}: {len(pages)} pages for {num_known} tokens")
+        self._check_pages(pages, f"slot {new.slot}")
 
-    def _check_pages(self, pages: Ints, whose: str) -> None:
+    def _check_pages(self, pages: Ints, owner: str) -> None:
         highest = int(pages.max())
         if pages.min() < 0 or highest >= self.num_pages:
-            raise ValueError(f"{whose}: pages {pages.tolist()} must be 0 to {self.num_pages - 1}")
-        self.pages_reached = max(self.pages_reached, highest + 1)
+            raise ValueError(f"{owner}: pages {pages.tolist()} must be 0 to {self.num_pages - 1}")
+        self.num_pages_used = max(self.num_pages_used, highest + 1)
 
-    def _scatter(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
+    def _write_rows(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
         """Write rows of different length to the beginnings of these rows of a table."""
         lengths = np.array([len(row) for row in rows])
         columns = np.concatenate([np.arange(length) for length in lengths])
         values = np.concatenate(rows).astype(np.int64)
-        slots_there, columns_there, there = send_all(
+        device_slots, device_columns, device_values = send_all(
             self.device, np.repeat(slots, lengths), columns, values
         )
-        table[slots_there, columns_there] = there.to(table.dtype)
+        table[device_slots, device_columns] = device_values.to(table.dtype)
+
+
+def ints_of(packed: bytes) -> Ints:
+    """Return the integers of `pack_ids` as an array."""
+    return np.frombuffer(packed, dtype="<i4").astype(np.int64)

@@ -1,4 +1,4 @@
-"""The engine for a card against plain torch, over whole models and steps of every kind."""
+"""The engine for a GPU against plain torch, over whole models and steps of every kind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +54,7 @@ def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:
 
 
 def logits_of(directory: Path, others: int, chunk: int) -> torch.Tensor:
-    """Every row of logits [rows, vocab_size] that three tokens of one prompt need, and of others in
-    the same steps."""
+    """Return the logits `[rows, vocab_size]` of three tokens of a prompt, and of others beside."""
     flags = {**TRITON, "dtype": "bfloat16", "enable_deterministic_inference": True}
     runner = runner_of(directory, **flags)
     compute, seen = runner.engine.logits, []
@@ -86,25 +85,25 @@ def test_fp8_keeps_keys_and_values_in_a_byte(llama_dir: Path) -> None:
     assert len(request.output) == 3
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a card")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         ({"attention_backend": "triton", "quantization": "int8"}, "native kernels of a CPU"),
-        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "needs a card"),
-        ({"attention_backend": "torch", "kv_cache_dtype": "fp8"}, "needs a card"),
-        ({"enable_deterministic_inference": True}, "needs a card"),
+        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "needs a GPU"),
+        ({"attention_backend": "torch", "kv_cache_dtype": "fp8"}, "needs a GPU"),
+        ({"enable_deterministic_inference": True}, "needs a GPU"),
         ({"device": "cuda"}, "CUDA devices here"),
     ],
 )
-def test_what_a_card_alone_can_do_is_refused_without_one(
+def test_what_a_gpu_alone_can_do_is_refused_without_one(
     flags: dict[str, object], complaint: str, gpt2_dir: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         runner_of(gpt2_dir, **flags)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a card")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
 def test_triton_on_a_cpu_is_refused_outside_its_interpreter(
     gpt2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,8 @@ from worker_proc.gpu.graphs import (
     Capture,
     Captured,
     CudaCapture,
-    Decoded,
     DecodeGraphs,
+    DecodeOutput,
     batch_sizes,
 )
 from worker_proc.runner import Runner
@@ -27,7 +27,7 @@ from worker_proc.runner import Runner
 CPU = torch.device("cpu")
 
 
-def capture_on_a_cpu(run: Callable[[], Decoded]) -> Captured:
+def capture_on_a_cpu(run: Callable[[], DecodeOutput]) -> Captured:
     """What a graph does: the same again, from the same places to the same places."""
     decoded = run()
 
@@ -54,9 +54,9 @@ def test_batch_sizes_reach_the_largest_and_pad_little(most: int) -> None:
 def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     seen: list[list[list[int]]] = []
 
-    def decode(inputs: torch.Tensor, drawing: bool) -> Decoded:
+    def decode(inputs: torch.Tensor, drawing: bool) -> DecodeOutput:
         seen.append(inputs.tolist())
-        return Decoded(inputs.t().float(), inputs[1] + 100 * drawing)
+        return DecodeOutput(inputs.t().float(), inputs[1] + 100 * drawing)
 
     progress: list[tuple[int, int]] = []
     graphs = DecodeGraphs(
@@ -64,7 +64,7 @@ def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     )
     assert [len(inputs[0]) for inputs in seen] == [4, 4, 1, 1], "the largest are captured first"
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert graphs.take(4) and not graphs.take(5)
+    assert graphs.max_rows == 4
     slots, positions = np.array([7, 3]), np.array([5, 9])
     decoded = graphs.run(slots, positions, np.array([True, True]))
     assert seen[-1] == [[7, 3, -1, -1], [5, 9, 0, 0], [1, 1, 1, 1]]
@@ -86,7 +86,7 @@ def runner_with(
         plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
         deterministic, batch_sizes(3), capture, flash=flash,
     )  # fmt: skip
-    engine.prepare(table)
+    engine.capture_graphs(table)
     return Runner(engine, table, plain.dtype)
 
 

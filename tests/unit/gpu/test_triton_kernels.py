@@ -14,7 +14,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, note, swiglu
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, store_tokens, swiglu
 from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, RMSNorm, Rope
 from worker_proc.models.llama import inverse_frequencies
 
@@ -227,7 +227,7 @@ def test_embedding_looks_up_what_is_known_of_a_slot(
 
 def test_what_was_chosen_is_noted_behind_its_position() -> None:
     known = torch.zeros(3, 8, device=DEVICE, dtype=torch.int32)
-    note(known, ints([7, 8, 9]), ints([2, -1, 0]), ints([1, 3, 6]))
+    store_tokens(known, ints([7, 8, 9]), ints([2, -1, 0]), ints([1, 3, 6]))
     assert known.nonzero().tolist() == [[0, 7], [2, 2]]
     assert (known[2, 2], known[0, 7]) == (7, 9)
 

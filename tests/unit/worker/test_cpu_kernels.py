@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.torch_engine import TorchEngine
 
@@ -39,7 +41,7 @@ QUANTISED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
 class Compared(Engine):
     """Computes everything twice and fails if the results differ."""
 
-    def __init__(self, native: Engine, reference: Engine, within: float) -> None:
+    def __init__(self, native: NativeEngine, reference: Engine, within: float) -> None:
         self.name = "compared"
         self.native, self.reference, self.within = native, reference, within
 
@@ -54,23 +56,16 @@ class Compared(Engine):
         self._check(logits, reference)
         return logits
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden).argmax(-1)
-
-    def forward_sampled(self, inputs: StepInputs) -> Tensor:
-        """Compare the sampled rows with those of a full forward pass."""
+    def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
+        """In one go; then the rows that sample; then all of them, whose logits are sampled."""
+        token_ids = np.array(self.native.forward_and_sample(inputs).token_ids)
         sampled = self.native.forward_sampled(inputs).clone()
-        expected = inputs.of_samples(self.forward(inputs))
+        hidden = inputs.of_samples(self.forward(inputs))
         if len(sampled):
-            self._check(sampled, expected)
-        return sampled
-
-    def forward_argmax(self, inputs: StepInputs) -> Tensor:
-        """Compare the argmax of a single run with that of separate runs."""
-        argmax = self.native.forward_argmax(inputs)
-        expected = super().forward_argmax(inputs)
-        assert argmax.tolist() == expected.tolist()
-        return argmax
+            self._check(sampled, hidden)
+        expected = self.sample_rows(inputs, sampled)
+        assert token_ids.tolist() == expected.token_ids.tolist()
+        return expected
 
     def _check(self, ours: Tensor, reference: Tensor) -> None:
         difference = (ours - reference).norm().item() / reference.norm().item()
@@ -191,7 +186,7 @@ def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
         outputs.append([request.output for request in requests])
         assert (sum(taken) > 20) == in_one_go
     assert outputs[0] == outputs[1]
-    for name in ("tokens", "known", "computed", "num_pages_of"):
+    for name in ("tokens", "num_known", "num_computed", "num_pages_of"):
         ours, theirs = (getattr(table, name) for table in tables)
         assert (ours == theirs).all()
 
@@ -205,7 +200,7 @@ def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> N
     driver.step((greedy, 2), (full, 4), (drawn, 2), (begun, 5), (gone, 1))
     driver.release(gone)
     driver.step((greedy, 1))
-    kept = (table.tokens, table.known, table.computed)
+    kept = (table.tokens, table.num_known, table.num_computed)
     before = [values.clone() if isinstance(values, Tensor) else values.copy() for values in kept]
 
     def decode(slots: list[int], counts: list[int]) -> bytes | None:

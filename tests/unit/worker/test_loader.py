@@ -24,7 +24,8 @@ from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.runner import Runner
-from worker_proc.step.slot_table import SlotTable, pages_of_pool
+from worker_proc.startup.memory_profile import num_pool_pages
+from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.devices import choose_device, choose_dtype, take_cores
 
 CPU = torch.device("cpu")
@@ -206,17 +207,17 @@ def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
 
 def test_the_pool_holds_whole_pages_of_the_tokens_asked_for() -> None:
     args = WorkerArgs(page_size=16, max_total_tokens=100)
-    assert pages_of_pool(args, SHAPE, torch.float32, CPU, most_tokens=10**6) == 6
+    assert num_pool_pages(args, SHAPE, torch.float32, CPU, max_tokens=10**6) == 6
 
 
 def test_the_pool_is_never_larger_than_all_slots_can_fill() -> None:
-    assert pages_of_pool(WorkerArgs(page_size=16), SHAPE, torch.float32, CPU, 1000) == 63
+    assert num_pool_pages(WorkerArgs(page_size=16), SHAPE, torch.float32, CPU, 1000) == 63
 
 
 def test_a_pool_without_room_for_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_proc.step.slot_table.free_memory", lambda device: 10_000)
+    monkeypatch.setattr("worker_proc.startup.memory_profile.free_memory", lambda device: 10_000)
     with pytest.raises(ConfigError, match="does not hold one page"):
-        pages_of_pool(WorkerArgs(), SHAPE, torch.float32, CPU, most_tokens=1000)
+        num_pool_pages(WorkerArgs(), SHAPE, torch.float32, CPU, max_tokens=1000)
 
 
 @pytest.mark.parametrize(

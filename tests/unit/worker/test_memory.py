@@ -11,8 +11,13 @@ from quadriga.errors import ConfigError
 from tests.unit.worker_driver import runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.registry import build_model
-from worker_proc.startup.memory_profile import check_weights, largest_step, pages_of
-from worker_proc.step.slot_table import pages_of_pool
+from worker_proc.startup import memory_profile
+from worker_proc.startup.memory_profile import (
+    check_weights,
+    largest_step,
+    num_plan_pages,
+    num_pool_pages,
+)
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
@@ -20,23 +25,23 @@ SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
 
 def test_the_largest_step_is_one_that_runs(llama_dir: Path) -> None:
     args = SchedulerArgs(max_batch_size=4, max_running_requests=8, chunked_prefill_size=100)
-    plan = largest_step(args, 8192, context=64, page_size=4)
-    assert len(plan.new) == 4 and pages_of(plan) == 4 * 7
+    plan = largest_step(args, 8192, context_length=64, page_size=4)
+    assert len(plan.new) == 4 and num_plan_pages(plan) == 4 * 7
     result = runner_of(llama_dir, max_total_tokens=4 * 28).run(plan)
     assert len(result.token_ids) == 4 * 4
 
 
 def test_a_long_step_is_cut_at_the_context() -> None:
-    plan = largest_step(SchedulerArgs(max_batch_size=1), 8192, context=64, page_size=16)
+    plan = largest_step(SchedulerArgs(max_batch_size=1), 8192, context_length=64, page_size=16)
     assert len(plan.new[0].token_ids) == 4 * 63
 
 
 def test_what_steps_need_is_no_room_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_proc.step.slot_table.free_memory", lambda device: 100 * 2**20)
+    monkeypatch.setattr(memory_profile, "free_memory", lambda _: 100 * 2**20)
     args = WorkerArgs(page_size=4096, mem_fraction_static=0.5)
-    assert pages_of_pool(args, SHAPE, torch.float32, CPU, 10**6, set_aside=80 * 2**20) == 10
+    assert num_pool_pages(args, SHAPE, torch.float32, CPU, 10**6, step_bytes=80 * 2**20) == 10
     with pytest.raises(ConfigError, match="of 100 MiB free memory less 99 MiB for a step"):
-        pages_of_pool(args, SHAPE, torch.float32, CPU, 10**6, set_aside=99 * 2**20)
+        num_pool_pages(args, SHAPE, torch.float32, CPU, 10**6, step_bytes=99 * 2**20)
 
 
 def test_weights_that_do_not_fit_are_refused_with_their_size() -> None:

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 
-from worker_proc.startup.prefill_tuning import ENOUGH_SECONDS, SIZES, choose
+from worker_proc.startup.prefill_tuning import (
+    CANDIDATE_SIZES,
+    MAX_TUNING_S,
+    smallest_good_size,
+)
 
 
 def test_the_smallest_size_whose_rate_is_good_is_taken() -> None:
@@ -13,7 +17,7 @@ def test_the_smallest_size_whose_rate_is_good_is_taken() -> None:
 
 def test_one_slow_moment_does_not_count() -> None:
     seconds = iter([0.050, 0.0078, 0.0155, 0.090, 0.0310, 0.0310, 0.0620, 0.0620])
-    assert choose(list(SIZES), lambda _: next(seconds)) == 128
+    assert smallest_good_size(list(CANDIDATE_SIZES), lambda _: next(seconds)) == 128
 
 
 def test_a_slow_machine_tries_few_sizes() -> None:
@@ -21,13 +25,13 @@ def test_a_slow_machine_tries_few_sizes() -> None:
 
     def seconds_of(size: int) -> float:
         asked.append(size)
-        return size / 256 * ENOUGH_SECONDS
+        return size / 256 * MAX_TUNING_S
 
-    assert choose(list(SIZES), seconds_of) == 128
+    assert smallest_good_size(list(CANDIDATE_SIZES), seconds_of) == 128
     assert asked == [128, 128]
 
 
 def chosen(*seconds: float) -> int:
     """Where the sizes take so long."""
-    times: Iterator[tuple[int, float]] = zip(SIZES, seconds, strict=True)
-    return choose(list(SIZES), dict(times).__getitem__)
+    times: Iterator[tuple[int, float]] = zip(CANDIDATE_SIZES, seconds, strict=True)
+    return smallest_good_size(list(CANDIDATE_SIZES), dict(times).__getitem__)

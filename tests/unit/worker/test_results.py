@@ -10,7 +10,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.worker import ResultMessage, StepResult
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.result_sender import AsyncResultSender, Later
+from worker_proc.result_sender import AsyncResultSender, Wait
 from worker_proc.startup.nvtx import mark_steps
 
 SECONDS = 10.0
@@ -20,7 +20,7 @@ def fail(error: Exception) -> None:
     raise AssertionError("nothing goes wrong here") from error
 
 
-def step(number: int, done: threading.Event) -> Later:
+def step(number: int, done: threading.Event) -> Wait:
     def finish() -> StepResult:
         assert done.wait(SECONDS)
         return StepResult(number, b"", 0.0, 0.0)
@@ -28,7 +28,7 @@ def step(number: int, done: threading.Event) -> Later:
     return finish
 
 
-def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
+def test_the_next_step_is_launched_before_the_last_one_has_ended() -> None:
     sent: list[ResultMessage] = []
     results, done = AsyncResultSender(sent.append, fail), [threading.Event() for _ in range(3)]
     for number, event in enumerate(done):
@@ -37,19 +37,19 @@ def test_nobody_waits_for_a_step_to_launch_the_next() -> None:
     for event in reversed(done):
         event.set()
     results.close()
-    assert [one.step for one in sent if isinstance(one, StepResult)] == [0, 1, 2]
+    assert [result.step for result in sent if isinstance(result, StepResult)] == [0, 1, 2]
 
 
-def test_what_goes_wrong_in_a_step_is_told() -> None:
-    told: list[Exception] = []
+def test_an_error_in_a_step_is_reported() -> None:
+    errors: list[Exception] = []
 
     def broken() -> StepResult:
-        raise RuntimeError("the card is gone")
+        raise RuntimeError("the GPU is gone")
 
-    results = AsyncResultSender(lambda result: pytest.fail(str(result)), told.append)
+    results = AsyncResultSender(lambda result: pytest.fail(str(result)), errors.append)
     results.send(broken)
     results.close()
-    assert [str(error) for error in told] == ["the card is gone"]
+    assert [str(error) for error in errors] == ["the GPU is gone"]
 
 
 def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
@@ -64,6 +64,6 @@ def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
     mark_steps(runner, begin)
     driver = Driver(runner)
     driver.generate([driver.add([1, 2, 3])], 1)
-    assert marks == ["launch", "forward_argmax", "note"]
+    assert marks == ["launch", "execute", "forward_and_sample"]
     with pytest.raises(ConfigError, match="enable_nvtx is for CUDA, the device is cpu"):
         runner_of(gpt2_dir, enable_nvtx=True)

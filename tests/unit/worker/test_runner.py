@@ -1,6 +1,6 @@
 """The runner against transformers: the same greedy tokens, however the work is cut up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
+from quadriga.wire.messages.worker import DECODE, NewSlot, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.attention import torch_reference
@@ -53,8 +53,26 @@ def greedy_by_transformers(
     return outputs
 
 
+def plan_of(
+    slots: bytes = b"",
+    num_tokens: bytes = b"",
+    new: Sequence[NewSlot] = (),
+    released: bytes = b"",
+    grown: bytes = b"",
+) -> StepPlan:
+    return StepPlan(
+        step=9,
+        forward_mode=DECODE,
+        slots=slots,
+        num_tokens=num_tokens,
+        new=list(new),
+        released=released,
+        grown=grown,
+    )
+
+
 class Case:
-    """A model, prompts, and what transformers makes of them."""
+    """A model, prompts, and the tokens that transformers generates for them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -232,9 +250,9 @@ def test_a_step_that_only_releases_returns_no_tokens(llama: Case) -> None:
     request = driver.add(llama.prompts[0])
     driver.step((request, 1))
     slots = pack_ids([request.slot])
-    assert driver.runner.run(StepPlan(9, DECODE, b"", b"", [], slots)).token_ids == b""
+    assert driver.runner.run(plan_of(released=slots)).token_ids == b""
     with pytest.raises(ValueError, match="not all of them held"):
-        driver.runner.run(StepPlan(10, DECODE, slots, pack_ids([1]), [], b""))
+        driver.runner.run(plan_of(slots, pack_ids([1])))
 
 
 def test_warming_up_leaves_no_trace(llama: Case) -> None:
@@ -261,12 +279,21 @@ def test_plans_that_contradict_the_slots_are_refused(llama: Case) -> None:
     slot = pack_ids([request.slot])
     driver.step((request, 3))
     with pytest.raises(ValueError, match="runs ahead"):
-        driver.runner.run(StepPlan(1, EXTEND, slot, pack_ids([2]), [], b""))
+        driver.runner.run(plan_of(slot, pack_ids([2])))
     with pytest.raises(ValueError, match="two rows for one slot"):
-        driver.runner.run(StepPlan(1, DECODE, slot * 2, pack_ids([1, 1]), [], b""))
+        driver.runner.run(plan_of(slot * 2, pack_ids([1, 1])))
+    same_slot = NewSlot(
+        slot=request.slot,
+        token_ids=pack_ids([1]),
+        computed=0,
+        pages=pack_ids([0]),
+        temperature=0.0,
+        top_k=-1,
+        top_p=1.0,
+        seed=0,
+    )
     with pytest.raises(ValueError, match="is held"):
-        again = NewSlot(request.slot, pack_ids([1]), 0, pack_ids([0]), 0.0, -1, 1.0, 0)
-        driver.runner.run(StepPlan(1, DECODE, b"", b"", [again], b""))
+        driver.runner.run(plan_of(new=[same_slot]))
 
 
 def test_a_row_beyond_the_pages_of_its_slot_is_refused(llama: Case) -> None:
@@ -275,9 +302,9 @@ def test_a_row_beyond_the_pages_of_its_slot_is_refused(llama: Case) -> None:
     slot, one = pack_ids([request.slot]), pack_ids([1])
     driver.step((request, 4))
     with pytest.raises(ValueError, match=rf"beyond the pages of slots \[{request.slot}\]"):
-        driver.runner.run(StepPlan(1, DECODE, slot, one, [], b""))
+        driver.runner.run(plan_of(slot, one))
     grown = pack_ids([request.slot, driver.free_pages.pop()])
-    assert len(driver.runner.run(StepPlan(1, DECODE, slot, one, [], b"", grown)).token_ids) == 4
+    assert len(driver.runner.run(plan_of(slot, one, grown=grown)).token_ids) == 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_untied"])

@@ -3,7 +3,7 @@
 A program takes a block of queries of one row, together with all query heads that share a key head,
 and walks over the row's keys, page by page, with a running softmax (Dao 2023,
 https://arxiv.org/abs/2307.08691). Where a step has few rows their keys are split over several
-programs, whose results `_combine` brings together (Flash-Decoding).
+programs, whose results `_combine` merges (Flash-Decoding).
 
 Blocks of keys begin at multiples of BLOCK_KEYS of the request, whatever is computed with them, and
 rows of a product do not touch each other: so without splits a query's numbers depend neither on the
@@ -19,8 +19,7 @@ from worker_proc.gpu.kernels.dot import dot
 
 LOG2_E = 1.4426950408889634
 BLOCK_KEYS = 64
-MIN_ROWS = 16
-"""Rows of the smallest product that a card multiplies at once."""
+MIN_ROWS = 16  # of the smallest product of tensor cores
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def _attend(
         seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of them
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
         likelihood = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(highest - reference)
         total = total * shrink + tl.sum(likelihood, 1)
@@ -108,18 +107,18 @@ def _combine(
 
 
 def block_dim(head_dim: int) -> int:
-    """A power of two that a card's products take."""
-    return max(MIN_ROWS, triton.next_power_of_2(head_dim))
+    """Return head_dim rounded up to a size of tensor core products."""
+    return max(MIN_ROWS, int(triton.next_power_of_2(head_dim)))
 
 
 def rows_of_block(group: int, queries: int) -> int:
-    """Rows of a program's products: of one query, or of as many as are worth it."""
-    least = max(MIN_ROWS, triton.next_power_of_2(group))
-    return least if queries == 1 else max(least, 64)
+    """Return the rows of a program's products, for a block of one query or of several."""
+    min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
+    return min_rows if queries == 1 else max(min_rows, 64)
 
 
 def queries_of_block(group: int, queries: int) -> int:
-    """Queries of a row that one program takes."""
+    """Return the queries of a row that one program takes."""
     return rows_of_block(group, queries) // group
 
 
@@ -131,13 +130,18 @@ def attend_over_pages(
     out: Tensor,
     splits: int = 1,
 ) -> None:
-    """q: [tokens, heads, head_dim], strided by token; pool: [2, pages, page_size, kv_heads,
-    head_dim], keys and values; page_table: [slots, pages] int64; out: [tokens, heads * head_dim].
+    """Attend to the keys of each query's row, up to its own position.
 
-    blocks: int64 on the device, [2, blocks] slots and positions, where each token is a block, or
-    [4, blocks] with the first token of each and their number, which is at most
-    queries_of_block(group, 2). A slot of -1 stands for nothing: its output is zeros.
-    splits: a power of two, 1 where a block may have more than one query.
+    Args:
+        q: `[tokens, heads, head_dim]`, which may be strided by token.
+        pool: `[2, pages, page_size, kv_heads, head_dim]`, keys and values.
+        page_table: `[slots, pages]` int64.
+        blocks: `[2, blocks]` int64 slots and positions, where each token is a block, or
+            `[4, blocks]` with the first token of each and their number, which is at most
+            queries_of_block(group, 2). A block with slot -1 is padding: its output is zeros.
+        out: Receives `[tokens, heads * head_dim]`.
+        splits: Programs for the keys of a row: a power of two; 1 if a block may have more than
+            one query.
     """
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape

@@ -1,5 +1,8 @@
-"""A matrix product whose rows do not depend on how many there are: tiles of one size, and each sum
-added up by one program in one order. The libraries' products choose by the number of rows."""
+"""A matrix product whose rows do not depend on their number (--enable-deterministic-inference).
+
+Tiles have one size, and each sum is added up by one program in one order. cuBLAS chooses both by
+the number of rows.
+"""
 
 import triton
 import triton.language as tl
@@ -23,10 +26,10 @@ def _multiply(
     sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, depth, BLOCK_DEPTH):
         k = start + tl.arange(0, BLOCK_DEPTH)
-        some = tl.load(x + x_rows + k[None, :], mask=is_row & (k < depth)[None, :], other=0.0)
+        tile = tl.load(x + x_rows + k[None, :], mask=is_row & (k < depth)[None, :], other=0.0)
         places = weight_rows[None, :] + k[:, None]
         wanted = is_column[None, :] & (k < depth)[:, None]
-        sums += dot(some, tl.load(weight + places, mask=wanted, other=0.0))
+        sums += dot(tile, tl.load(weight + places, mask=wanted, other=0.0))
     if HAS_BIAS:
         sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     places = row.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -34,8 +37,16 @@ def _multiply(
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch's linear: x [rows, depth], weight [columns, depth], bias [columns]. Returns [rows,
-    columns] in x's dtype, each row as if it were alone."""
+    """Return x Wᵀ + b as torch's linear does, each row as if it were alone.
+
+    Args:
+        x: `[rows, depth]`.
+        weight: `[columns, depth]`.
+        bias: `[columns]`.
+
+    Returns:
+        `[rows, columns]` in x's dtype.
+    """
     rows, columns = len(x), len(weight)
     out = x.new_empty(rows, columns)
     grid = (triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))

@@ -1,4 +1,4 @@
-"""Norms of heads, rotary positions, and the writing of keys and values into their pages."""
+"""Head norms, rotary embedding, and the writing of keys and values into their pages."""
 
 import triton
 import triton.language as tl
@@ -66,16 +66,22 @@ def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
     rope: Rope | None, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
-    """Normalise queries and keys and turn them by their positions: queries in place, keys on their
-    way to the pages.
+    """Normalise and rotate queries in place, and keys on their way to the pages.
 
-    qkv: [tokens, heads + 2 * kv_heads, head_dim]; pool: [2, pages, page_size, kv_heads, head_dim];
-    page_table: [slots, pages] int64; slots, positions: [tokens] int64; a slot of -1 stands for
-    nothing. rope None: nothing is turned; norms None: nothing is normalised. ValueError for norms
-    without rope: what is not turned is not read.
+    Args:
+        qkv: `[tokens, heads + 2 * kv_heads, head_dim]`.
+        pool: `[2, pages, page_size, kv_heads, head_dim]`.
+        page_table: `[slots, pages]` int64.
+        slots: `[tokens]` int64; a token with slot -1 is padding.
+        positions: `[tokens]` int64.
+        rope: None: nothing is rotated.
+        norms: None: nothing is normalised.
+
+    Raises:
+        ValueError: There are norms without rope: queries that are not rotated are not read.
     """
     if norms is not None and rope is None:
-        raise ValueError("heads are normalised only where they are turned")
+        raise ValueError("heads are normalised only where they are rotated")
     tokens, all_heads, head_dim = qkv.shape
     _, _, page_size, kv_heads, _ = pool.shape
     half = -(-head_dim // 2)

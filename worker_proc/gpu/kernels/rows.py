@@ -1,4 +1,4 @@
-"""What happens to each token's row by itself: embedding, norms, activations, the noted token."""
+"""Kernels that treat each token's row by itself: embedding, norms, activations, token storage."""
 
 import torch
 import triton
@@ -29,8 +29,18 @@ def _embed(
 def embed(
     known: Tensor, slots: Tensor, positions: Tensor, tokens: Embedding, places: Embedding | None
 ) -> Tensor:
-    """known: [slots, context] int32, the tokens of every slot; slots, positions: [tokens] int64,
-    slot -1 stands for nothing. Returns [tokens, hidden] float32."""
+    """Look up the vectors of tokens and, if there are `places`, add those of their positions.
+
+    Args:
+        known: `[slots, context + 1]` int32, the tokens of every slot.
+        slots: `[tokens]` int64; a token with slot -1 is padding.
+        positions: `[tokens]` int64.
+        tokens: Vectors of tokens.
+        places: Vectors of positions.
+
+    Returns:
+        `[tokens, hidden]` float32.
+    """
     width = tokens.weight.shape[1]
     out = torch.empty(len(slots), width, device=slots.device)
     _embed[(len(slots), triton.cdiv(width, BLOCK))](
@@ -63,8 +73,16 @@ def _add_norm(
 
 
 def add_and_norm(residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNorm) -> Tensor:
-    """residual: [rows, hidden] float32, to which `added` (any dtype) is added in place. Returns
-    its norm in the dtype of the norm's weight."""
+    """Add to the residual stream in place, and normalise it.
+
+    Args:
+        residual: `[rows, hidden]` float32.
+        added: `[rows, hidden]`, of any dtype.
+        norm: The norm.
+
+    Returns:
+        The norm, in the dtype of its weight.
+    """
     rows, width = residual.shape
     out = torch.empty(rows, width, dtype=norm.weight.dtype, device=residual.device)
     centred = isinstance(norm, LayerNorm)
@@ -89,7 +107,7 @@ def _swiglu(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[rows, 2 * inner], gate and up, to silu(gate) * up: [rows, inner]."""
+    """Return silu(gate) * up `[rows, inner]` of gate and up `[rows, 2 * inner]`."""
     rows, inner = len(x), x.shape[1] // 2
     out = x.new_empty(rows, inner)
     _swiglu[(rows, triton.cdiv(inner, BLOCK))](x, out, WIDTH=inner, BLOCK=BLOCK)
@@ -107,24 +125,24 @@ def _gelu(x, count, BLOCK: tl.constexpr):
 
 
 def gelu_(x: Tensor) -> Tensor:
-    """In place, by the tanh approximation; x is contiguous."""
+    """Apply gelu, by its tanh approximation, to a contiguous tensor in place."""
     _gelu[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), BLOCK=BLOCK)
     return x
 
 
 @triton.jit
-def _note(known, chosen, slots, positions, known_stride, count, BLOCK: tl.constexpr):
+def _store_tokens(known, token_ids, slots, positions, known_stride, count, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < count
     slot = tl.load(slots + row, mask=exists, other=-1)
     position = tl.load(positions + row, mask=exists, other=0)
-    token = tl.load(chosen + row, mask=exists, other=0)
+    token = tl.load(token_ids + row, mask=exists, other=0)
     tl.store(known + slot * known_stride + position + 1, token.to(tl.int32), mask=slot >= 0)
 
 
-def note(known: Tensor, chosen: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write chosen[i] behind positions[i] of slots[i]; a slot of -1 stands for nothing."""
+def store_tokens(known: Tensor, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Write token_ids[i] behind positions[i] of slots[i]; a row with slot -1 is padding."""
     count = len(slots)
-    _note[(triton.cdiv(count, BLOCK),)](
-        known, chosen, slots, positions, known.stride(0), count, BLOCK=BLOCK
+    _store_tokens[(triton.cdiv(count, BLOCK),)](
+        known, token_ids, slots, positions, known.stride(0), count, BLOCK=BLOCK
     )

@@ -1,0 +1,49 @@
+"""What every rank of the worker does with a message."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.worker import (
+    CompileGrammar,
+    ForgetGrammar,
+    ResetWorker,
+    StepPlan,
+    StopWorker,
+    WorkerMessage,
+)
+from worker_proc.result_sender import Wait
+from worker_proc.runner import Runner
+from worker_proc.sampling.grammar_compiler import GrammarCompiler
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Handles messages. Rank 0 alone answers the scheduler.
+
+    Attributes:
+        runner: Runs the steps.
+        grammars: The compiled grammars.
+        compile_grammar: Compiles one: rank 0 in a thread, as the scheduler waits for its answer;
+            the others at once, since a plan may need the grammar as soon as rank 0 has answered.
+        send: Takes the function that waits for a launched step.
+    """
+
+    runner: Runner
+    grammars: GrammarCompiler
+    compile_grammar: Callable[[GrammarForm], None]
+    send: Callable[[Wait], None]
+
+    def handle(self, message: WorkerMessage) -> None:
+        """Do what a message asks for; StopWorker is left to the caller."""
+        match message:
+            case StepPlan():
+                self.send(self.runner.launch(message))
+            case CompileGrammar():
+                self.compile_grammar(message.grammar)
+            case ForgetGrammar():
+                self.grammars.forget(message.key)
+            case ResetWorker():
+                self.runner.table.release_all()
+            case StopWorker():
+                return

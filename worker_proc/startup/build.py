@@ -1,0 +1,111 @@
+"""Builds the runner: device, dtype, weights, and the KV pool in the memory that is left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quadriga.config.server_config import ServerConfig
+from quadriga.model_files.resolve import ModelFiles
+from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
+from worker_proc.loading.loader import load_model
+from worker_proc.loading.sharding import WHOLE, TPRank
+from worker_proc.models.registry import build_model
+from worker_proc.runner import Runner
+from worker_proc.startup.dummy_plans import release_plan
+from worker_proc.startup.memory_profile import (
+    check_weights,
+    largest_step,
+    num_plan_pages,
+    num_pool_pages,
+    peak_gpu_bytes,
+)
+from worker_proc.startup.nvtx import mark_steps
+from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
+from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.devices import (
+    choose_device,
+    choose_dtype,
+    free_memory,
+    trim_heap,
+)
+
+if TYPE_CHECKING:
+    from worker_proc.distributed.tp_group import TPGroup
+
+
+def make_runner(
+    config: ServerConfig, files: ModelFiles, part: TPRank = WHOLE, store: Path | None = None
+) -> Runner:
+    """Load the model, or the part of one rank, and size the KV pool.
+
+    Args:
+        config: The server's flags.
+        files: The model.
+        part: The rank, whose part of each layer is loaded.
+        store: File by which the ranks find each other; None for a single rank.
+
+    Raises:
+        ConfigError: A device, dtype or size that cannot work.
+        ModelError: The model cannot be loaded.
+    """
+    args = config.worker
+    device = choose_device(args.device, part.rank)
+    dtype = choose_dtype(args.dtype, device, native_kernels_compute(args, device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels and streams belong to the current device
+    ranks = None if store is None else _join(part, store, device)
+    if device.type == "cuda":
+        empty = build_model(files.config, dtype, tp_size=part.count)
+        check_weights(empty, dtype, free_memory(device), device)
+    model = load_model(files, dtype, device, args.quantization == "gguf", part)
+    num_slots, context_length = config.scheduler.max_running_requests, files.context_length
+
+    def with_pages(num_pages: int) -> Runner:
+        max_decode_rows = config.scheduler.max_batch_size
+        engine = make_engine(args, model, num_pages, dtype, device, max_decode_rows, ranks)
+        table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
+        return Runner(engine, table, dtype)
+
+    step_bytes = 0
+    if device.type == "cuda":
+        step_bytes = _measure_step(config, context_length, with_pages)
+        torch.cuda.empty_cache()
+    num_pages = num_pool_pages(
+        args,
+        model.attention_shape,
+        kv_cache_dtype(args, dtype),
+        device,
+        num_slots * context_length,
+        step_bytes,
+    )
+    if ranks is not None:
+        num_pages = ranks.all_reduce_min(num_pages)
+    runner = with_pages(num_pages)
+    if args.enable_nvtx:
+        mark_steps(runner)
+    trim_heap()
+    return runner
+
+
+def _measure_step(
+    config: ServerConfig, context_length: int, with_pages: Callable[[int], Runner]
+) -> int:
+    """Return the bytes of GPU memory that the largest step needs, run on a small pool.
+
+    It runs twice, as the first run compiles.
+    """
+    page_size = config.worker.page_size
+    plan = largest_step(config.scheduler, GPU_PREFILL_TOKENS, context_length, page_size)
+    runner = with_pages(num_plan_pages(plan))
+    runner.run(plan)
+    runner.run(release_plan(len(plan.new)))
+    return peak_gpu_bytes(lambda: runner.run(plan), runner.table.device)
+
+
+def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
+    # torch.distributed is only loaded where it is needed.
+    from worker_proc.distributed.tp_group import TPGroup
+
+    return TPGroup(part, store, device)

@@ -1,0 +1,102 @@
+"""The output of a step: sampled tokens, and a handle to wait for them while the device computes."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
+from quadriga.wire.messages.worker import FailedRow, ForcedRow
+from worker_proc.sampling.grammar_mask import Constrained, advance
+from worker_proc.step.inputs import StepInputs
+from worker_proc.system.transfer import TokenIds
+
+MAX_FORCED_TOKENS = 32  # for one row and step, so that one row cannot make a step long for others
+NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+class SampledTokens(NamedTuple):
+    """The tokens of the rows that sample.
+
+    Attributes:
+        token_ids: `[samples]`.
+        logprobs: Logprobs of the rows that asked for them.
+        constrained: Rows with a grammar, which has not accepted its token yet.
+        stored: True if the engine has written the tokens to the slot table.
+    """
+
+    token_ids: TokenIds
+    logprobs: SampledLogprobs | None = None
+    constrained: Sequence[Constrained] = ()
+    stored: bool = False
+
+
+class StepOutput(msgspec.Struct):
+    """The fields of a StepResult that the engine fills in."""
+
+    token_ids: bytes
+    logprobs: SampledLogprobs | None = None
+    prompt_logprobs: list[PromptPiece] = []
+    failed: list[FailedRow] = []
+    forced: list[ForcedRow] = []
+
+
+class PendingStep(msgspec.Struct, frozen=True):
+    """A step that was launched.
+
+    Attributes:
+        wait: Wait for the end of the step, in any thread, and return its output.
+        blocks_next: True if `wait` must return before the next step is launched, since grammars
+            have to accept their tokens before they mask the next ones.
+    """
+
+    wait: Callable[[], StepOutput]
+    blocks_next: bool = False
+
+
+def pending_step(
+    inputs: StepInputs,
+    sampled: SampledTokens,
+    prompt_logprobs: list[PromptPiece],
+    jump_forward: bool,
+) -> PendingStep:
+    """Start to copy the sampled tokens to the host.
+
+    Args:
+        inputs: The step.
+        sampled: The tokens of its sampling rows.
+        prompt_logprobs: Logprobs of its prompt tokens.
+        jump_forward: Append the tokens that grammars force to the slots.
+    """
+    fetch = inputs.table.copier.begin(sampled.token_ids)
+
+    def wait() -> StepOutput:
+        token_ids = np.empty(len(inputs.layout.slots), dtype="<i4")
+        token_ids.fill(-1)
+        token_ids[inputs.sampled_rows] = on_host = fetch()
+        output = StepOutput(token_ids.tobytes(), sampled.logprobs, prompt_logprobs)
+        if sampled.constrained:
+            output.failed = advance(sampled.constrained, on_host, inputs.sampled_rows)
+            if jump_forward:
+                output.forced = _append_forced(sampled.constrained, inputs)
+        return output
+
+    return PendingStep(wait, blocks_next=bool(sampled.constrained))
+
+
+def _append_forced(constrained: Sequence[Constrained], inputs: StepInputs) -> list[ForcedRow]:
+    """Append to each slot the tokens that its grammar forces after the sampled one.
+
+    The next step of the slot computes them together with the sampled token.
+    """
+    table, forced = inputs.table, []
+    for row, grammar in constrained:
+        slot = int(inputs.sampled_slots[row])
+        room = table.context_length - int(table.num_known[slot])
+        token_ids = grammar.take_forced(min(room, MAX_FORCED_TOKENS))
+        if token_ids:
+            table.append_forced(slot, token_ids)
+            forced.append(ForcedRow(int(inputs.sampled_rows[row]), pack_ids(token_ids)))
+    return forced
