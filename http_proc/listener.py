@@ -112,7 +112,7 @@ class OverloadedProtocol(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's type only looks like one
         asyncio.get_running_loop().call_later(OVERLOAD_TIMEOUT_S, self._transport.abort)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:  # noqa: ARG002
         """Answer the first bytes and discard the rest.
 
         A client that is disconnected while it sends its request may never see the answer.

@@ -197,7 +197,7 @@ class Scheduler:
 
     # --- from frontend and detokenizer ------------------------------------------------------------
 
-    def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:
+    def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:  # noqa: C901
         match message:
             case to_scheduler.Submit():
                 self._on_submit(message)

@@ -1,4 +1,4 @@
-"""Compiles each Triton kernel for a GPU that need not be there:
+"""Compile each Triton kernel for a GPU that need not exist.
 
     TRITON_INTERPRET=0 python -m tests.triton_compile
 
@@ -8,8 +8,8 @@ two. In a process of its own, as a kernel is for either of them.
 
 from typing import Any
 
+from triton import compiler
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from worker_proc.gpu.kernels import attention, matmul, rotate_write, rows
 
@@ -25,7 +25,7 @@ def check(kernel: Any, constants: dict[str, Any], **types: str) -> None:
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compile(ASTSource(kernel, signature, places), target=HOPPER)
+    compiler.compile(compiler.ASTSource(kernel, signature, places), target=HOPPER)
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ import torch
 from quadriga.wire.messages.worker import StepPlan, StepResult
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine_base import Engine
-from worker_proc.step.outputs import PendingStep, StepOutput
+from worker_proc.step.outputs import EngineOutput, PendingStep
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import step_clock
 
-NO_ROWS = PendingStep(lambda: StepOutput(b""))
+NO_ROWS = PendingStep(lambda: EngineOutput(b""))
 
 
 class Runner:

@@ -193,7 +193,7 @@ class Guard:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)
 
-    def callback(self, domain: str, key: bytes) -> bool:
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002
         """Return whether a key may connect; called by zmq.auth."""
         return key in self._allowed
 

@@ -32,7 +32,7 @@ from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.outputs import PendingStep, SampledTokens, StepOutput
+from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens
 from worker_proc.step.slot_table import SlotTable
 
 PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1 MiB
@@ -103,7 +103,7 @@ class NativeEngine(Engine):
 
     def execute(self, plan: StepPlan, table: SlotTable) -> PendingStep:
         if plan.forward_mode == DECODE and (token_ids := self.decode(plan, table)) is not None:
-            return PendingStep(partial(StepOutput, token_ids))
+            return PendingStep(partial(EngineOutput, token_ids))
         return super().execute(plan, table)
 
     def forward(self, inputs: StepInputs) -> Tensor:

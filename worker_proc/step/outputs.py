@@ -33,7 +33,7 @@ class SampledTokens(NamedTuple):
     stored: bool = False
 
 
-class StepOutput(msgspec.Struct):
+class EngineOutput(msgspec.Struct):
     """The fields of a StepResult that the engine fills in."""
 
     token_ids: bytes
@@ -52,7 +52,7 @@ class PendingStep(msgspec.Struct, frozen=True):
             have to accept their tokens before they mask the next ones.
     """
 
-    wait: Callable[[], StepOutput]
+    wait: Callable[[], EngineOutput]
     blocks_next: bool = False
 
 
@@ -72,11 +72,11 @@ def pending_step(
     """
     fetch = inputs.table.copier.begin(sampled.token_ids)
 
-    def wait() -> StepOutput:
+    def wait() -> EngineOutput:
         token_ids = np.empty(len(inputs.layout.slots), dtype="<i4")
         token_ids.fill(-1)
         token_ids[inputs.sampled_rows] = on_host = fetch()
-        output = StepOutput(token_ids.tobytes(), sampled.logprobs, prompt_logprobs)
+        output = EngineOutput(token_ids.tobytes(), sampled.logprobs, prompt_logprobs)
         if sampled.constrained:
             output.failed = advance(sampled.constrained, on_host, inputs.sampled_rows)
             if jump_forward:
