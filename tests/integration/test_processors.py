@@ -113,7 +113,7 @@ def by_transformers(model: Any, tokenizer: Tokenizer, fields: dict[str, Any]) ->
         pad_token_id=0,
         logits_processor=LogitsProcessorList(processors(fields, tokenizer)),
     )
-    return output[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+    return output[0, len(PROMPT) :].tolist()
 
 
 def post(url: str, body: Any) -> Any:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from quadriga.client import AsyncClient, ChatOptions, Client, SamplingParams
+from quadriga.client.types import Prompt
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -62,10 +63,10 @@ def test_the_times_of_the_stages_are_in_order(server: Server) -> None:
 def test_a_list_of_prompts_of_every_kind_gives_completions_in_the_same_order(
     server: Server,
 ) -> None:
-    prompts = [TEXT, [5, 6, 7], [{"role": "user", "content": "hi"}], "", []]
+    prompts: list[Prompt] = [TEXT, [5, 6, 7], [{"role": "user", "content": "hi"}], "", []]
     with Client(server.endpoint) as client:
-        together = client.generate(prompts, GREEDY)  # type: ignore[arg-type]
-        alone = [client.generate(prompt, GREEDY) for prompt in prompts[:3]]  # type: ignore[arg-type]
+        together = client.generate(prompts, GREEDY)
+        alone = [client.generate(prompt, GREEDY) for prompt in prompts[:3]]
     assert [c.token_ids for c in together[:3]] == [c.token_ids for c in alone]
     assert together[3].token_ids == together[4].token_ids
     assert together[3].usage.prompt_tokens == 1, "an empty prompt is one end-of-text token"
@@ -143,7 +144,7 @@ def test_leaving_a_stream_early_aborts_the_request(server: Server) -> None:
 
 def test_a_deadline_raises_and_aborts(server: Server) -> None:
     with Client(server.endpoint) as client, pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
-        client.generate([TEXT] * 40, greedy(max_new_tokens=200), timeout=0.01)  # type: ignore[arg-type]
+        client.generate([TEXT] * 40, greedy(max_new_tokens=200), timeout=0.01)
     settle(server.endpoint)
 
 

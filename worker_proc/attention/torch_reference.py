@@ -246,7 +246,8 @@ def _pad(group: _Group, values: Tensor) -> Tensor:
     """Pad `[tokens of the group, ...]` to `[rows, queries, ...]`."""
     if group.spread is not None:
         values = values.index_select(0, group.spread)
-    return values.unflatten(0, (group.rows, group.queries))
+    padded: Tensor = values.unflatten(0, (group.rows, group.queries))
+    return padded
 
 
 def _materialised(group: _Group, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

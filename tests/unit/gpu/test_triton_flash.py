@@ -34,7 +34,7 @@ def attend_in_torch(
         queries = torch.arange(end - begin, device=q.device) + length - (end - begin)
         mask = torch.arange(length, device=q.device) <= queries[:, None]
         by_head = [x.transpose(0, 1)[None] for x in (q[begin:end], there, values_there)]
-        attended = F.scaled_dot_product_attention(*by_head, mask, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(*by_head, mask, enable_gqa=True)  # type: ignore[misc,call-arg,arg-type]
         out[begin:end] = attended[0].transpose(0, 1)
 
 

@@ -10,7 +10,8 @@ import pytest
 import regex
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import Grammar, compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.params import Grammar
 from tokenizer_proc.grammars.sandbox import _check_grammar
 
 VOCAB_SIZE = 512

@@ -170,7 +170,13 @@ def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
         engine = native(directory, torch.float32, 4)
         taken: list[bool] = []
 
-        def decode(plan: StepPlan, table: SlotTable, engine=engine, taken=taken, may=in_one_go):
+        def decode(
+            plan: StepPlan,
+            table: SlotTable,
+            engine: NativeEngine = engine,
+            taken: list[bool] = taken,
+            may: bool = in_one_go,
+        ) -> bytes | None:
             tokens = NativeEngine.decode(engine, plan, table) if may else None
             taken.append(tokens is not None)
             return tokens
@@ -220,7 +226,10 @@ def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> N
         assert decode([alone, *others], [1, 1]) is None
     assert decode([alone], [2]) is None
     assert decode([alone], []) is None
-    assert all((now == then).all() for now, then in zip(kept, before, strict=True))
+    assert all(
+        np.array_equal(np.asarray(now), np.asarray(then))
+        for now, then in zip(kept, before, strict=True)
+    )
     assert decode([alone], [1]) is not None
 
 

@@ -4,6 +4,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from torch import Tensor
@@ -47,9 +48,7 @@ def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
     for pages in (0, NUM_PAGES // 2, NUM_PAGES // 3):
         pools.reach(pages)
         least = max(pages, NUM_PAGES // 2 if pages else 0) * PAGE_BYTES + AHEAD
-        wait_until(
-            lambda least=least: all(resident_bytes(layer) >= least for layer in pools.layers)
-        )  # type: ignore[misc]
+        wait_until(partial(_all_resident, pools, least))
         assert resident_bytes(pools.layers[-1]) < least + 2 * LARGE_PAGE
     pools.reach(NUM_PAGES)
     wait_until(lambda: all(resident_bytes(layer) >= layer.numel() for layer in pools.layers))
@@ -61,3 +60,7 @@ def test_small_pools_are_left_alone() -> None:
     pools.start_prefaulting(frozenset())
     pools.reach(4)
     assert [layer.numel() for layer in pools.layers] == [4096, 4096]
+
+
+def _all_resident(pools: KVPools, num_bytes: int) -> bool:
+    return all(resident_bytes(layer) >= num_bytes for layer in pools.layers)

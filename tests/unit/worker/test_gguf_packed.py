@@ -26,6 +26,7 @@ from tests.unit.worker.test_cpu_kernels import (
     drive,
 )
 from worker_proc.attention.torch_reference import TorchAttention
+from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.quantization import GROUP_SIZE, quantized_as_in_gguf
 from worker_proc.cpu.weights import LANES, to_quantised_panels
 from worker_proc.engine_factory import make_engine
@@ -150,6 +151,7 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     attention = TorchAttention(model.attention_shape, PAGES, PAGE_SIZE, torch.float32, CPU)
     theirs = TorchEngine(model, attention)
     with torch.inference_mode():
+        assert isinstance(ours, NativeEngine)
         drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
@@ -169,6 +171,7 @@ def test_other_formats_of_blocks_are_rounded_to_8_bits(tmp_path: Path) -> None:
     layer = load(files, packed=True).get_submodule("blocks.0.out_proj")
     expected = load(files, packed=False).get_submodule("blocks.0.out_proj").weight
     assert isinstance(layer, Linear)
+    assert isinstance(expected, torch.Tensor)
     bits, values = kept(list(layer.blocks))
     assert bits == 8
     assert (values - expected).abs().max() < expected.abs().max() / 250

@@ -85,7 +85,7 @@ def by_transformers(
     processors = LogitsProcessorList()
     if wanted.get("bias"):
         bias = [[[token_id], float(value)] for token_id, value in wanted["bias"].items()]
-        processors.append(SequenceBiasLogitsProcessor(bias))
+        processors.append(SequenceBiasLogitsProcessor(bias))  # type: ignore[arg-type]
     if "repetition_penalty" in wanted:
         processors.append(RepetitionPenaltyLogitsProcessor(wanted["repetition_penalty"]))
     frequency, presence = wanted.get("frequency_penalty", 0.0), wanted.get("presence_penalty", 0.0)
@@ -102,7 +102,7 @@ def by_transformers(
         others = sorted(set(range(VOCAB)) - set(wanted["allowed"]))
         if others:
             processors.append(SuppressTokensLogitsProcessor(others))
-    return processors(torch.tensor([history]), logits[None].clone())[0]
+    return processors(torch.tensor([history]), logits[None].clone())[0]  # type: ignore[arg-type]
 
 
 def table_of(histories: list[list[int]], seed: int) -> Tensor:
@@ -167,7 +167,7 @@ def test_the_filters_keep_what_transformers_warpers_keep(
         warpers.append(TopPLogitsWarper(top_p))
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
-    expected = warpers(torch.zeros(3, 1, dtype=torch.long), logits.clone()).isfinite()
+    expected = warpers(torch.zeros(3, 1, dtype=torch.long), logits.clone()).isfinite()  # type: ignore[arg-type]
     rows = SamplingRows(
         greedy=torch.zeros(3, dtype=torch.bool),
         temperature=torch.full((3,), temperature),

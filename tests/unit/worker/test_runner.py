@@ -48,7 +48,7 @@ def greedy_by_transformers(
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids))
+        output = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[misc]
         outputs.append(output[0, len(prompt) :].tolist())
     return outputs
 
