@@ -1,4 +1,4 @@
-"""A server whose worker computes with Triton's kernels: on a card, or in the interpreter."""
+"""A server whose worker computes with Triton's kernels: on a GPU, or in the interpreter."""
 
 import asyncio
 from pathlib import Path
