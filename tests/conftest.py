@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ MARKERS = {"integration": ["slow"], "faults": ["slow", "faults"], "gpu": ["slow"
 """The markers of the tests in each directory below this one."""
 MINUTES_S = 600
 """Tests with a time limit of so many seconds or more run for minutes."""
+
+# A shell starts background jobs with SIGINT ignored, and programs under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Modules that are imported while tests are collected stay: the garbage collector skips them.
 gc.disable()

@@ -197,7 +197,7 @@ def _check(soak: Soak, log: str) -> None:
             soak.problems += growth(name, first, last)
     if " died (" in log:
         soak.problems.append(f"a process died:\n{log}")
-    if "leaving with 0 open requests" not in log:
+    if "stopping with 0 open requests" not in log:
         soak.problems.append("the detokenizer had open requests at its end")
 
 

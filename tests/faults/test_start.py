@@ -1,9 +1,11 @@
 """A server that cannot start prints the reason in one line and leaves nothing behind."""
 
 import glob
+import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,14 @@ import pytest
 from bench.client.server import free_port
 from quadriga.runtime.child import EXIT_START_FAILED, EXIT_USAGE
 from tests.server import Server, launch, wait_until
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run launchers with a temporary directory that no server of another test uses."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
 
 
 def run_launcher(*flags: str, endpoint: str = "") -> tuple[int, str]:
@@ -21,7 +31,7 @@ def run_launcher(*flags: str, endpoint: str = "") -> tuple[int, str]:
 
 
 def run_dirs() -> set[str]:
-    return set(glob.glob(f"{tempfile.gettempdir()}/quadriga-*"))
+    return set(glob.glob(f"{os.environ['TMPDIR']}/quadriga-*"))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,10 @@ class LlamaConfig:
         num_kv_heads = setting(config, "num_key_value_heads", num_heads)
         intermediate_size = setting(config, "intermediate_size")
         check_tp_size(
-            tp_size, heads=num_heads, kv_heads=num_kv_heads, intermediate_size=intermediate_size
+            tp_size,
+            heads=num_heads,
+            key_and_value_heads=num_kv_heads,
+            intermediate_size=intermediate_size,
         )
         rope = {"rope_theta": config.get("rope_theta") or 10000.0}
         rope |= config.get("rope_scaling") or {}
