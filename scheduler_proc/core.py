@@ -98,8 +98,10 @@ class SchedulerCore:
     @property
     def has_work(self) -> bool:
         """Whether a request could use a step."""
-        num_running = len(self._running) + (self._running.chunked is not None)
-        return self.kv.num_pages > 0 and num_running + self.num_waiting > 0
+        if self.kv.num_pages == 0:
+            return False
+        running = self._running
+        return len(running) > 0 or running.chunked is not None or self.num_waiting > 0
 
     @property
     def has_room(self) -> bool:
@@ -164,9 +166,8 @@ class SchedulerCore:
     def _add_decodes(self, plan: Plan) -> None:
         rows = self._with_pages(self._running.next_group(self._width), plan)
         plan.batch.add_decodes(rows)
-        for request in rows:
-            if request.num_known_tokens == request.max_total_tokens:
-                self._stop_decoding(request)
+        for request in [r for r in rows if r.num_known_tokens == r.max_total_tokens]:
+            self._stop_decoding(request)
 
     def _with_pages(self, group: list[Request], plan: Plan) -> list[Request]:
         """Allocate a page to each request in `group` that needs one, retracting others if needed.
