@@ -28,7 +28,7 @@ from quadriga.runtime.child import (
     Command,
 )
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
-from quadriga.supervisor.child_process import ChildProcess
+from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
 
 STARTED_AT = time.monotonic()
@@ -185,8 +185,9 @@ class Launcher:
 
     def _wait_for_exits(self, timeout: float) -> int | None:
         """Return the exit code once every process has exited or one has failed; None at timeout."""
-        countdown = Countdown(timeout)
+        countdown, grace = Countdown(timeout), None
         while not self._supervisor.all_exited:
+            grace = self._exit_grace(grace)
             event = self._supervisor.next_event(countdown)
             match event:
                 case Death() if event.is_clean or event.name == GATEWAY:
@@ -204,6 +205,17 @@ class Launcher:
                 case SupervisorEvent.TIMEOUT:
                     return None
         return EXIT_OK
+
+    def _exit_grace(self, countdown: Countdown | None) -> Countdown | None:
+        """Return the countdown from the delivery of everything on; kill the ring at its end.
+
+        A process that hangs or was stopped does not exit.
+        """
+        if countdown is None:
+            return Countdown(EXIT_GRACE_S) if self._all_is_delivered else None
+        if not countdown.left():
+            self._kill_ring()
+        return countdown
 
     @property
     def _all_is_delivered(self) -> bool:

@@ -165,3 +165,10 @@ def error_of(client: Client) -> QuadrigaError | None:
     except QuadrigaError as error:
         return error
     return None
+
+
+def test_a_worker_that_was_stopped_does_not_hold_up_the_stop(own_server: Server) -> None:
+    os.kill(own_server.pids["worker_proc"], signal.SIGSTOP)
+    began_at = time.monotonic()
+    assert stop(own_server.process) == EXIT_OK
+    assert time.monotonic() - began_at < 15
