@@ -312,7 +312,7 @@ class SchedulerCore:
                 victim = min(running, key=self._retraction_key)
                 self._retract(victim, plan)
                 if victim is request:
-                    return Room.RETRACTED
+                    return Room.WAIT
             elif not self.kv.free_duplicates(request):
                 return Room.WAIT if plan.in_flight else Room.POOL_FULL
         return Room.FREE
@@ -342,7 +342,6 @@ class SchedulerCore:
         """
         self._running.remove(request)
         self.num_retractions += 1
-        plan.retracted.append(request)
         plan.has_retracted = True
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED

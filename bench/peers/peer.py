@@ -39,7 +39,7 @@ class PeerWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a server is started for; `program` is the result of `Peer.install`."""
+    """The arguments with which a server is started; `program` is the result of `Peer.install`."""
 
     program: Path
     port: int

@@ -47,7 +47,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model computes in a step.
+    """The products and the attention that a model computes in a step.
 
     Attributes:
         products: Products of all layers.

@@ -1,1 +1,1 @@
-"""What `quadriga` does at a terminal: serve, chat, ask, bench."""
+"""The command `quadriga`: chat, ask and keygen, and the dispatch of serve and bench."""

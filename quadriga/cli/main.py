@@ -20,12 +20,10 @@ EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
 COMMAND_GROUP = "quadriga.commands"
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 DESCRIPTION = "Serve language models in four processes, and talk to them."
-REGISTERED_COMMANDS = """\
-serving
-  serve    start a server: quadriga serve --help lists its flags
-measuring
-  bench    measure a server, any OpenAI-compatible one too: quadriga bench --help
-"""
+REGISTERED_COMMANDS = {
+    "serve": "start a server: quadriga serve --help lists its flags",
+    "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     `serve` and `bench` take the flags of launcher.py and bench.serving.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in (["serve"], ["bench"]):
+    if arguments and arguments[0] in REGISTERED_COMMANDS:
         return _registered_command(arguments[0])(arguments[1:])
     try:
         namespace = _parser().parse_args(arguments)
@@ -89,17 +87,11 @@ def _discard_stdout() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "quadriga",
-        description=DESCRIPTION,
-        epilog=REGISTERED_COMMANDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("quadriga", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
-    commands = parser.add_subparsers(
-        title="talking to a server", metavar="{serve,chat,ask,bench,keygen}", required=True
-    )
+    commands = parser.add_subparsers(title="commands", required=True)
+    for name, text in REGISTERED_COMMANDS.items():
+        commands.add_parser(name, help=text)
     for module in (chat, ask, keygen):
         command = commands.add_parser(
             module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False

@@ -48,7 +48,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class Command(enum.Enum):
-    """What the launcher asks of a child.
+    """A command of the launcher to a child.
 
     Attributes:
         DRAIN: finish open requests, then exit.
@@ -140,7 +140,7 @@ class ControlChannel:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What the body of a process works with.
+    """The configuration and the channels that the body of a process works with.
 
     Attributes:
         is_restart: the process takes the place of one that died.

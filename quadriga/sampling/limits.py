@@ -43,7 +43,7 @@ class Range(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """What a number must be, for an error message."""
+        """The rule that a number must obey, for an error message."""
         if self.maximum is None:
             return f"must be at least {self.minimum}{self.note}"
         if self.excludes_minimum:

@@ -26,7 +26,7 @@ START_RETRY_S = 1.0
 
 
 class SupervisorEvent(enum.Enum):
-    """What happened, beside a `Death`.
+    """An event other than a `Death`.
 
     Attributes:
         RESTARTED: a process that had died runs again, but is not ready yet.

@@ -39,12 +39,11 @@ class BatchMode(str, enum.Enum):
 class Room(enum.Enum):
     """Whether a request gets another page.
 
-    FREE: it does. RETRACTED: it was retracted itself. WAIT: pages come back when steps in flight
-    are answered. POOL_FULL: it fills the whole pool alone.
+    FREE: it does. WAIT: not in this step, because it was retracted itself or because pages come
+    back when steps in flight are answered. POOL_FULL: it fills the whole pool alone.
     """
 
     FREE = enum.auto()
-    RETRACTED = enum.auto()
     WAIT = enum.auto()
     POOL_FULL = enum.auto()
 
@@ -56,7 +55,6 @@ class Plan:
     Attributes:
         has_retracted: whether requests left the running batch since its composition began.
         admitted: requests that left the waiting queue.
-        retracted: requests that gave their pages up and wait again.
         failed: requests that cannot go on.
     """
 
@@ -64,7 +62,6 @@ class Plan:
     batch: ScheduleBatch = field(default_factory=ScheduleBatch)
     has_retracted: bool = False
     admitted: list[Request] = field(default_factory=list)
-    retracted: list[Request] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
 
 

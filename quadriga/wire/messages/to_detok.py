@@ -125,7 +125,7 @@ class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 
 class Delivered(msgspec.Struct, array_like=True, frozen=True):
-    """What the frontend needs of a message that it passes on without decoding.
+    """The facts that the frontend needs of a message that it passes on without decoding.
 
     Attributes:
         ended: ids of the client's requests that end, once per choice that ends.

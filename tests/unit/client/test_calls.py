@@ -261,7 +261,7 @@ def test_every_reader_of_a_handle_ends_when_it_ends_or_is_left(
 async def refused_when_sent_again(
     client: AsyncClient, server: Server, prompt: str = "a", **options: Any
 ) -> RequestHandle:
-    """A request that was accepted; the next front door does not know it, and has no room."""
+    """A request that was accepted; the next frontend does not know it, and has no room."""
     server.start()
     await client.connect()
     handle = client.submit(prompt, SamplingParams(max_new_tokens=200), **options)

@@ -38,7 +38,7 @@ PATIENCE = 20.0
 
 
 class ScriptedDoor:
-    """A front door that answers pings by itself and else says what a test wants it to say."""
+    """A frontend that answers pings by itself and else says what a test wants it to say."""
 
     def __init__(self, socket: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(ClientMessage).decode

@@ -19,7 +19,7 @@ from quadriga.runtime.cpu_affinity import (
 )
 
 ON_CPU = WorkerArgs(device="cpu")
-NOBODY: Cpus = frozenset()
+NO_CPUS: Cpus = frozenset()
 
 
 def cores_of(count: int, threads: int = 1) -> list[Cpus]:
@@ -75,7 +75,7 @@ def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places()
     ],
 )
 def test_places_are_left_open_where_they_are_not_wanted(args: WorkerArgs, threads: int) -> None:
-    assert assign_cpus(cores_of(8), math.inf, args) == CpuPlan(threads, NOBODY, NOBODY)
+    assert assign_cpus(cores_of(8), math.inf, args) == CpuPlan(threads, NO_CPUS, NO_CPUS)
 
 
 def test_fewer_threads_leave_more_cores_to_the_others() -> None:
@@ -106,7 +106,7 @@ def test_the_time_that_a_container_may_have_is_read(
 def test_lists_of_cpus_are_read_and_shown() -> None:
     assert parse_cpus("0-2,8\n") == [0, 1, 2, 8]
     assert format_cpus(frozenset({8, 0, 1, 2})) == "0-2,8"
-    assert format_cpus(NOBODY) == ""
+    assert format_cpus(NO_CPUS) == ""
 
 
 def test_this_machine_has_shares() -> None:
