@@ -50,7 +50,7 @@ def serve(child: Child) -> None:
         child.config.launch.fault,
         retract=lambda: scheduler.retract_one(next(numbers)),
     )
-    scheduler.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
+    scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()
     child.ready()

@@ -277,7 +277,7 @@ class Replica:
         for closed in message.closed:
             self.load -= 1
             self._on_close(closed, message.time)
-        self.scheduler.outbox.acknowledge([closed.seq for closed in message.closed])
+        self.scheduler.lifecycle.outbox.acknowledge([closed.seq for closed in message.closed])
 
     @property
     def info(self) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
 from quadriga.wire.messages.to_detok import StreamReplay
-from scheduler_proc.events import StepEvents, stream_replay
+from scheduler_proc.events import StepEvents
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.request import FinishReason, Request
+from scheduler_proc.streams import stream_replay
 
 REFUSALS = (QueueFull.code, ServerStopping.code)
 MAX_REMEMBERED = 4096

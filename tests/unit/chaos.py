@@ -192,7 +192,7 @@ def main() -> None:
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
             raise
-        steps += chaos.world.scheduler.stats.steps
+        steps += chaos.world.scheduler.lifecycle.stats.steps
         counts.update(c.finish_reason for c in chaos.world.detok.closed.values())
         info = chaos.world.scheduler.info()
         counts["worker crashes"] += chaos.world.num_crashes

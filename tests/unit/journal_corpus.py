@@ -133,7 +133,7 @@ def _open(
     scheduler = Scheduler(
         args, frozenset({EOS}), server.worker, server.detok, server.clock, journal
     )
-    scheduler.restore(recovered)
+    scheduler.lifecycle.restore(recovered, first_seq=0)
     server.scheduler = scheduler
     slots = args.max_running_requests
     ready = ["ready", trace.num_pages, PAGE_SIZE, slots, "float32", "cpu", 0, "", 64]

@@ -21,7 +21,7 @@ def args(**flags: Any) -> SchedulerArgs:
 
 
 def kv_of(world: World) -> KVCache:
-    return world.scheduler.core.kv
+    return world.scheduler.lifecycle.core.kv
 
 
 def test_every_request_gets_the_tokens_that_it_would_get_alone() -> None:

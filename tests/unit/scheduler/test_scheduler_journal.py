@@ -47,7 +47,7 @@ class MortalWorld(World):
             lambda: self.worker.now,
             journal,
         )
-        self.scheduler.restore(recovered, first_seq_after_restart() if is_restart else 0)
+        self.scheduler.lifecycle.restore(recovered, first_seq_after_restart() if is_restart else 0)
         self.worker.restart()
         self.detok.session = self._detok_sessions
         self.detok.open.clear()
@@ -66,10 +66,10 @@ def test_streams_go_on_from_their_last_token_when_the_scheduler_crashes(tmp_path
     for _ in range(5):
         for _ in range(4):
             world.step()
-        generated += world.scheduler.stats.generation_tokens
+        generated += world.scheduler.lifecycle.stats.generation_tokens
         world.restart_scheduler()
     world.run()
-    generated += world.scheduler.stats.generation_tokens
+    generated += world.scheduler.lifecycle.stats.generation_tokens
     for name, prompt in prompts.items():
         assert world.detok.tokens[name] == reference(prompt, 12, True)
         assert world.detok.closed[name].finish_reason == "length"

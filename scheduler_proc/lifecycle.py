@@ -1,0 +1,234 @@
+"""The life of a request: accepted, queued, ended once, and published as it goes.
+
+Nothing here knows steps or worker times: `Scheduler` (scheduler.py) runs the steps and hands over
+what they bring. What happens between two publications is gathered in one record (events.py), which
+feeds detokenizer and journal.
+"""
+
+from collections.abc import Callable, Iterable
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.errors import QuadrigaError, RequestFailed
+from quadriga.wire.messages import to_detok, to_scheduler
+from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.worker import GrammarReady
+from scheduler_proc.durability.detok_outbox import DetokOutbox
+from scheduler_proc.durability.journal import NoJournal
+from scheduler_proc.durability.journal_recovery import RecoveredRequest
+from scheduler_proc.events import StepEvents
+from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.planning.limits import refusal
+from scheduler_proc.planning.quarantine import poison_error
+from scheduler_proc.request_table import RequestTable
+from scheduler_proc.sender import Sender
+from scheduler_proc.state.plan import Capacity
+from scheduler_proc.state.request import FinishReason, Request, RequestFailure
+from scheduler_proc.static_core import make_core
+
+
+class RequestLifecycle:
+    """Accept, queue and end requests, and publish what happened.
+
+    Attributes:
+        core: the waiting queue, the running batch and the KV pages.
+        table: every request that has not ended.
+        outbox: the ends that the frontend has not acknowledged, and replays.
+        stats: the counters of requests and steps.
+        grammars: the requests whose grammar the worker compiles.
+        events: what happened since the last publication.
+    """
+
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        eos_ids: frozenset[int],
+        worker: Sender,
+        detok: Sender,
+        clock: Callable[[], float],
+        journal: NoJournal,
+    ) -> None:
+        self._args = args
+        self._detok = detok
+        self._clock = clock
+        self._journal = journal
+        self.core = make_core(args, Capacity())
+        self.grammars = GrammarQueue(worker)
+        self.table = RequestTable(eos_ids)
+        self.outbox = DetokOutbox(detok)
+        self.stats = SchedulerStats()
+        self.events = StepEvents()
+        self._is_draining = False
+        self._reported_drained = False
+
+    def restore(self, recovered: Iterable[RecoveredRequest], first_seq: int) -> None:
+        """Take over the requests of a journal. No new request gets a number below `first_seq`."""
+        self.table.start_numbering_at(first_seq)
+        for choice in recovered:
+            request = self.table.restore(choice)
+            self._journal.keep(choice.message, [request], choice.acknowledged)
+            if request.finished:
+                self.outbox.finish(request)
+                self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
+        self._journal.compact()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a slot, also those whose grammar is being compiled."""
+        if self.core.kv.num_pages == 0:
+            return len(self.table)
+        return self.core.num_waiting + self.grammars.num_waiting
+
+    # --- accept and queue -------------------------------------------------------------------------
+
+    def submit(self, message: to_scheduler.Submit) -> None:
+        """Accept a request, unless it is known. A refused one ends at once."""
+        if self._is_known(message):
+            return
+        num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
+        self.outbox.forget_name(message.client, message.request_id)
+        requests = self.table.add(message)
+        self.events.accepted.append((message, requests))
+        if message.client_retry or message.frontend_retry:
+            # The client may have tokens from a scheduler that died before it wrote them down.
+            self._replay(requests, [])
+        error = None
+        if not message.frontend_retry:
+            num_choices = len(requests)
+            error = refusal(self._args, self._is_draining, num_waiting, num_choices, num_open)
+        for request in requests:
+            if error is not None:
+                self.fail(request, error)
+            else:
+                self._enqueue(request)
+
+    def _is_known(self, message: to_scheduler.Submit) -> bool:
+        """Return whether a request was accepted before; a client that retries it gets a replay."""
+        name = (message.client, message.request_id)
+        live = self.table.of_client(*name)
+        if not message.client_retry:
+            return bool(live) or (
+                message.frontend_retry and self.outbox.has_ended(*name, message.received_at)
+            )
+        ended = self.outbox.ended_seqs(*name)
+        self._replay(live, ended)
+        return bool(live or ended)
+
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request, at once or when the worker has compiled its grammar."""
+        if request.grammar is None or not self.grammars.add(request):
+            self._add_to_core(request)
+
+    def on_grammar_ready(self, ready: GrammarReady) -> None:
+        """Queue or fail the requests that have waited for a grammar."""
+        for request in self.grammars.on_ready(ready):
+            if ready.error:
+                self.fail(request, RequestFailed(ready.error))
+            else:
+                self._add_to_core(request)
+
+    def _add_to_core(self, request: Request) -> None:
+        """Queue a request that waits for nothing else; fail one that can never run."""
+        failure = self.core.add(request)
+        if failure is not None:
+            self.fail(*failure)
+
+    def restart_all(self, capacity: Capacity, poison: Request | None) -> None:
+        """Queue every request again for a new worker, but end the one that kills workers."""
+        self.grammars.forget_all()
+        self.core = make_core(self._args, capacity, self.core.num_retractions)
+        for request in self.table:
+            request.reset_for_new_worker()
+        if poison is not None:
+            self.fail(poison, poison_error(poison))
+        for request in self.table:
+            self._enqueue(request)
+
+    # --- end: the one way out ---------------------------------------------------------------------
+
+    def finish(
+        self, request: Request, reason: FinishReason, error: ErrorInfo | None = None
+    ) -> None:
+        """End a request, wherever it stands, with one terminal message, for the first reason."""
+        if not request.finished:
+            self.core.remove(request)
+            request.finish(reason, error=error)
+            self.close(request)
+
+    def fail(self, request: Request, error: QuadrigaError) -> None:
+        """End a request with an error."""
+        self.finish(request, FinishReason.ERROR, ErrorInfo.of(error))
+
+    def fail_all(self, failures: Iterable[RequestFailure]) -> None:
+        """End requests with their errors."""
+        for request, error in failures:
+            self.fail(request, error)
+
+    def abort(self, request: Request, by: str, error: ErrorInfo | None = None) -> None:
+        """End a request that `by` (CLIENT, CLIENT_LOST, SERVER_STOPPING) gives up."""
+        self.stats.aborts[by] += 1
+        self.finish(request, FinishReason.ABORT, error)
+
+    def abort_all(self, reason: str) -> None:
+        """End every request because the server stops."""
+        for request in self.table:
+            error = ErrorInfo("server_stopping", reason)
+            self.abort(request, to_scheduler.SERVER_STOPPING, error)
+
+    def close(self, request: Request) -> None:
+        """Report the end of a request that the core has removed."""
+        self.stats.on_finish(request, self._clock())
+        self.events.finished.append(request)
+        self.outbox.finish(request)
+        self.grammars.remove(request)
+        self.table.remove(request)
+
+    # --- publish and replay -----------------------------------------------------------------------
+
+    def publish(self, to_detok: bool = True) -> None:
+        """Hand the record of what happened to detokenizer and journal, and begin a new one."""
+        events = self.events
+        if events.is_empty and to_detok:
+            return
+        was_sent = events.has_output or not to_detok
+        # A step without tokens, as of a chunk, leaves its time to the next message.
+        self.events = StepEvents(time=0.0 if was_sent else events.time)
+        if to_detok:
+            self.outbox.send(events, self._clock(), self.num_waiting)
+        self._journal.append(events)
+
+    def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
+        """Send the whole streams of live requests, and of ended ones by their numbers."""
+        self.publish()
+        self.events.replayed = self.outbox.replays(live, ended)
+        self.publish()
+
+    def replay_to_detok(self, session: int) -> None:
+        """Give a new detokenizer every live stream, and every end that was not acknowledged."""
+        self.publish(to_detok=False)  # the replay has it
+        self.outbox.on_detok_restarted(session)
+        self._reported_drained = False
+        self._replay(self.table, self.outbox.seqs_to_replay)
+
+    def replay_to_frontend(self) -> None:
+        """Send a new frontend every end that was not acknowledged."""
+        self._replay([], self.outbox.seqs_to_replay)
+
+    def acknowledge(self, seqs: list[int]) -> None:
+        """Take in that clients have the ends of these requests."""
+        self.outbox.acknowledge(seqs)
+        self.events.acknowledged += seqs
+
+    # --- drain ------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests from now on, and report when the last one has ended."""
+        self._is_draining = True
+        self._reported_drained = False
+
+    def report_drained(self) -> None:
+        """Report once that every request has ended and every end was acknowledged."""
+        is_empty = not self.table and self.outbox.all_acknowledged
+        if self._is_draining and is_empty and not self._reported_drained:
+            self._reported_drained = True
+            self._detok.send(to_detok.Drained())

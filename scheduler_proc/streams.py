@@ -1,0 +1,68 @@
+"""What the detokenizer must know of a request's stream: at its start, its end, or all of it."""
+
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_detok import (
+    PromptLogprobsData,
+    StreamEnd,
+    StreamReplay,
+    StreamStart,
+)
+from scheduler_proc.state.request import Request
+
+
+def stream_start(request: Request) -> StreamStart:
+    """Return what the detokenizer must know of a request."""
+    params = request.sampling.params
+    return StreamStart(
+        seq=request.seq,
+        client=request.client,
+        request_id=request.request_id,
+        stream=request.stream,
+        skip_special_tokens=params.skip_special_tokens,
+        stop_strings=params.stop_strings,
+        index=request.index,
+        stop_regexes=params.stop_regexes,
+        keeps_stop=params.keeps_stop,
+        min_new_tokens=params.min_new_tokens,
+        logprobs=params.logprobs,
+        prompt=_prompt_logprobs(request),
+    )
+
+
+def _prompt_logprobs(request: Request) -> PromptLogprobsData | None:
+    """Return the prompt logprobs, once all are there and where the client wants them."""
+    width = request.sampling.params.prompt_logprobs
+    if width is None or not request.first_token_at:
+        return None
+    ids = pack_ids(request.tokens[: request.num_prompt])
+    return PromptLogprobsData(ids, width, list(request.prompt_logprobs))
+
+
+def stream_end(request: Request) -> StreamEnd:
+    """Return the terminal message of a request."""
+    assert request.finish_reason is not None
+    return StreamEnd(
+        seq=request.seq,
+        client=request.client,
+        request_id=request.request_id,
+        finish_reason=request.finish_reason.value,
+        matched_stop=request.matched_stop,
+        error=request.error,
+        prompt_tokens=request.num_prompt,
+        cached_tokens=request.cached_tokens,
+        received_at=request.received_at,
+        tokenized_at=request.tokenized_at,
+        admitted_at=request.admitted_at,
+        first_token_at=request.first_token_at,
+        index=request.index,
+    )
+
+
+def stream_replay(request: Request) -> StreamReplay:
+    """Return all of a request's stream up to now."""
+    return StreamReplay(
+        opening=stream_start(request),
+        token_ids=pack_ids(request.generated),
+        logprobs=request.logprobs,
+        closing=stream_end(request) if request.finished else None,
+    )
