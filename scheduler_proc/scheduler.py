@@ -282,10 +282,6 @@ class Scheduler:
         if failure is not None:
             self.fail(*failure)
 
-    def retract_one(self, number: int) -> None:
-        """Retract running request `number`, modulo their count (fault injection)."""
-        self._fail_all(self.core.retract_any(number))
-
     # --- ends: the one way out --------------------------------------------------------------------
 
     def finish(
