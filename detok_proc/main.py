@@ -12,7 +12,6 @@ from detok_proc.detokenizer import Detokenizer
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
-from quadriga.runtime.fault_injection import FaultyInbox, faulty_inbox
 from quadriga.wire.messages.public import Info, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
     Delivered,
@@ -34,11 +33,7 @@ def main() -> None:
 
 def body(child: Child) -> None:
     """Load the tokenizer and serve. Bind first, so that no message of the start is lost."""
-    inbox = faulty_inbox(
-        Inbox[DetokMessage](child.endpoints.detok, DetokMessage),
-        "detok",
-        child.config.launch.fault,
-    )
+    inbox = Inbox[DetokMessage](child.endpoints.detok, DetokMessage)
     began_at = time.perf_counter()
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
@@ -51,7 +46,7 @@ def body(child: Child) -> None:
 
 def serve(
     control: ControlChannel,
-    inbox: "Inbox[DetokMessage] | FaultyInbox[DetokMessage]",
+    inbox: Inbox[DetokMessage],
     detokenizer: Detokenizer,
     delivery: Outbox,
     scheduler: Outbox,

@@ -71,16 +71,6 @@ class SchedulerCore:
         if request.in_flight == 0:
             self._release(request)
 
-    def retract_any(self, number: int) -> list[RequestFailure]:
-        """Retract running request `number`, modulo their count, without need (fault injection).
-
-        A quarantined request is left alone. Return the requests that failed.
-        """
-        running, plan = list(self._running), Plan(in_flight=False)
-        if running and self.quarantine.current is None:
-            self._retract(running[number % len(running)], plan)
-        return plan.failed
-
     def _push(self, request: Request) -> None:
         (self.quarantine if is_quarantined(request) else self.waiting).push(request)
 

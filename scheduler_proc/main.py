@@ -1,13 +1,11 @@
 """The scheduler process: sockets, poller, status line and watchdog around the Scheduler."""
 
 import gc
-import itertools
 import time
 
 from quadriga.clock import now
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import Child, Command, run_child
-from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
@@ -31,7 +29,7 @@ def main() -> None:
 def serve(child: Child) -> None:
     """Run the scheduler until it stops."""
     inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
-    inner = Inbox[ResultMessage](child.endpoints.results, ResultMessage)
+    results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = make_header(run_dir, child.config.model.shown_name, model)
     journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.is_restart)
@@ -42,13 +40,6 @@ def serve(child: Child) -> None:
         detok=Outbox(child.endpoints.detok),
         clock=now,
         journal=journal,
-    )
-    numbers = itertools.count()
-    results = faulty_inbox(
-        inner,
-        "scheduler",
-        child.config.launch.fault,
-        retract=lambda: scheduler.retract_one(next(numbers)),
     )
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:

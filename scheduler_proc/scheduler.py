@@ -182,10 +182,6 @@ class Scheduler:
         self._journal.close()
         self.stopped = True
 
-    def retract_one(self, number: int) -> None:
-        """Retract running request `number`, modulo their count (fault injection)."""
-        self.lifecycle.fail_all(self.lifecycle.core.retract_any(number))
-
     # --- info -------------------------------------------------------------------------------------
 
     @property

@@ -14,7 +14,6 @@ from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, Command, run_child
-from quadriga.runtime.fault_injection import faulty_callback
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.wire.curve import Guard
@@ -81,8 +80,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     else:
         port = AsyncPort(public, frontend.on_public)
     frontend.open(port)
-    on_delivery = faulty_callback(frontend.on_delivery, "tokenizer", child.config.launch.fault)
-    delivery_port = AsyncPort(deliveries, on_delivery)
+    delivery_port = AsyncPort(deliveries, frontend.on_delivery)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
     child.ready()
     gc.freeze()

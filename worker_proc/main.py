@@ -11,7 +11,6 @@ import msgspec
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
 from quadriga.runtime.cpu_affinity import format_cpus
-from quadriga.runtime.fault_injection import faulty_inbox
 from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (
     ResetWorker,
@@ -45,11 +44,8 @@ def main() -> None:
 
 def body(child: Child) -> None:
     """Start, then handle messages."""
-    inbox = faulty_inbox(
-        Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage),  # bound before the model loads
-        "worker",
-        child.config.launch.fault,
-    )
+    # Bound before the model loads.
+    inbox = Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage)
     results = Outbox(child.endpoints.results)
     leader = _start_ranks(child)
     runner, ready = start(child, None if leader is None else leader.store)

@@ -29,7 +29,7 @@ def markdown() -> str:
 
 def _table(group: Any) -> str:
     title = (group.__doc__ or "").rstrip(".")
-    rows = [_row(field) for field in dataclasses.fields(group) if not field.metadata["hidden"]]
+    rows = [_row(field) for field in dataclasses.fields(group)]
     head = [f"## {title}\n", "| flag | default | meaning |", "|---|---|---|"]
     return "\n".join([*head, *rows, ""])
 

@@ -14,7 +14,6 @@ def flag(
     choices: tuple[str, ...] = (),
     *,
     basic: bool = False,
-    hidden: bool = False,
     alias: str = "",
     alias_value: str = "",
 ) -> Any:
@@ -25,11 +24,10 @@ def flag(
         text: help text, without the default.
         choices: values that the flag may have; empty: any.
         basic: shown by --help; the other flags are shown by --help-all only.
-        hidden: shown by neither.
         alias: another name of the flag, as a field name.
         alias_value: value that the alias, which then takes none itself, gives the flag.
     """
-    metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "hidden": hidden}
+    metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic}
     metadata |= {"alias": alias, "alias_value": alias_value}
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config.config_file import read_config
-from quadriga.config.fault_args import parse_faults
 from quadriga.config.flags import check_positive, flag, flag_name, value_type
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.scheduler_args import SchedulerArgs
@@ -133,9 +132,6 @@ class LaunchArgs:
         "seconds after which a process that does not answer, or a step that does not end, is killed"
         " and restarted; 0: never",
     )
-    fault: str = flag(
-        "", "faults to inject in tests, for example kill:worker:after=100", hidden=True
-    )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
     no_status_line: bool = flag(False, "show no live status line on a terminal")
 
@@ -145,7 +141,6 @@ class LaunchArgs:
             raise ConfigError("start_timeout must be positive")
         if not self.shutdown_timeout >= 0:
             raise ConfigError("shutdown_timeout must be 0 or more")
-        parse_faults(self.fault)
         for name in ("max_restarts", "watchdog_timeout"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
@@ -217,9 +212,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         section = parser.add_argument_group((group.__doc__ or "").rstrip("."))
         for field in dataclasses.fields(group):
             action = _add_flag(section, field)
-            if field.metadata["hidden"]:
-                action.help = argparse.SUPPRESS
-            elif not field.metadata["basic"]:
+            if not field.metadata["basic"]:
                 others.append((action, action.help or ""))
                 action.help = argparse.SUPPRESS
 

@@ -12,6 +12,7 @@ import faulthandler
 import json
 import logging
 import os
+import pkgutil
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ from typing import Any
 from quadriga import clock
 from quadriga.config import server_config as configuration
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
 from quadriga.runtime.terminal import drop_unwritten, line_start
 from quadriga.wire.endpoints import Endpoints
@@ -43,6 +44,9 @@ EXIT_FORCED = 5
 EXIT_LAUNCHER_DIED = 6
 
 LOW_PRIORITY_NICENESS = 10
+# A function, as MODULE:FUNCTION, that every process calls with its name before it does anything
+# else. For debugging and tests: it can trace or patch what the process has or will import.
+HOOK_VARIABLE = "QUADRIGA_PROCESS_HOOK"
 # A child that receives it logs the stacks of its threads.
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -183,6 +187,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         if low_priority:
             os.nice(LOW_PRIORITY_NICENESS)
             pin_to(plan_cpus(config.worker).others)
+        _call_hook(name)
         body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.is_restart))
     except KeyboardInterrupt:
         pass
@@ -194,6 +199,20 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
+
+
+def _call_hook(name: str) -> None:
+    """Call the function that HOOK_VARIABLE names. Raise ConfigError if it cannot be imported."""
+    hook = os.environ.get(HOOK_VARIABLE)
+    if not hook:
+        return
+    try:
+        function = pkgutil.resolve_name(hook)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{HOOK_VARIABLE} is {hook!r}, which cannot be imported as MODULE:FUNCTION: {error}"
+        ) from None
+    function(name)
 
 
 def _fatal(control: ControlChannel, message: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams, StreamChunk
 from quadriga.clock import now
+from tests.faults.inject import fault_environment
 from tests.server import Server, is_alive, running_server, wait_until
 
 LIBRARY = Path(__file__).with_name("wall_clock.c")
@@ -67,8 +68,9 @@ def own_server(
     """Start a server whose steps are slow, so that much happens during each."""
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
     flags += ["--max-total-tokens", "8192", "--watchdog-timeout", str(WATCHDOG_TIMEOUT_S)]
-    flags += ["--fault", "delay:worker:ms=10"]
-    environment = None if wall_clock is None else wall_clock.environment
+    environment = fault_environment("delay:worker:ms=10")
+    if wall_clock is not None:
+        environment |= wall_clock.environment
     log = tmp_path_factory.mktemp("clock") / "log"
     with running_server(log, *flags, environment=environment) as server:
         yield server

@@ -11,6 +11,7 @@ import pytest
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import RequestFailed
 from quadriga.runtime.child import EXIT_OK
+from tests.faults.inject import fault_environment
 from tests.server import Server, running_server, settle, wait_until
 
 STREAMS = 16
@@ -159,7 +160,8 @@ def test_a_poisonous_request_fails_by_name_and_the_others_finish(
     llama_dir: Path, undisturbed: list[Completion], tmp_path: Path
 ) -> None:
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--max-total-tokens", "8192", "--fault", f"segv:worker:token={POISON}"]
+    flags += ["--max-total-tokens", "8192"]
+    environment = fault_environment(f"segv:worker:token={POISON}")
 
     async def poisoned(endpoint: str) -> list[Completion]:
         async with AsyncClient(endpoint) as client:
@@ -170,6 +172,6 @@ def test_a_poisonous_request_fails_by_name_and_the_others_finish(
                 await client.generate([POISON], GREEDY)
             return await task
 
-    with running_server(tmp_path / "log", *flags) as server:
+    with running_server(tmp_path / "log", *flags, environment=environment) as server:
         assert same(asyncio.run(poisoned(server.endpoint)), undisturbed)
         assert server.log.read_text().count("worker_proc died") == 3

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHea
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.config.server_config import ModelArgs
 from quadriga.model_files.resolve import resolve_model
+from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
 from tests.tiny_models import tiny_mistral, tiny_qwen2, tiny_qwen3
 
@@ -84,16 +85,22 @@ WAYS = {
     "chunks of 64, decode first": ["--chunked-prefill-size", "64", "--decode-first"],
     "chunks of 512, alternate": ["--chunked-prefill-size", "512", "--batch-mode", "alternate"],
     "whole prompts, mixed, no cache": ["--chunked-prefill-size", "-1", "--disable-radix-cache"],
-    "retracted at random": ["--fault", "retract:scheduler:every=5", "--chunked-prefill-size", "64"],
-    "retracted, no cache": ["--fault", "retract:scheduler:every=5", "--no-prefix-cache"],
+    "retracted at random": ["--chunked-prefill-size", "64"],
+    "retracted, no cache": ["--no-prefix-cache"],
     "static": ["--batching", "static", "--max-batch-size", "6"],
     "longest prefix first": ["--schedule-policy", "lpm", "--fair-clients"],
 }  # fmt: skip
 
 
-def check(model: Any, prompts: list[list[int]], log: Path, *flags: str) -> None:
+RETRACTION = fault_environment("retract:scheduler:every=5")
+
+
+def check(model: Any, prompts: list[list[int]], log: Path, way: str, *flags: str) -> None:
     expected = references(model, prompts)
-    with running_server(log, *flags, "--dtype", "float32") as server:
+    retracts = way.startswith("retracted")
+    environment = RETRACTION if retracts else {}
+    flags = (*flags, *WAYS[way], "--dtype", "float32")
+    with running_server(log, *flags, environment=environment) as server:
         for temperature_of_cache in ("cold", "warm"):
             got = asyncio.run(serve_all(server.endpoint, prompts))
             info = settle(server.endpoint, 60)
@@ -103,7 +110,7 @@ def check(model: Any, prompts: list[list[int]], log: Path, *flags: str) -> None:
                 f" prompt lengths {wrong}"
             )
     assert (info["cached_tokens_total"] > 0) == info["prefix_cache"]
-    assert (info["retractions"] > 0) == ("--fault" in flags)
+    assert (info["retractions"] > 0) == retracts
 
 
 _references: dict[str, list[list[int]]] = {}
@@ -131,8 +138,8 @@ def test_a_tiny_model_of_each_family(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     context = model.config.max_position_embeddings
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), 512)
-    check(model, prompts, tmp_path / "log", "--model", str(directory),
-          "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
+    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
+    check(model, prompts, tmp_path / "log", way, *flags)
 
 
 @pytest.mark.timeout(300)
@@ -144,8 +151,8 @@ def test_those_that_are_nearly_llama(
     directory = build(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
-    check(model, prompts, tmp_path / "log", "--model", str(directory),
-          "--worker-threads", "1", "--page-size", "4", *WAYS[way])  # fmt: skip
+    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
+    check(model, prompts, tmp_path / "log", way, *flags)
 
 
 @pytest.mark.usefixtures("every_cpu")
@@ -159,7 +166,7 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(gpt2_dir / name, directory / name)
     prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS), 50257)
-    check(model, prompts, tmp_path / "log", "--model", str(directory), *WAYS[way])
+    check(model, prompts, tmp_path / "log", way, "--model", str(directory))
 
 
 @pytest.mark.usefixtures("every_cpu")
@@ -176,4 +183,4 @@ def test_the_built_in_model(way: str, tmp_path: Path) -> None:
     )
     context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
-    check(model, prompts, tmp_path / "log", "--context-length", str(context), *WAYS[way])
+    check(model, prompts, tmp_path / "log", way, "--context-length", str(context))

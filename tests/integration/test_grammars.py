@@ -12,6 +12,7 @@ import pytest
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.errors import InvalidRequest
+from tests.faults.inject import fault_environment
 from tests.server import Server, running_server, settle
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91]
@@ -67,9 +68,10 @@ def nested(depth: int) -> dict[str, Any]:
 def retracting(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose requests have to give way to each other all the time."""
     flags = ["--model", str(llama_dir), "--device", "cpu", "--dtype", "float32"]
-    flags += ["--worker-threads", "1", "--fault", "retract:scheduler:every=10"]
+    flags += ["--worker-threads", "1"]
+    environment = fault_environment("retract:scheduler:every=10")
     log = tmp_path_factory.mktemp("grammars") / "log"
-    with running_server(log, *flags) as running:
+    with running_server(log, *flags, environment=environment) as running:
         yield running
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.errors import InvalidRequest, QueueFull
+from tests.faults.inject import fault_environment
 from tests.server import Server, running_server, settle
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91, 30, 31, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69]
@@ -211,8 +212,9 @@ def test_retraction_changes_no_answer(server: Server, llama_dir: Path, tmp_path:
         ]  # fmt: skip
 
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--fault", "retract:scheduler:every=3", "--chunked-prefill-size", "17"]
-    with running_server(tmp_path / "log", *flags, "--max-queued-requests", "20") as shaken:
+    flags += ["--chunked-prefill-size", "17", "--max-queued-requests", "20"]
+    environment = fault_environment("retract:scheduler:every=3")
+    with running_server(tmp_path / "log", *flags, environment=environment) as shaken:
         got = asyncio.run(answers(shaken.endpoint))
         info = settle(shaken.endpoint)
         with Client(shaken.endpoint) as client, pytest.raises(QueueFull):

@@ -14,6 +14,7 @@ from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.to_scheduler import StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
+from tests.faults.inject import retract_one
 from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
@@ -163,7 +164,7 @@ def random_life(source: random.Random, steps: int, observe: Observe | None = Non
         if source.random() < 0.03:
             chaos.stop(source.randint(0, len(chaos.sent)))
         if source.random() < retraction_rate:
-            chaos.world.scheduler.retract_one(source.randrange(100))
+            retract_one(chaos.world.scheduler, source.randrange(100))
         if source.random() < crash_rate:
             chaos.world.restart_worker()
         if source.random() < crash_rate:

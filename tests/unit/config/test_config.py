@@ -85,8 +85,6 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
         ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
         ("--schedule-conservativeness 0", "above 0 and at most 10"),
         ("--schedule-conservativeness nan", "above 0 and at most 10"),
-        ("--fault retract:worker", "by the scheduler only"),
-        ("--fault delay:detok:every=0", "at least 1"),
     ],
 )
 def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
@@ -109,14 +107,14 @@ def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     return set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
-def test_help_shows_what_most_need_and_help_all_every_flag_but_faults(
+def test_help_shows_what_most_need_and_help_all_every_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
     flags = {flag_name(field.name) for field in fields}
     shown = help_of("--help", capsys) & flags
     assert 10 <= len(shown) <= 15 and {"--model", "--host", "--tp"} <= shown
-    assert flags - help_of("--help-all", capsys) == {"--fault"}
+    assert flags <= help_of("--help-all", capsys)
 
 
 def test_the_page_of_all_flags_is_current() -> None:

@@ -1,4 +1,4 @@
-"""Restarts, the watchdog, the states of a process, and --fault."""
+"""Restarts, the watchdog, and the states of a process."""
 
 import signal
 import socket
@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.fault_args import parse_faults
 from quadriga.errors import ConfigError
-from quadriga.runtime import fault_injection as faults
 from quadriga.runtime.child import Command, ControlChannel
 from quadriga.supervisor import supervisor as supervision
 from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
 from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import NewSlot, StepPlan
 from scheduler_proc.step_watchdog import StepWatchdog
 
 
@@ -194,64 +190,6 @@ def test_an_attended_process_answers_only_where_it_takes_its_orders(
     for thread in threading.enumerate():
         if thread.name == "control":
             thread.join(5)
-
-
-@pytest.mark.parametrize(
-    "text", ["kill", "kill:gpu", "melt:worker", "kill:worker:when=3", "kill:worker:after=x"]
-)
-def test_a_fault_that_is_none_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="fault"):
-        parse_faults(text)
-
-
-class Listed:
-    """An inbox that has everything already."""
-
-    socket = None
-
-    def __init__(self, messages: list[Any]) -> None:
-        self._messages = messages
-
-    def drain(self, most: int = 1 << 30) -> Any:
-        return iter(self._messages)
-
-
-def test_a_fault_strikes_the_process_and_the_message_that_it_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
-    inbox: Any = Listed(["a", "b", "c"])
-    unchanged: object = faults.faulty_inbox(inbox, "detok", "kill:worker")
-    assert unchanged == inbox
-    dropped = faults.faulty_inbox(inbox, "detok", "drop:detok:after=2")
-    assert list(dropped.drain()) == ["a", "c"]
-    stopped = faults.faulty_inbox(inbox, "worker", "stop:worker:after=3steps,delay:worker:ms=0")
-    assert list(stopped.drain()) == ["a", "b", "c"]
-    assert sent == [signal.SIGSTOP]
-
-
-def test_a_retraction_is_asked_for_at_each_nth_message_and_all_of_them_get_through() -> None:
-    inbox: Any = Listed([1, 2, 3, 4, 5])
-    asked: list[str] = []
-    fault = "retract:scheduler:every=2"
-    retracting = faults.faulty_inbox(inbox, "scheduler", fault, lambda: asked.append("one"))
-    assert list(retracting.drain()) == [1, 2, 3, 4, 5]
-    assert len(asked) == 2
-
-
-def test_a_poison_strikes_each_plan_that_brings_a_request_which_begins_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr("os.kill", lambda _pid, number: sent.append(number))
-    plans = [
-        StepPlan(n, 0, b"", b"", [NewSlot(0, pack_ids(ids), 0, b"", 0.0, -1, 1.0, 0)], b"")
-        for n, ids in enumerate([[5, 6], [99, 5], [7, 99], [99]])
-    ]
-    inbox: Any = Listed(plans)
-    list(faults.faulty_inbox(inbox, "worker", "segv:worker:token=99").drain())
-    assert sent == [signal.SIGSEGV] * 2
 
 
 def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(

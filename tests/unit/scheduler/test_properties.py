@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
+from tests.faults.inject import retract_one
 from tests.unit.chaos import PREFIXES, Chaos, random_life
 
 pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
@@ -79,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5))
     def retract(self, number: int) -> None:
-        self.chaos.world.scheduler.retract_one(number)
+        retract_one(self.chaos.world.scheduler, number)
 
     @precondition(lambda self: self.chaos.sent)
     @rule(data=st.data())
