@@ -75,7 +75,7 @@ class SchedulerCore:
         (self.quarantine if is_quarantined(request) else self.waiting).push(request)
 
     def _release(self, request: Request) -> None:
-        """Take slot and pages back: no step of the request is in flight."""
+        """Release slot and pages of a request that has no step in flight."""
         self.admission.release(request)
 
     # --- plan -------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ class SchedulerCore:
     def _num_tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
         """Return how many tokens of a waiting prompt this step can take; 0 for none.
 
-        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are
-        never cut; those after it are cut where a page ends.
+        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are not
+        cut; later ones are cut where a page ends.
         """
         count = self._num_uncached(request)
         if count <= budget:

@@ -174,13 +174,10 @@ class Scheduler:
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
             case to_scheduler.Shutdown():
-                self._shut_down()
-
-    def _shut_down(self) -> None:
-        self._worker.send(to_worker.StopWorker())
-        self._detok.send(to_detok.StopDetok())
-        self._journal.close()
-        self.stopped = True
+                self._worker.send(to_worker.StopWorker())
+                self._detok.send(to_detok.StopDetok())
+                self._journal.close()
+                self.stopped = True
 
     # --- info -------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sortedcontainers import SortedList
-
 from quadriga.histogram import SECONDS, Histogram
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
@@ -18,27 +16,6 @@ RECENT_STEPS = 4096
 ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STAGES = ("tokenize", "queue", "prefill", "decode")
-
-
-class SlidingWindow:
-    """The last `size` values, kept sorted, so that a percentile costs next to nothing."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._by_age: deque[float] = deque()
-        self._by_value: SortedList = SortedList()
-
-    def add(self, value: float) -> None:
-        """Add a value; the oldest one leaves a full window."""
-        if len(self._by_age) == self._size:
-            self._by_value.remove(self._by_age.popleft())
-        self._by_age.append(value)
-        self._by_value.add(value)
-
-    def percentile(self, share: float) -> float:
-        """Return the value below which this share (0 to 1) lies; 0.0 without values."""
-        count = len(self._by_value)
-        return self._by_value[min(count - 1, int(share * count))] if count else 0.0
 
 
 @dataclass(slots=True)
@@ -71,7 +48,7 @@ class SchedulerStats:
         default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
     )
     # Worker idle time between two steps, the second already planned.
-    _gaps: SlidingWindow = field(default_factory=lambda: SlidingWindow(RECENT_STEPS))
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _last_ended: float = 0.0
 
     def on_step(self, batch: ScheduleBatch, result: StepResult, update: StepUpdate) -> None:
@@ -81,7 +58,7 @@ class SchedulerStats:
         self.busy_seconds += result.ended - result.began
         self.step_tokens.observe(sum(batch.num_tokens))
         if batch.planned_at < self._last_ended:
-            self._gaps.add(result.began - self._last_ended)
+            self._gaps.append(result.began - self._last_ended)
         elif batch.num_decodes:
             self.late_plans += 1
         self._last_ended = result.ended
@@ -108,13 +85,14 @@ class SchedulerStats:
 
     def info(self) -> InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
+        gaps = sorted(self._gaps)
         return {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,
             "late_plans": self.late_plans,
             "busy_seconds": self.busy_seconds,
-            "step_gap_ms_p50": 1000 * self._gaps.percentile(0.5),
-            "step_gap_ms_p99": 1000 * self._gaps.percentile(0.99),
+            "step_gap_ms_p50": 1000 * _percentile(gaps, 0.5),
+            "step_gap_ms_p99": 1000 * _percentile(gaps, 0.99),
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
             "cached_tokens_total": self.cached_tokens,
@@ -124,3 +102,8 @@ class SchedulerStats:
             "step_tokens": self.step_tokens.as_map(),
             "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
         }
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """Return the value below which this share (0 to 1) lies; 0.0 without values."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

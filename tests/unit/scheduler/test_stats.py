@@ -4,29 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats, SlidingWindow
+from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import FinishReason
 from tests.unit.simulation import World, abort, submit
-
-
-@given(st.lists(st.floats(-1, 1), max_size=40), st.integers(1, 9), st.floats(0, 1))
-def test_a_percentile_is_that_of_the_last_values(
-    values: list[float], size: int, share: float
-) -> None:
-    recent = SlidingWindow(size)
-    for value in values:
-        recent.add(value)
-    last = sorted(values[-size:])
-    expected = last[min(len(last) - 1, int(share * len(last)))] if last else 0.0
-    assert recent.percentile(share) == expected
 
 
 def test_the_gap_before_a_step_counts_where_its_plan_was_there() -> None:
