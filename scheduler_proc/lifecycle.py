@@ -11,7 +11,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages.public import ErrorInfo
-from quadriga.wire.messages.worker import GrammarReady
+from quadriga.wire.messages.worker import GrammarReady, WorkerReady
 from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
@@ -133,8 +133,9 @@ class RequestLifecycle:
         if failure is not None:
             self.fail(*failure)
 
-    def restart_all(self, capacity: Capacity, poison: Request | None) -> None:
+    def restart_all(self, ready: WorkerReady, poison: Request | None) -> None:
         """Queue every request again for a new worker, but end the one that kills workers."""
+        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         for request in self.table:

@@ -20,7 +20,6 @@ from scheduler_proc.observe.server_info import collect_info, info_reply
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.sender import Sender
-from scheduler_proc.state.plan import Capacity
 from scheduler_proc.state.request import FinishReason
 
 
@@ -142,8 +141,7 @@ class Scheduler:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._worker_ready = ready
-        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
-        self.lifecycle.restart_all(capacity, poison)
+        self.lifecycle.restart_all(ready, poison)
 
     # --- from frontend and detokenizer ------------------------------------------------------------
 
