@@ -67,7 +67,6 @@ def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def fake(kind: str, name: str = "fake") -> Peer:
     return Peer(
         name=name,
-        version="1",
         install=lambda: Path(sys.executable),
         command=lambda start: [str(start.program), "-c", SERVER, str(start.port), kind],
         weights=("bf16",),
@@ -144,7 +143,7 @@ def test_a_workload_is_a_load_of_the_bench_client(workload: PeerWorkload) -> Non
     assert options.load.send.params.ignore_eos
 
 
-@pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
+@pytest.mark.parametrize("name", sorted(PEERS))
 def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
     name: str, no_models: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
