@@ -4,7 +4,6 @@ Exit codes: 0 all requests finished, 1 some failed, 2 bad flags, 3 no server, 13
 """
 
 import asyncio
-import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import msgspec
 from tqdm import tqdm
 
 from bench.cli.options import Options, parse
@@ -203,9 +203,9 @@ def as_sent(jobs: Sequence[PlannedRequest], run: LoadRun) -> list[TraceRequest]:
     for job, record in zip(jobs, run.records, strict=True):
         request = job.request
         if request.follows is None and record.due is None:
-            request = dataclasses.replace(request, at=record.submit_start - run.start)
+            request = msgspec.structs.replace(request, at=record.submit_start - run.start)
         if not request.num_own_tokens and isinstance(job.prompt, list):
-            request = dataclasses.replace(request, ids=tuple(job.prompt))
+            request = msgspec.structs.replace(request, ids=tuple(job.prompt))
         requests.append(request)
     return requests
 

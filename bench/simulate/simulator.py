@@ -25,8 +25,8 @@ from bench.cli.load_flags import (
     server_flags_in,
     trace_spec,
 )
-from bench.load import trace
 from bench.load.mooncake import read_requests
+from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
 from bench.metrics.metrics import Slo
 from bench.simulate import cost_model
@@ -116,7 +116,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
         )
         return len(requests), indexed
     spec = trace_spec(DEFAULTS | given)
-    return spec.num_requests, enumerate(trace.generate(spec))
+    return spec.num_requests, enumerate(generate(spec))
 
 
 def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:

@@ -8,7 +8,8 @@ import pytest
 
 from bench.cli.options import parse
 from bench.client.server import free_port
-from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate, write_trace
+from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import Workload
 from bench.metrics.metrics import Slo
 from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main

@@ -12,7 +12,8 @@ import pytest
 import bench.report
 import bench.simulate
 from bench.load import trace
-from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate
+from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.trace import TraceRequest
 from bench.metrics.metrics import Slo
 from bench.simulate import cost_model, simulator
 from bench.simulate.cost_model import CostModel, Delays
