@@ -19,7 +19,7 @@ from bench.load.synthetic import TraceSpec, generate
 from bench.load.tokenizing import tokenizer_of
 from bench.load.trace import TraceRequest
 from bench.load.workload import DEFAULT_PROMPT, Workload
-from bench.metrics.metrics import Slo
+from bench.metrics.slo import Slo
 from quadriga.config import server_config
 from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.errors import ConfigError

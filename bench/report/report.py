@@ -7,8 +7,10 @@ from typing import Any
 
 from bench.cli.options import Options
 from bench.client.resources import BENCH, Cost
-from bench.metrics.metrics import ClientSummary, RequestRecord, Sizes, Slo, Summary
+from bench.metrics.metrics import ClientSummary, Sizes, Summary
 from bench.metrics.percentiles import MS, Percentiles, percentile
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Slo
 
 UNKNOWN = "n/a"
 SHOWN_CLIENTS = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.metrics.metrics import RequestRecord
 from bench.metrics.percentiles import MS
+from bench.metrics.records import RequestRecord
 from bench.metrics.timeline import Steps, awaiting_first_token, in_flight, token_rates
 
 # pyplot would look for a screen; the figure alone does not.

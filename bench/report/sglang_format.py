@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from bench.cli.options import Options
-from bench.metrics.metrics import RequestRecord, Slo
 from bench.metrics.percentiles import MS, percentile
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Slo
 from bench.metrics.timeline import in_flight, token_rates
 from bench.report.report import Result
 

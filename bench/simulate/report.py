@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.metrics.metrics import Goodput, Slo
 from bench.metrics.percentiles import MS, Percentiles
+from bench.metrics.slo import Goodput, Slo
 from bench.simulate.records import Records
 from bench.simulate.run import World
 

@@ -28,7 +28,7 @@ from bench.cli.load_flags import (
 from bench.load.mooncake import read_requests
 from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
-from bench.metrics.metrics import Slo
+from bench.metrics.slo import Slo
 from bench.simulate import cost_model
 from bench.simulate.cost_model import CostModel
 from bench.simulate.report import block, comparison, figures

@@ -18,7 +18,7 @@ from bench.client.openai_client import OpenAIClient
 from bench.load.spelling import Speller
 from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
-from bench.metrics.metrics import RequestRecord
+from bench.metrics.records import RequestRecord
 from bench.serving import EXIT_FAILED_REQUESTS, EXIT_NO_SERVER, EXIT_OK, main
 from quadriga.errors import ConfigError, ServerUnreachable
 from quadriga.sampling.params import SamplingParams

@@ -11,7 +11,7 @@ from bench.client.server import free_port
 from bench.load.synthetic import Lengths, TraceSpec, generate
 from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import Workload
-from bench.metrics.metrics import Slo
+from bench.metrics.slo import Slo
 from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main
 from quadriga.errors import ConfigError
 

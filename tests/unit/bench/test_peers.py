@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from bench.cli.options import parse
-from bench.metrics.metrics import RequestRecord, Summary, summarize
+from bench.metrics.metrics import Summary, summarize
+from bench.metrics.records import RequestRecord
 from bench.models import files
 from bench.models.checkpoint import Checkpoint, Field
 from bench.models.files import Weights

@@ -14,7 +14,7 @@ from bench.client.load_generator import LoadRun
 from bench.client.server import free_port
 from bench.load.trace import TraceRequest, prompt_ids, write_trace
 from bench.load.workload import PlannedRequest
-from bench.metrics.metrics import RequestRecord
+from bench.metrics.records import RequestRecord
 from bench.serving import (
     EXIT_FAILED_REQUESTS,
     EXIT_INTERRUPTED,

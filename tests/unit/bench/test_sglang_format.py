@@ -9,7 +9,8 @@ import pytest
 import bench.report
 from bench.cli.options import parse
 from bench.client.resources import Cost
-from bench.metrics.metrics import RequestRecord, summarize
+from bench.metrics.metrics import summarize
+from bench.metrics.records import RequestRecord
 from bench.metrics.timeline import awaiting_first_token, in_flight, token_rates
 from bench.report import sglang_format as sglang_format
 from bench.report.report import Result
