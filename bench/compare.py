@@ -24,10 +24,11 @@ if not __package__:
 
 from bench import serving
 from bench.cli.options import Options, parse
+from bench.command import EXIT_FAILED, EXIT_OK, run_command
 from bench.metrics.metrics import ClientSummary
 from bench.metrics.percentiles import Percentiles
 from bench.report.report import Result
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -160,18 +161,15 @@ def main() -> int:
     """Compare the variants of the command line, and return the exit code."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         print(__doc__)
-        return serving.EXIT_OK
-    try:
-        results = asyncio.run(compare(variants_of(sys.argv[1:])))
-    except ConfigError as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return serving.EXIT_USAGE
-    except QuadrigaError as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return serving.EXIT_NO_SERVER
+        return EXIT_OK
+    return run_command("bench.compare", _main)
+
+
+def _main() -> int:
+    results = asyncio.run(compare(variants_of(sys.argv[1:])))
     print(table(results))
     failed = any(result.summary.failed for runs in results.values() for result in runs)
-    return serving.EXIT_FAILED_REQUESTS if failed else serving.EXIT_OK
+    return EXIT_FAILED if failed else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -19,28 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.client.server import OwnServer
+from bench.client.transport import start_server
+from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
 from bench.load.schemas import complaint, schemas
 from bench.load.workload import word
 from bench.metrics.percentiles import MS, percentile
-from bench.serving import (
-    CONNECT_TIMEOUT_S,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SERVER,
-    EXIT_OK,
-    EXIT_USAGE,
-    START_CONNECT_TIMEOUT_S,
-    START_INFO_TIMEOUT_S,
-    run_until_signal,
-)
+from bench.serving import CONNECT_TIMEOUT_S
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import check_positive
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.config.server_config import ServerConfig
 
 # Share of the throughput without schemas.
 MIN_THROUGHPUT_RATIO = 0.85
-EXIT_MISSED = 1
 MAX_TOKENS = 768
 NUM_WARM_UP = 16
 # First numbers of these tasks: equal prompts would be served from the prefix cache.
@@ -224,35 +215,19 @@ def _first_tokens(passes: Sequence[Pass]) -> str:
 async def bench(arguments: Namespace) -> int:
     """Start or find the server, measure and print, and return the exit code."""
     async with AsyncExitStack() as stack:
-        endpoint = await _server(arguments, stack)
+        config: ServerConfig = arguments.server_config
+        endpoint = config.frontend.endpoint
+        if "endpoint" not in arguments:
+            endpoint, _ = await start_server(config, arguments.server_log, stack)
+        keys = config.frontend.curve_dir
         client = await stack.enter_async_context(
-            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=_keys(arguments))
+            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=keys)
         )
         info = await client.info()
         measured = await measure(client, arguments)
     print(block(arguments, info, measured))
     missed = measured.ratio < MIN_THROUGHPUT_RATIO and not arguments.report_only
-    return EXIT_MISSED if measured.invalid() or missed else EXIT_OK
-
-
-def _keys(arguments: Namespace) -> str:
-    """Return the directory of the keys with which the bench connects."""
-    return str(arguments.server_config.frontend.curve_dir)
-
-
-async def _server(arguments: Namespace, stack: AsyncExitStack) -> str:
-    """Return the endpoint of a server that is ready."""
-    if "endpoint" in arguments:
-        return str(arguments.endpoint)
-    server = stack.enter_context(OwnServer(arguments.server_config, arguments.server_log))
-
-    async def info() -> dict[str, Any]:
-        keys = _keys(arguments)
-        async with AsyncClient(server.endpoint, START_CONNECT_TIMEOUT_S, curve_dir=keys) as client:
-            return await client.info(START_INFO_TIMEOUT_S)
-
-    await server.wait_ready(info)
-    return server.endpoint
+    return EXIT_FAILED if measured.invalid() or missed else EXIT_OK
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:
@@ -284,19 +259,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench of a command line, and return the exit code."""
-    try:
-        return run_until_signal(bench(_parse(argv)))
-    except ConfigError as error:
-        return _exit(error, EXIT_USAGE)
-    except QuadrigaError as error:
-        return _exit(error, EXIT_NO_SERVER)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        return _exit("interrupted", EXIT_INTERRUPTED)
-
-
-def _exit(message: object, code: int) -> int:
-    print(f"bench.structured: {message}", file=sys.stderr)
-    return code
+    return run_command("bench.structured", lambda: run_until_signal(bench(_parse(argv))))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ FIGURES: list[tuple[str, int, Figure]] = [
 ]
 
 
-def append(path: Path, outcomes: Iterable[Outcome]) -> None:
-    """Append the outcomes to a file, one per line."""
+def append(path: Path, outcome: Outcome) -> None:
+    """Append an outcome to a file, as a line."""
     with path.open("ab") as file:
-        for outcome in outcomes:
-            file.write(msgspec.json.encode(dataclasses.asdict(outcome)) + b"\n")
+        file.write(msgspec.json.encode(dataclasses.asdict(outcome)) + b"\n")
 
 
 def read(path: Path) -> list[Outcome]:

@@ -190,8 +190,8 @@ def test_the_table_has_medians_and_the_ratios_of_neighbours() -> None:
 def test_results_of_several_days_are_kept_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     outcome = Outcome("vllm", "bf16", "W1", "zmq", [summary(1.0)], [summary(2.0)])
-    append(path, [outcome])
-    append(path, [outcome])
+    append(path, outcome)
+    append(path, outcome)
     assert table(read(path)) == table([outcome, outcome])
     path.write_text("no JSON")
     with pytest.raises(ConfigError, match="holds no results"):
