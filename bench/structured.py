@@ -55,16 +55,14 @@ class Task:
 
     def params(self, tokens: int | None) -> SamplingParams:
         """Return parameters that obey the schema, or that generate `tokens` tokens without it."""
-        if tokens is None:
-            return SamplingParams(
-                json_schema=self.schema,
-                max_new_tokens=MAX_TOKENS,
-                temperature=0.7,
-                top_p=1.0,
-                seed=self.number,
-            )
+        free = tokens is not None
         return SamplingParams(
-            max_new_tokens=tokens, temperature=0.7, top_p=1.0, seed=self.number, ignore_eos=True
+            json_schema=None if free else self.schema,
+            max_new_tokens=tokens if free else MAX_TOKENS,
+            temperature=0.7,
+            top_p=1.0,
+            seed=self.number,
+            ignore_eos=free,
         )
 
 
@@ -86,10 +84,18 @@ class Pass:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    def first_tokens(self) -> list[float]:
-        """Return the TTFTs by the server's clock, in ms."""
-        times = [completion.timings for completion in self.completions]
-        return [(t.first_token - t.received) * MS for t in times]
+    @property
+    def ttft(self) -> str:
+        """p50 and p99 of the TTFT by the server's clock, as a text."""
+        timings = [completion.timings for completion in self.completions]
+        ms = [(t.first_token - t.received) * MS for t in timings]
+        return f"{percentile(ms, 50):.1f}/{percentile(ms, 99):.1f} ms"
+
+
+def joined(passes: Sequence[Pass]) -> Pass:
+    """Return several passes as one."""
+    completions = [completion for one in passes for completion in one.completions]
+    return Pass(completions, sum(one.seconds for one in passes), sum(one.steps for one in passes))
 
 
 async def run_pass(
@@ -163,28 +169,30 @@ class Measured:
 
     def invalid(self) -> list[str]:
         """Return a complaint for each answer that does not obey its schema."""
-        answers = [answer for turn in self.turns for answer in turn.constrained.completions]
-        complaints = (complaint(t.schema, a) for t, a in zip(self.tasks, answers, strict=True))
+        answered = zip(self.tasks, self.constrained.completions, strict=True)
+        complaints = (complaint(task.schema, answer) for task, answer in answered)
         return [text for text in complaints if text]
 
-    def rate(self, which: str) -> float:
-        """Return the tokens per second over all turns."""
-        passes = [getattr(turn, which) for turn in self.turns]
-        return float(sum(p.tokens for p in passes) / sum(p.seconds for p in passes))
+    @property
+    def constrained(self) -> Pass:
+        """All turns with schemas as one pass."""
+        return joined([turn.constrained for turn in self.turns])
 
-    def steps(self, which: str) -> int:
-        """Return the steps over all turns."""
-        return sum(getattr(turn, which).steps for turn in self.turns)
+    @property
+    def free(self) -> Pass:
+        """All turns without schemas as one pass."""
+        return joined([turn.free for turn in self.turns])
 
     @property
     def ratio(self) -> float:
         """Throughput with schemas over throughput without, over all turns."""
-        return self.rate("constrained") / self.rate("free")
+        return self.constrained.rate / self.free.rate
 
 
 def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str:
     """Return the printed lines."""
     complaints, turns = measured.invalid(), measured.turns
+    constrained, free = measured.constrained, measured.free
     count, ratios = len(measured.tasks), [turn.ratio for turn in turns]
     lines = [
         "=== structured output ===",
@@ -192,21 +200,16 @@ def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str
         f"Requests: {count} of {arguments.num_schemas} schemas, {arguments.concurrency} at a time,"
         f" in {len(turns)} turns",
         f"Valid answers: {count - len(complaints)} of {count} ({1 - len(complaints) / count:.1%})",
-        f"Tokens of an answer: {sum(t.constrained.tokens for t in turns) / count:.1f} on average",
-        f"TTFT p50/p99, schemas: {_first_tokens([turn.constrained for turn in turns])}",
-        f"TTFT p50/p99, free: {_first_tokens([turn.free for turn in turns])}",
-        f"Throughput, schemas: {measured.rate('constrained'):.1f} tokens/s",
-        f"Throughput, free: {measured.rate('free'):.1f} tokens/s",
-        f"Steps: {measured.steps('constrained')} with schemas, {measured.steps('free')} free",
+        f"Tokens of an answer: {constrained.tokens / count:.1f} on average",
+        f"TTFT p50/p99, schemas: {constrained.ttft}",
+        f"TTFT p50/p99, free: {free.ttft}",
+        f"Throughput, schemas: {constrained.rate:.1f} tokens/s",
+        f"Throughput, free: {free.rate:.1f} tokens/s",
+        f"Steps: {constrained.steps} with schemas, {free.steps} free",
         f"Ratio: {measured.ratio:.3f} over all, {percentile(ratios, 50):.3f} in the median turn"
         f" ({min(ratios):.3f} to {max(ratios):.3f})",
     ]
     return "\n".join([*lines, *(f"invalid: {text}" for text in complaints[:MAX_SHOWN_COMPLAINTS])])
-
-
-def _first_tokens(passes: Sequence[Pass]) -> str:
-    times = [time for measured in passes for time in measured.first_tokens()]
-    return f"{percentile(times, 50):.1f}/{percentile(times, 99):.1f} ms"
 
 
 # --- the command ----------------------------------------------------------------------------------

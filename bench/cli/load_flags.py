@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
@@ -119,6 +120,16 @@ def add_goodput(group: Any) -> None:
     )
 
 
+def add_trace(group: Any) -> None:
+    """Add the flag for a trace file."""
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay a trace file (format: bench/load/trace.py, or Mooncake's)",
+    )
+
+
 def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
     """Return the load that the values of all load flags and `seed` describe."""
     input_len = values["random_input_len"]
@@ -131,12 +142,8 @@ def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
     )
 
 
-def server_flag_names() -> set[str]:
-    """Return the names of all flags of a server."""
-    groups = ServerConfig().groups()
-    return {field.name for group in groups for field in dataclasses.fields(group)}
-
-
 def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the server flags that were given, with their values."""
-    return {k: v for k, v in vars(arguments).items() if k in server_flag_names()}
+    groups = ServerConfig().groups()
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    return {name: value for name, value in vars(arguments).items() if name in names}

@@ -21,6 +21,7 @@ from bench.cli.load_flags import (
     LOAD_FLAGS,
     add_goodput,
     add_load_flags,
+    add_trace,
     server_flags_in,
     trace_spec,
 )
@@ -160,12 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "python -m bench.simulate", description=__doc__, allow_abbrev=False
     )
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="replay a trace file (format: bench/load/trace.py, or Mooncake's)",
-    )
+    add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
     _add_world(parser.add_argument_group("server"))
