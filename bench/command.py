@@ -1,5 +1,6 @@
-"""How a command of the bench runs and ends: signals, errors in one line, exit codes."""
+"""The frame of a command: its parser, signals, errors in one line, and exit codes."""
 
+import argparse
 import asyncio
 import signal
 import sys
@@ -9,6 +10,24 @@ from typing import Any
 from quadriga.errors import ConfigError, InvalidRequest, ModelError, QuadrigaError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def command_parser(module: str, text: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of `python -m MODULE`, whose help shows `text` line by line."""
+    return argparse.ArgumentParser(
+        f"python -m {module}",
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def named_flags(variant: str) -> tuple[str, list[str]]:
+    """Return the name and the flags of "NAME: FLAGS", or raise ConfigError."""
+    name, colon, flags = variant.partition(":")
+    if not colon or not name.strip():
+        raise ConfigError(f'{variant!r} is no variant: write "NAME: FLAGS"')
+    return name.strip(), flags.split()
 
 
 def run_command(name: str, work: Callable[[], int], on_failure: int = EXIT_NO_SERVER) -> int:

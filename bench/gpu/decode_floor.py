@@ -8,12 +8,12 @@ of context: ms of a step as a graph, ms launched kernel by kernel, the floor (by
 keys over the measured read speed, see bench/roofline/roofline_model.py), and graph over floor.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from statistics import median
 
+from bench.command import command_parser
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
@@ -30,11 +30,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.gpu.decode_floor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.gpu.decode_floor", __doc__)
     server_flags.add_flags(parser)
     try:
         report(server_flags.from_namespace(parser.parse_args(argv)))

@@ -6,7 +6,7 @@ are left out. Requests refer to each other by their position in the trace, from 
 
 import random
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -98,20 +98,33 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 def read_trace(path: Path) -> list[TraceRequest]:
     """Return the requests of a file, or raise ConfigError."""
     decode = msgspec.json.Decoder(TraceRequest).decode
+
+    def parse(line: bytes, index: int) -> TraceRequest:
+        request = decode(line)
+        _check(request, index)
+        return request
+
+    requests = parse_lines(path, parse)
+    if not requests:
+        raise ConfigError(f"{path} has no requests")
+    return requests
+
+
+def parse_lines(path: Path, parse: Callable[[bytes, int], TraceRequest]) -> list[TraceRequest]:
+    """Return the request of each line by `parse(line, index)`.
+
+    Raises:
+        ConfigError: The file cannot be read, or `parse` raised DecodeError or ValueError.
+    """
     requests: list[TraceRequest] = []
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    request = decode(line)
-                    _check(request, index=len(requests))
-                except (msgspec.DecodeError, ValueError) as error:
-                    raise ConfigError(f"{path}, line {number}: {error}") from None
-                requests.append(request)
+            for index, line in enumerate(file):
+                requests.append(parse(line, index))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if not requests:
-        raise ConfigError(f"{path} has no requests")
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"{path}, line {len(requests) + 1}: {error}") from None
     return requests
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
+from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.peer import WORKLOADS
@@ -76,12 +76,8 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="workloads:\n" + "\n".join(f"  {workload}" for workload in WORKLOADS.values()),
-    )
+    workloads = [f"  {workload}" for workload in WORKLOADS.values()]
+    parser = command_parser("bench.peers", __doc__, "\n".join(["workloads:", *workloads]))
     add = parser.add_argument
     add("peers", nargs="*", choices=[[], *PEERS], metavar="PEER", help=", ".join(PEERS))
     add("--all", action="store_true", help="every peer")

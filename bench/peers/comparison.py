@@ -116,16 +116,12 @@ async def _take_turns(
                     summary = (await runs_of_side.measure(number)).summary
                     summaries.append(summary)
             turn = f"{workload.name} {'warm-up' if is_warmup else 'run'} {number + 1} {side.name}"
-            _check(turn, summary)
+            if summary.failed:
+                raise RequestFailed(
+                    f"{turn}: {summary.failed} of {summary.requests} requests failed:"
+                    f" {summary.first_error}"
+                )
             print(f"{turn}: {summary.throughput:.1f} tok/s", file=sys.stderr, flush=True)
-
-
-def _check(turn: str, summary: Summary) -> None:
-    """Raise RequestFailed if a request of the run failed or ended too early."""
-    if summary.failed:
-        raise RequestFailed(
-            f"{turn}: {summary.failed} of {summary.requests} requests failed: {summary.first_error}"
-        )
 
 
 # --- the two sides --------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from bench.command import EXIT_OK, EXIT_USAGE, run_command
+from bench.command import EXIT_OK, EXIT_USAGE, command_parser, named_flags, run_command
 from bench.quality.metrics import Score, ScoredTexts
 from bench.quality.text import manual_prose
+from bench.report.markdown import markdown_table
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
@@ -105,22 +106,21 @@ def _score(
 def table(scores: Mapping[str, Score]) -> str:
     """Return the scores as a markdown table."""
     first = next(iter(scores.values()))
-    count = len(first.continuations[0])
-    lines = [
-        f"| | perplexity | KL divergence, nats | same greedy token | common prefix of {count} |",
-        "|---|---|---|---|---|",
-    ]
+    prefix = f"common prefix of {len(first.continuations[0])}"
+    rows = []
     for name, score in scores.items():
         change = "" if score is first else f" ({score.perplexity / first.perplexity - 1:+.2%})"
-        cells = [
-            name,
-            f"{score.perplexity:.3f}{change}",
-            "" if score.divergence is None else f"{score.divergence:.5f}",
-            "" if score.agreement is None else f"{score.agreement:.1%}",
-            "" if score.prefix is None else f"{score.prefix:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(
+            (
+                name,
+                f"{score.perplexity:.3f}{change}",
+                "" if score.divergence is None else f"{score.divergence:.5f}",
+                "" if score.agreement is None else f"{score.agreement:.1%}",
+                "" if score.prefix is None else f"{score.prefix:.1f}",
+            )
+        )
+    header = ("", "perplexity", "KL divergence, nats", "same greedy token", prefix)
+    return markdown_table(header, rows)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -128,21 +128,15 @@ def table(scores: Mapping[str, Score]) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, ServerConfig], Path | None]:
     """Return the variants and the file of --text, or raise ConfigError."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.quality", __doc__)
     parser.add_argument("--variant", action="append", required=True, metavar='"NAME: FLAGS"')
     parser.add_argument("--text", type=Path, metavar="FILE", help="(default: Python's manual)")
     server_flags.add_flags(parser)
     common = parser.parse_args(argv)
     variants = {}
     for text in common.variant:
-        name, colon, flags = text.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
-        variants[name.strip()] = _config_of(common, flags.split())
+        name, flags = named_flags(text)
+        variants[name] = _config_of(common, flags)
     if {config.model for config in variants.values()} != {next(iter(variants.values())).model}:
         raise ConfigError("variants are compared on one model: name it before them, once")
     return variants, common.text

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, run_command
+from bench.report.markdown import markdown_table
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
@@ -110,7 +111,7 @@ def step_table(lines: Sequence[Line]) -> str:
         )
         for line in lines
     ]
-    return _table(("step", "ms", "floor, ms", "ratio", "of the matmul rate", "bound"), rows)
+    return markdown_table(("step", "ms", "floor, ms", "ratio", "of the matmul rate", "bound"), rows)
 
 
 def part_table(lines: Sequence[Line]) -> str:
@@ -124,7 +125,7 @@ def part_table(lines: Sequence[Line]) -> str:
             for name in names
         ]
         rows.append((line.name, *cells))
-    return _table(("ms (floor)", *names), rows)
+    return markdown_table(("ms (floor)", *names), rows)
 
 
 def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
@@ -134,12 +135,7 @@ def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
         (f"{p.inputs} x {p.outputs}", *(f"{by_way[way] / 1e9:.0f}" for way in ways))
         for p, by_way in rates.items()
     ]
-    return _table(("GFLOP/s, --attention-backend", *ways), rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(("GFLOP/s, --attention-backend", *ways), rows)
 
 
 # --- the command line -----------------------------------------------------------------------------
