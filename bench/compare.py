@@ -16,18 +16,16 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
-
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import serving
 from bench.cli.options import Options, parse
+from bench.command import EXIT_FAILED, EXIT_OK, named_flags, run_command
 from bench.metrics.metrics import ClientSummary
 from bench.metrics.percentiles import Percentiles
+from bench.report.markdown import markdown_table
 from bench.report.report import Result
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -114,13 +112,12 @@ async def _quietly(run: Awaitable[T]) -> T:
 
 def table(results: dict[str, list[Result]]) -> str:
     """Return the medians as a markdown table with a row per figure and a column per variant."""
-    names = list(results)
-    first = results[names[0]]
-    lines = ["| ms where not said | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for column in COLUMNS + client_columns(first[0].summary.clients):
-        cells = [_cell(column, results[name], first) for name in names]
-        lines.append(f"| {column.title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    first = next(iter(results.values()))
+    rows = [
+        [column.title, *(_cell(column, of_variant, first) for of_variant in results.values())]
+        for column in COLUMNS + client_columns(first[0].summary.clients)
+    ]
+    return markdown_table(["ms where not said", *results], rows)
 
 
 def _cell(column: Column, results: list[Result], first: list[Result]) -> str:
@@ -145,11 +142,9 @@ def variants_of(argv: list[str]) -> dict[str, Options]:
     named, common = argv[:split], argv[split + 1 :]
     variants = {}
     for text in named:
-        name, colon, flags = text.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
-        variants[name.strip()] = parse([*common, *flags.split()])
-        if variants[name.strip()].target.config is None:
+        name, flags = named_flags(text)
+        variants[name] = parse([*common, *flags])
+        if variants[name].target.config is None:
             raise ConfigError("--endpoint measures one server: leave it out to compare several")
     if len(variants) < 2:
         raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS" -- ...')
@@ -160,18 +155,15 @@ def main() -> int:
     """Compare the variants of the command line, and return the exit code."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         print(__doc__)
-        return serving.EXIT_OK
-    try:
-        results = asyncio.run(compare(variants_of(sys.argv[1:])))
-    except ConfigError as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return serving.EXIT_USAGE
-    except QuadrigaError as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return serving.EXIT_NO_SERVER
+        return EXIT_OK
+    return run_command("bench.compare", _main)
+
+
+def _main() -> int:
+    results = asyncio.run(compare(variants_of(sys.argv[1:])))
     print(table(results))
     failed = any(result.summary.failed for runs in results.values() for result in runs)
-    return serving.EXIT_FAILED_REQUESTS if failed else serving.EXIT_OK
+    return EXIT_FAILED if failed else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ questions, and prints the directory of the built-in model in safetensors, which 
 backends can load. docs/http.md describes how to compare the gateway with them.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.command import command_parser
 from bench.models.files import hugging_face_directory
 
 NAME = "quadriga_quiz"
@@ -130,11 +130,7 @@ def write(directory: Path, quiz: Sequence[Question]) -> None:
 
 def main() -> None:
     """Write the task into the directory of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.lm_eval_task",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.lm_eval_task", __doc__)
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     write(arguments.directory, questions())

@@ -5,11 +5,11 @@ one-beside-many    1,000 requests at once (client 0), and after 2 s a single one
 two-lengths        100 requests at once, in random order: 88 of 16 tokens, 12 of 256
 """
 
-import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.command import command_parser
 from bench.load.trace import TraceRequest, write_trace
 
 
@@ -41,9 +41,7 @@ SCENARIOS: dict[str, Callable[[], list[TraceRequest]]] = {
 
 def main() -> None:
     """Write the trace that the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench.scenarios", __doc__)
     parser.add_argument("name", choices=SCENARIOS)
     parser.add_argument("file", type=Path)
     arguments = parser.parse_args()

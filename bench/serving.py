@@ -3,11 +3,8 @@
 Exit codes: 0 all requests finished, 1 some failed, 2 bad flags, 3 no server, 130 interrupted.
 """
 
-import asyncio
-import dataclasses
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,15 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import msgspec
 from tqdm import tqdm
 
 from bench.cli.options import Options, parse
 from bench.client.backends import OpenAIServer, ServerConnection
 from bench.client.load_generator import LoadRun, drive
 from bench.client.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
-from bench.client.server import OwnServer
-from bench.client.transport import connection
+from bench.client.transport import connection, info_of, start_server
+from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
 from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import PlannedRequest
 from bench.metrics.metrics import Summary, summarize
@@ -30,35 +28,22 @@ from bench.preparation import Preparation, preparation
 from bench.report import report, report_files, sglang_format
 from bench.report.report import Result
 from quadriga import clock
-from quadriga.errors import (
-    ConfigError,
-    InvalidRequest,
-    ModelError,
-    QuadrigaError,
-    ServerUnreachable,
-)
+from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
 
-EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 CONNECT_TIMEOUT_S = 5.0
-# These two hold for each attempt while the bench's own server starts.
-START_CONNECT_TIMEOUT_S = 1.0
-START_INFO_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench that a command line describes, and return the exit code."""
-    try:
-        options = parse(list(sys.argv[1:] if argv is None else argv))
-        draw = _plotter(options)
-        prepared = preparation(options) if options.target.config else None
-        return run_until_signal(bench(options, prepared, draw))
-    except (ConfigError, InvalidRequest, ModelError) as error:
-        return _exit(error, EXIT_USAGE)
-    except QuadrigaError as error:
-        return _exit(error, EXIT_NO_SERVER)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        return _exit("interrupted", EXIT_INTERRUPTED)
+    return run_command("bench.serving", lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(argv: list[str]) -> int:
+    options = parse(argv)
+    draw = _plotter(options)
+    prepared = preparation(options) if options.target.config else None
+    return run_until_signal(bench(options, prepared, draw))
 
 
 async def bench(
@@ -86,7 +71,7 @@ async def bench(
         report_files.write_json(output.json_path, options, runs.info, results, warmups)
     draw(results[0])
     failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
-    return EXIT_FAILED_REQUESTS if failed else EXIT_OK
+    return EXIT_FAILED if failed else EXIT_OK
 
 
 async def open_runs(
@@ -203,9 +188,9 @@ def as_sent(jobs: Sequence[PlannedRequest], run: LoadRun) -> list[TraceRequest]:
     for job, record in zip(jobs, run.records, strict=True):
         request = job.request
         if request.follows is None and record.due is None:
-            request = dataclasses.replace(request, at=record.submit_start - run.start)
+            request = msgspec.structs.replace(request, at=record.submit_start - run.start)
         if not request.num_own_tokens and isinstance(job.prompt, list):
-            request = dataclasses.replace(request, ids=tuple(job.prompt))
+            request = msgspec.structs.replace(request, ids=tuple(job.prompt))
         requests.append(request)
     return requests
 
@@ -224,45 +209,11 @@ async def _server(
     target = options.target
     if target.config is None:
         running = target.openai or target.endpoint
-        info = await _info(running, target.curve_dir, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S)
+        info = await info_of(running, target.curve_dir, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S)
         if not info.get("ready", True):
             raise ServerUnreachable(f"the server at {target.endpoint} is still starting")
         return running, info
-    server = stack.enter_context(OwnServer(target.config, target.server_log))
-    info = await server.wait_ready(
-        lambda: _info(
-            server.endpoint, target.curve_dir, START_CONNECT_TIMEOUT_S, START_INFO_TIMEOUT_S
-        )
-    )
-    return server.endpoint, info
-
-
-async def _info(
-    server: str | OpenAIServer, curve_dir: str, connect_timeout: float, info_timeout: float
-) -> dict[str, Any]:
-    async with connection(server, connect_timeout, curve_dir) as client:
-        return await client.info(info_timeout)
-
-
-def run_until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine, on uvloop if it is installed; a signal cancels it (CancelledError)."""
-
-    async def cancel_on_signal() -> int:
-        task = asyncio.ensure_future(work)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        return await task
-
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(cancel_on_signal())
-    return uvloop.run(cancel_on_signal())
-
-
-def _exit(message: object, code: int) -> int:
-    print(f"bench.serving: {message}", file=sys.stderr)
-    return code
+    return await start_server(target.config, target.server_log, stack)
 
 
 if __name__ == "__main__":

@@ -19,28 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.client.server import OwnServer
+from bench.client.transport import start_server
+from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
 from bench.load.schemas import complaint, schemas
 from bench.load.workload import word
 from bench.metrics.percentiles import MS, percentile
-from bench.serving import (
-    CONNECT_TIMEOUT_S,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SERVER,
-    EXIT_OK,
-    EXIT_USAGE,
-    START_CONNECT_TIMEOUT_S,
-    START_INFO_TIMEOUT_S,
-    run_until_signal,
-)
+from bench.serving import CONNECT_TIMEOUT_S
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import check_positive
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.config.server_config import ServerConfig
 
 # Share of the throughput without schemas.
 MIN_THROUGHPUT_RATIO = 0.85
-EXIT_MISSED = 1
 MAX_TOKENS = 768
 NUM_WARM_UP = 16
 # First numbers of these tasks: equal prompts would be served from the prefix cache.
@@ -64,16 +55,14 @@ class Task:
 
     def params(self, tokens: int | None) -> SamplingParams:
         """Return parameters that obey the schema, or that generate `tokens` tokens without it."""
-        if tokens is None:
-            return SamplingParams(
-                json_schema=self.schema,
-                max_new_tokens=MAX_TOKENS,
-                temperature=0.7,
-                top_p=1.0,
-                seed=self.number,
-            )
+        free = tokens is not None
         return SamplingParams(
-            max_new_tokens=tokens, temperature=0.7, top_p=1.0, seed=self.number, ignore_eos=True
+            json_schema=None if free else self.schema,
+            max_new_tokens=tokens if free else MAX_TOKENS,
+            temperature=0.7,
+            top_p=1.0,
+            seed=self.number,
+            ignore_eos=free,
         )
 
 
@@ -95,10 +84,18 @@ class Pass:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    def first_tokens(self) -> list[float]:
-        """Return the TTFTs by the server's clock, in ms."""
-        times = [completion.timings for completion in self.completions]
-        return [(t.first_token - t.received) * MS for t in times]
+    @property
+    def ttft(self) -> str:
+        """p50 and p99 of the TTFT by the server's clock, as a text."""
+        timings = [completion.timings for completion in self.completions]
+        ms = [(t.first_token - t.received) * MS for t in timings]
+        return f"{percentile(ms, 50):.1f}/{percentile(ms, 99):.1f} ms"
+
+
+def joined(passes: Sequence[Pass]) -> Pass:
+    """Return several passes as one."""
+    completions = [completion for one in passes for completion in one.completions]
+    return Pass(completions, sum(one.seconds for one in passes), sum(one.steps for one in passes))
 
 
 async def run_pass(
@@ -172,28 +169,30 @@ class Measured:
 
     def invalid(self) -> list[str]:
         """Return a complaint for each answer that does not obey its schema."""
-        answers = [answer for turn in self.turns for answer in turn.constrained.completions]
-        complaints = (complaint(t.schema, a) for t, a in zip(self.tasks, answers, strict=True))
+        answered = zip(self.tasks, self.constrained.completions, strict=True)
+        complaints = (complaint(task.schema, answer) for task, answer in answered)
         return [text for text in complaints if text]
 
-    def rate(self, which: str) -> float:
-        """Return the tokens per second over all turns."""
-        passes = [getattr(turn, which) for turn in self.turns]
-        return float(sum(p.tokens for p in passes) / sum(p.seconds for p in passes))
+    @property
+    def constrained(self) -> Pass:
+        """All turns with schemas as one pass."""
+        return joined([turn.constrained for turn in self.turns])
 
-    def steps(self, which: str) -> int:
-        """Return the steps over all turns."""
-        return sum(getattr(turn, which).steps for turn in self.turns)
+    @property
+    def free(self) -> Pass:
+        """All turns without schemas as one pass."""
+        return joined([turn.free for turn in self.turns])
 
     @property
     def ratio(self) -> float:
         """Throughput with schemas over throughput without, over all turns."""
-        return self.rate("constrained") / self.rate("free")
+        return self.constrained.rate / self.free.rate
 
 
 def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str:
     """Return the printed lines."""
     complaints, turns = measured.invalid(), measured.turns
+    constrained, free = measured.constrained, measured.free
     count, ratios = len(measured.tasks), [turn.ratio for turn in turns]
     lines = [
         "=== structured output ===",
@@ -201,21 +200,16 @@ def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str
         f"Requests: {count} of {arguments.num_schemas} schemas, {arguments.concurrency} at a time,"
         f" in {len(turns)} turns",
         f"Valid answers: {count - len(complaints)} of {count} ({1 - len(complaints) / count:.1%})",
-        f"Tokens of an answer: {sum(t.constrained.tokens for t in turns) / count:.1f} on average",
-        f"TTFT p50/p99, schemas: {_first_tokens([turn.constrained for turn in turns])}",
-        f"TTFT p50/p99, free: {_first_tokens([turn.free for turn in turns])}",
-        f"Throughput, schemas: {measured.rate('constrained'):.1f} tokens/s",
-        f"Throughput, free: {measured.rate('free'):.1f} tokens/s",
-        f"Steps: {measured.steps('constrained')} with schemas, {measured.steps('free')} free",
+        f"Tokens of an answer: {constrained.tokens / count:.1f} on average",
+        f"TTFT p50/p99, schemas: {constrained.ttft}",
+        f"TTFT p50/p99, free: {free.ttft}",
+        f"Throughput, schemas: {constrained.rate:.1f} tokens/s",
+        f"Throughput, free: {free.rate:.1f} tokens/s",
+        f"Steps: {constrained.steps} with schemas, {free.steps} free",
         f"Ratio: {measured.ratio:.3f} over all, {percentile(ratios, 50):.3f} in the median turn"
         f" ({min(ratios):.3f} to {max(ratios):.3f})",
     ]
     return "\n".join([*lines, *(f"invalid: {text}" for text in complaints[:MAX_SHOWN_COMPLAINTS])])
-
-
-def _first_tokens(passes: Sequence[Pass]) -> str:
-    times = [time for measured in passes for time in measured.first_tokens()]
-    return f"{percentile(times, 50):.1f}/{percentile(times, 99):.1f} ms"
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -224,35 +218,19 @@ def _first_tokens(passes: Sequence[Pass]) -> str:
 async def bench(arguments: Namespace) -> int:
     """Start or find the server, measure and print, and return the exit code."""
     async with AsyncExitStack() as stack:
-        endpoint = await _server(arguments, stack)
+        config: ServerConfig = arguments.server_config
+        endpoint = config.frontend.endpoint
+        if "endpoint" not in arguments:
+            endpoint, _ = await start_server(config, arguments.server_log, stack)
+        keys = config.frontend.curve_dir
         client = await stack.enter_async_context(
-            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=_keys(arguments))
+            AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=keys)
         )
         info = await client.info()
         measured = await measure(client, arguments)
     print(block(arguments, info, measured))
     missed = measured.ratio < MIN_THROUGHPUT_RATIO and not arguments.report_only
-    return EXIT_MISSED if measured.invalid() or missed else EXIT_OK
-
-
-def _keys(arguments: Namespace) -> str:
-    """Return the directory of the keys with which the bench connects."""
-    return str(arguments.server_config.frontend.curve_dir)
-
-
-async def _server(arguments: Namespace, stack: AsyncExitStack) -> str:
-    """Return the endpoint of a server that is ready."""
-    if "endpoint" in arguments:
-        return str(arguments.endpoint)
-    server = stack.enter_context(OwnServer(arguments.server_config, arguments.server_log))
-
-    async def info() -> dict[str, Any]:
-        keys = _keys(arguments)
-        async with AsyncClient(server.endpoint, START_CONNECT_TIMEOUT_S, curve_dir=keys) as client:
-            return await client.info(START_INFO_TIMEOUT_S)
-
-    await server.wait_ready(info)
-    return server.endpoint
+    return EXIT_FAILED if measured.invalid() or missed else EXIT_OK
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:
@@ -284,19 +262,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench of a command line, and return the exit code."""
-    try:
-        return run_until_signal(bench(_parse(argv)))
-    except ConfigError as error:
-        return _exit(error, EXIT_USAGE)
-    except QuadrigaError as error:
-        return _exit(error, EXIT_NO_SERVER)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        return _exit("interrupted", EXIT_INTERRUPTED)
-
-
-def _exit(message: object, code: int) -> int:
-    print(f"bench.structured: {message}", file=sys.stderr)
-    return code
+    return run_command("bench.structured", lambda: run_until_signal(bench(_parse(argv))))
 
 
 if __name__ == "__main__":

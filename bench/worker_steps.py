@@ -5,7 +5,7 @@ Needs torch (the extra `serve`), which is imported when a worker is built.
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -88,15 +88,12 @@ class WorkerBench:
 
     def measure(self, case: Case) -> float:
         """Return the ms of a step. Rows of one token get their slots before it, as in a server."""
-        admitted: list[NewSlot] = []
-        new: list[NewSlot] = []
-        page = 0
-        for slot, row in enumerate(case):
-            new_slot = self._new(slot, row, page)
-            page += len(new_slot.pages) // 4
-            (new if row.tokens > 1 else admitted).append(new_slot)
-        self._run(admitted, [])
-        ms = self._run(new, [(slot, row.tokens) for slot, row in enumerate(case)])
+        slots = self._slots(case)
+        self._run([new for new, row in zip(slots, case, strict=True) if row.tokens == 1], [])
+        ms = self._run(
+            [new for new, row in zip(slots, case, strict=True) if row.tokens > 1],
+            [(slot, row.tokens) for slot, row in enumerate(case)],
+        )
         self._run([], [], released=range(len(case)))
         return ms
 
@@ -106,12 +103,7 @@ class WorkerBench:
 
         There are `rows` requests of `context` tokens, with pages for `steps` steps.
         """
-        admitted: list[NewSlot] = []
-        page = 0
-        for slot in range(rows):
-            admitted.append(self._new(slot, Row(context, 1), page, num_steps=steps))
-            page += len(admitted[-1].pages) // 4
-        self._run(admitted, [])
+        self._run(self._slots([Row(context, 1)] * rows, num_steps=steps), [])
         yield lambda: self._run([], [(slot, 1) for slot in range(rows)])
         self._run([], [], released=range(rows))
 
@@ -123,6 +115,15 @@ class WorkerBench:
         plan = StepPlan(next(self._steps), mode, slots, counts, new, pack_ids(released))
         result = self.runner.run(plan)
         return 1000 * (result.ended - result.began)
+
+    def _slots(self, rows: Sequence[Row], num_steps: int = 0) -> list[NewSlot]:
+        """Return a slot for each row, with pages of its own."""
+        slots: list[NewSlot] = []
+        page = 0
+        for slot, row in enumerate(rows):
+            slots.append(self._new(slot, row, page, num_steps))
+            page += len(slots[-1].pages) // 4
+        return slots
 
     def _new(self, slot: int, row: Row, first_page: int, num_steps: int = 0) -> NewSlot:
         known = row.context + row.tokens + (0 if row.ends else 1)

@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.load.trace import LENGTHS_FORM, Lengths, TraceSpec
+from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
 from quadriga.config.flags import flag_name
 from quadriga.config.server_config import ServerConfig
 
@@ -119,32 +120,30 @@ def add_goodput(group: Any) -> None:
     )
 
 
-def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
-    """Return the load that the values of all load flags and `seed` describe."""
-    input_len, output_len = values["random_input_len"], values["max_new_tokens"]
-    return TraceSpec(
-        num_requests=values["num_requests"],
-        output_len=Lengths.parse(output_len, "max_new_tokens"),
-        input_len=None if input_len is None else Lengths.parse(input_len, "random_input_len"),
-        request_rate=values["request_rate"],
-        burstiness=values["burstiness"],
-        max_concurrency=values["max_concurrency"],
-        prefix_groups=values["prefix_groups"],
-        prefix_len=values["prefix_len"],
-        shuffle_groups=values["prefix_order"] == "shuffled",
-        turns=values["turns"],
-        think_time=values["think_time"],
-        num_clients=values["num_clients"],
-        seed=values["seed"],
+def add_trace(group: Any) -> None:
+    """Add the flag for a trace file."""
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay a trace file (format: bench/load/trace.py, or Mooncake's)",
     )
 
 
-def server_flag_names() -> set[str]:
-    """Return the names of all flags of a server."""
-    groups = ServerConfig().groups()
-    return {field.name for group in groups for field in dataclasses.fields(group)}
+def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
+    """Return the load that the values of all load flags and `seed` describe."""
+    input_len = values["random_input_len"]
+    names = {field.name for field in dataclasses.fields(TraceSpec)}
+    return TraceSpec(
+        **{name: value for name, value in values.items() if name in names},
+        output_len=Lengths.parse(values["max_new_tokens"], "max_new_tokens"),
+        input_len=None if input_len is None else Lengths.parse(input_len, "random_input_len"),
+        shuffle_groups=values["prefix_order"] == "shuffled",
+    )
 
 
 def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the server flags that were given, with their values."""
-    return {k: v for k, v in vars(arguments).items() if k in server_flag_names()}
+    groups = ServerConfig().groups()
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    return {name: value for name, value in vars(arguments).items() if name in names}

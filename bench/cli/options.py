@@ -1,6 +1,5 @@
 """The meaning of a command line of `bench.serving`: the server, the load and the output."""
 
-import dataclasses
 import json
 import math
 from argparse import Namespace
@@ -8,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.cli.flags import SWITCHES, read_flags, result_file
 from bench.cli.load_flags import server_flags_in, trace_spec
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
 from bench.client.load_generator import SendOptions
 from bench.load.datasets import read_sharegpt, sample
 from bench.load.mooncake import read_requests
+from bench.load.synthetic import TraceSpec, generate
 from bench.load.tokenizing import tokenizer_of
-from bench.load.trace import TraceRequest, TraceSpec, generate
+from bench.load.trace import TraceRequest
 from bench.load.workload import DEFAULT_PROMPT, Workload
-from bench.metrics.metrics import Slo
+from bench.metrics.slo import Slo
 from quadriga.config import server_config
 from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.errors import ConfigError
@@ -240,7 +242,7 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
     requests: list[TraceRequest] = list(generate(spec))
     if arguments.file_lengths:
         requests = [
-            dataclasses.replace(request, max_new_tokens=chosen.answer_tokens)
+            msgspec.structs.replace(request, max_new_tokens=chosen.answer_tokens)
             for request, chosen in zip(requests, samples, strict=True)
         ]
     return Workload(

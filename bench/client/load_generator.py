@@ -10,7 +10,7 @@ import msgspec
 
 from bench.client.backends import BenchClient
 from bench.load.workload import PlannedRequest, Prompt
-from bench.metrics.metrics import RequestRecord
+from bench.metrics.records import RequestRecord
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams

@@ -7,10 +7,11 @@
 Unknown flags are passed on to bench.serving (`--load-format dummy`, `--tp 2`).
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
+
+from bench.command import command_parser
 
 BLOCKS = {
     # 256 requests of 64 tokens at once, 64 wide
@@ -29,11 +30,7 @@ BLOCKS = {
 
 def main() -> None:
     """Run the loads of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.gpu.blocks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.gpu.blocks", __doc__)
     parser.add_argument("--only", choices=BLOCKS, help="run one of the loads")
     parser.add_argument("--device", default="cuda", help="(default: cuda)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")

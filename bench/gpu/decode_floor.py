@@ -8,11 +8,12 @@ of context: ms of a step as a graph, ms launched kernel by kernel, the floor (by
 keys over the measured read speed, see bench/roofline/roofline_model.py), and graph over floor.
 """
 
-import argparse
 import sys
+import time
 from collections.abc import Sequence
 from statistics import median
 
+from bench.command import command_parser
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
@@ -23,17 +24,13 @@ from quadriga.model_files.resolve import resolve_model
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
-READ_BYTES = 2**30
+READ_BYTES, NUM_READS = 2**30, 20
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.gpu.decode_floor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.gpu.decode_floor", __doc__)
     server_flags.add_flags(parser)
     try:
         report(server_flags.from_namespace(parser.parse_args(argv)))
@@ -85,12 +82,19 @@ def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
 
 def describe(config: ServerConfig) -> tuple[str, str, float]:
     """Return device, dtype, and bytes/s at which the device reads a large tensor."""
-    from bench.gpu.read_speed import bytes_per_second
+    import torch
+
     from worker_proc.system.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)
-    speed = bytes_per_second(device, READ_BYTES)
+    values = torch.ones(READ_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(NUM_READS):
+        began = time.perf_counter()
+        float(values.sum())
+        seconds.append(time.perf_counter() - began)
+    speed = READ_BYTES / median(seconds[NUM_READS // 4 :])
     return str(device), str(dtype).removeprefix("torch."), speed
 
 

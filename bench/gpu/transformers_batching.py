@@ -6,21 +6,18 @@ Prints tokens/s. Compare with `python -m bench.gpu.blocks --only width --model g
 --load-format dummy`.
 """
 
-import argparse
 import random
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from bench.command import command_parser
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code: 0 measured, 2 no such device."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.gpu.transformers_batching",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.gpu.transformers_batching", __doc__)
     parser.add_argument("--model", default="gpt2", help="Hub id or directory (default: gpt2)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"),
                         help="dummy: GPT-2 with random weights")  # fmt: skip

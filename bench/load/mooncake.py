@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from bench.load.trace import Count, Index, TraceRequest, read_trace
+from bench.load.trace import Count, Index, TraceRequest, parse_lines, read_trace
 from quadriga.errors import ConfigError
 
 BLOCK_TOKENS = 512  # per hash id
@@ -30,19 +30,10 @@ def read_requests(path: Path) -> list[TraceRequest]:
             is_ours = b'"hash_ids"' not in file.readline()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return read_trace(path) if is_ours else _read(path)
-
-
-def _read(path: Path) -> list[TraceRequest]:
+    if is_ours:
+        return read_trace(path)
     decode = msgspec.json.Decoder(_Line).decode
-    requests = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                requests.append(_request(decode(line)))
-            except (msgspec.DecodeError, ValueError) as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from None
-    return requests
+    return parse_lines(path, lambda line, _: _request(decode(line)))
 
 
 def _request(line: _Line) -> TraceRequest:

@@ -11,6 +11,8 @@ from typing import Any
 
 from quadriga.client import Completion
 
+# Makes the schema of one field.
+Draw = Callable[[random.Random], dict[str, Any]]
 WORDS = (
     "name", "title", "city", "status", "color", "category", "owner", "summary", "country", "unit",
     "priority", "language", "currency", "material", "season", "level", "reason", "source", "topic",
@@ -85,12 +87,4 @@ def _list(source: random.Random) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": source.randint(2, 4)}
 
 
-FIELDS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
-    _text,
-    _text,
-    _enum,
-    _integer,
-    _boolean,
-    _date,
-    _list,
-)
+FIELDS: tuple[Draw, ...] = (_text, _text, _enum, _integer, _boolean, _date, _list)

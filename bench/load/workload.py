@@ -1,9 +1,10 @@
 """Workloads: requests, and their prompts in every run."""
 
-import dataclasses
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from bench.load.trace import MIN_TOKEN_ID, TraceRequest, prompt_ids
 from quadriga.errors import ConfigError
@@ -78,7 +79,7 @@ def _other_ids(request: TraceRequest, run: int, vocab_size: int) -> TraceRequest
     drawable = vocab_size - MIN_TOKEN_ID
     shift = int(run * GOLDEN_RATIO % 1 * drawable)
     ids = tuple(MIN_TOKEN_ID + (token - MIN_TOKEN_ID + shift) % drawable for token in request.ids)
-    return dataclasses.replace(request, ids=ids)
+    return msgspec.structs.replace(request, ids=ids)
 
 
 def word(number: int) -> str:

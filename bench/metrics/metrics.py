@@ -4,52 +4,13 @@ All times are Unix seconds on one clock, all spreads are in ms. A negative diffe
 were taken in the other order) counts as 0.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.metrics.percentiles import MS, Percentiles, spread
-from quadriga.errors import ConfigError
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """Time stamps and counts of one request; a time of 0.0 was never reached.
-
-    Attributes:
-        submit_start: 0.0: the request was not sent, as the request that it continues failed.
-        due: Time at which it should have been sent; None: the schedule has no time for it.
-        received: Stamped by the server, as are tokenized, admitted and first_token.
-        finished: Arrival of the end marker.
-        token_times: End of the step that sampled each token, stamped by the server.
-        arrivals: Arrival of each token; the tokens of one chunk arrive together.
-        chunks: Arrival of each chunk that has a token.
-    """
-
-    index: int
-    submit_start: float = 0.0
-    submit_end: float = 0.0
-    due: float | None = None
-    client: int = 0
-    received: float = 0.0
-    tokenized: float = 0.0
-    admitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-    token_times: list[float] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    chunks: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    finish_reason: str = ""
-    error: str | None = None
-
-    @property
-    def first_received(self) -> float:
-        """Arrival of the first token, or 0.0."""
-        return self.arrivals[0] if self.arrivals else 0.0
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Goodput, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,73 +20,6 @@ class Sizes:
     mean: float
     low: int
     high: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Limits within which a request counts as good, in ms; None: no limit.
-
-    A request of one token has no TPOT and is within any limit of it.
-
-    Attributes:
-        e2el_ms: Limit of the time from the submit to the end marker.
-    """
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2el_ms: float | None = None
-
-    @classmethod
-    def parse(cls, limits: Sequence[str]) -> "Slo":
-        """Parse limits such as "ttft:200", "tpot:30" and "e2el:5000".
-
-        Raises:
-            ConfigError: A limit has another form.
-        """
-        limits_ms: dict[str, float] = {}
-        for limit in limits:
-            name, _, text = limit.partition(":")
-            try:
-                value = float(text)
-            except ValueError:
-                value = 0.0
-            if f"{name}_ms" not in cls.__slots__ or not 0 < value < math.inf:
-                raise ConfigError(
-                    f"goodput is {limit!r}: a limit is ttft, tpot or e2el, a colon and ms above 0,"
-                    " such as ttft:200"
-                )
-            limits_ms[f"{name}_ms"] = value
-        return cls(**limits_ms)
-
-    def __bool__(self) -> bool:
-        return bool(self.limits())
-
-    def limits(self) -> dict[str, float]:
-        """Return the limits in ms by their names on the command line."""
-        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
-        return {name: ms for name, ms in named.items() if ms is not None}
-
-    def is_kept(self, record: RequestRecord) -> bool:
-        """Return whether a request finished within all limits."""
-        if record.error is not None or not record.arrivals:
-            return False
-        ttft = (record.first_received - record.submit_start) * MS
-        tpot = max(_time_per_token(record), default=0.0) * MS
-        e2el = (record.finished - record.submit_start) * MS
-        return (
-            _within(ttft, self.ttft_ms)
-            and _within(tpot, self.tpot_ms)
-            and _within(e2el, self.e2el_ms)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """The requests within the limits of an Slo, as a share of all (0 to 1) and per second."""
-
-    requests: int
-    share: float
-    rate: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +119,7 @@ def summarize(records: Sequence[RequestRecord], submit_wall: float, slo: Slo = N
         delivery=_between(done, "first_token", "first_received"),
         ttft=_between(done, "submit_start", "first_received"),
         parts_gap=_parts_gap(done),
-        tpot=spread(time for r in done for time in _time_per_token(r)),
+        tpot=_time_per_token(done),
         itl=spread(gap for r in done for gap in _gaps(r.token_times)),
         itl_received=spread(gap for r in done for gap in _gaps(r.arrivals)),
         latency=_between(done, "submit_start", "finished"),
@@ -240,10 +134,6 @@ def summarize(records: Sequence[RequestRecord], submit_wall: float, slo: Slo = N
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
-
-
-def _within(value: float, limit: float | None) -> bool:
-    return limit is None or value <= limit
 
 
 def _sizes(tokens: Sequence[int]) -> Sizes | None:
@@ -272,7 +162,7 @@ def _of_client(client: int, records: Sequence[RequestRecord]) -> ClientSummary:
         failed=len(records) - len(done),
         completion_tokens=sum(record.completion_tokens for record in done),
         ttft=_between(done, "submit_start", "first_received"),
-        tpot=spread(time for r in done for time in _time_per_token(r)),
+        tpot=_time_per_token(done),
         itl=spread(gap for r in done for gap in _gaps(r.token_times)),
         latency=_between(done, "submit_start", "finished"),
     )
@@ -290,12 +180,9 @@ def _between(records: Iterable[RequestRecord], start: str, end: str) -> Percenti
     return spread(after - before for before, after in stamps if before and after)
 
 
-def _time_per_token(record: RequestRecord) -> list[float]:
-    """Return [(last - first) / (n - 1)], or [] if all tokens came in one chunk."""
-    arrivals, tokens = record.arrivals, max(len(record.arrivals), record.completion_tokens)
-    if len(arrivals) < 2:
-        return []
-    return [max(0.0, arrivals[-1] - arrivals[0]) / (tokens - 1)]
+def _time_per_token(records: Iterable[RequestRecord]) -> Percentiles | None:
+    times = [record.time_per_token for record in records]
+    return spread(time for time in times if time is not None)
 
 
 def _gaps(times: Sequence[float]) -> list[float]:

@@ -42,3 +42,10 @@ def spread(seconds: Iterable[float]) -> Percentiles | None:
         p99=percentile(values, 99),
         max=max(values),
     )
+
+
+def spread_text(spread: Percentiles | None, digits: int = 2) -> str:
+    """Return "p50/p95/p99 ms", or "n/a"."""
+    if spread is None:
+        return "n/a"
+    return "/".join(f"{ms:.{digits}f}" for ms in (spread.p50, spread.p95, spread.p99)) + " ms"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from bench.metrics.metrics import RequestRecord
+from bench.metrics.records import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ peer. Exit codes: 0 measured, 1 a workload could not be measured, 2 bad flags.
 """
 
 import argparse
-import asyncio
 import shlex
 import sys
 import tempfile
@@ -14,35 +13,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.peer import WORKLOADS, Peer, PeerWorkload
+from bench.peers.peer import WORKLOADS
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
-from bench.serving import run_until_signal
 from quadriga.errors import ConfigError, QuadrigaError
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison of a command line, and return the exit code."""
     arguments = _parser().parse_args(argv)
+    return run_command("bench.peers", lambda: _main(arguments))
+
+
+def _main(arguments: argparse.Namespace) -> int:
     names = list(PEERS) if arguments.all else arguments.peers
-    try:
-        if not names:
-            outcomes = read(arguments.results) if arguments.results else []
-            if not outcomes:
-                raise ConfigError("name a peer, or give --all, or --results to print")
-            print(table(outcomes))
-            return EXIT_OK
+    if names:
         return run_until_signal(_compare(names, arguments))
-    except ConfigError as error:
-        print(f"bench.peers: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        print("bench.peers: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    outcomes = read(arguments.results) if arguments.results else []
+    if not outcomes:
+        raise ConfigError("name a peer, or give --all, or --results to print")
+    print(table(outcomes))
+    return EXIT_OK
 
 
 async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
@@ -59,49 +53,31 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
     workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
     measured: list[Outcome] = []
     left_out: list[str] = []
+
+    def leave_out(reason: str) -> None:
+        left_out.append(reason)
+        print(reason, file=sys.stderr)
+
     for name in names:
         try:
-            await _measure(PEERS[name], workloads, arguments, settings, measured, left_out)
+            async for found in contest(PEERS[name], arguments.weights, workloads, settings):
+                if isinstance(found, NotMeasured):
+                    leave_out(str(found))
+                    continue
+                measured.append(found)
+                if arguments.results:
+                    append(arguments.results, found)
         except QuadrigaError as error:
-            left_out.append(f"{name}: not measured: {error}")
-            print(left_out[-1], file=sys.stderr)
-    print(
-        "\n".join([table(measured), "", f"Ours over {settings.over}.", *map(_first_line, left_out)])
-    )
+            leave_out(f"{name}: not measured: {error}")
+    # Further lines of a reason are the end of a log, which has been printed already.
+    reasons = [reason.partition("\n")[0] for reason in left_out]
+    print("\n".join([table(measured), "", f"Ours over {settings.over}.", *reasons]))
     return EXIT_FAILED if left_out else EXIT_OK
 
 
-async def _measure(
-    peer: Peer,
-    workloads: Sequence[PeerWorkload],
-    arguments: argparse.Namespace,
-    settings: Settings,
-    measured: list[Outcome],
-    left_out: list[str],
-) -> None:
-    """Add the outcomes of one peer to the lists, and to the file of results."""
-    async for outcome in contest(peer, arguments.weights, workloads, settings):
-        if isinstance(outcome, NotMeasured):
-            left_out.append(str(outcome))
-            print(outcome, file=sys.stderr)
-        else:
-            measured.append(outcome)
-            if arguments.results:
-                append(arguments.results, [outcome])
-
-
-def _first_line(text: str) -> str:
-    """Return the first line; the rest is the end of a log, which has been printed already."""
-    return text.partition("\n")[0]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="workloads:\n" + "\n".join(f"  {workload}" for workload in WORKLOADS.values()),
-    )
+    workloads = [f"  {workload}" for workload in WORKLOADS.values()]
+    parser = command_parser("bench.peers", __doc__, "\n".join(["workloads:", *workloads]))
     add = parser.add_argument
     add("peers", nargs="*", choices=[[], *PEERS], metavar="PEER", help=", ".join(PEERS))
     add("--all", action="store_true", help="every peer")

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bench import serving
 from bench.cli.options import Options, parse
 from bench.client.server import OwnServer, ServerProcess, free_port
-from bench.client.transport import connection
+from bench.client.transport import info_of
 from bench.metrics.metrics import Summary
 from bench.models.files import Weights, gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, PeerWorkload, Start
@@ -116,16 +116,12 @@ async def _take_turns(
                     summary = (await runs_of_side.measure(number)).summary
                     summaries.append(summary)
             turn = f"{workload.name} {'warm-up' if is_warmup else 'run'} {number + 1} {side.name}"
-            _check(turn, summary)
+            if summary.failed:
+                raise RequestFailed(
+                    f"{turn}: {summary.failed} of {summary.requests} requests failed:"
+                    f" {summary.first_error}"
+                )
             print(f"{turn}: {summary.throughput:.1f} tok/s", file=sys.stderr, flush=True)
-
-
-def _check(turn: str, summary: Summary) -> None:
-    """Raise RequestFailed if a request of the run failed or ended too early."""
-    if summary.failed:
-        raise RequestFailed(
-            f"{turn}: {summary.failed} of {summary.requests} requests failed: {summary.first_error}"
-        )
 
 
 # --- the two sides --------------------------------------------------------------------------------
@@ -167,7 +163,9 @@ class _Side:
             server, self._target = launch.make(log)
             self._server = self._stack.enter_context(server)
             self._key = launch.key
-            await server.wait_ready(lambda: _info(parse(self._target)))
+            target = parse(self._target).target
+            address = target.openai or target.endpoint
+            await server.wait_ready(lambda: info_of(address, "", INFO_TIMEOUT_S, INFO_TIMEOUT_S))
         return await serving.open_runs(self._options(workload, prompt_form), self._stack)
 
     def _options(self, workload: PeerWorkload, prompt_form: str) -> Options:
@@ -195,13 +193,6 @@ class _Side:
         """Stop the server."""
         self._key = self._server = None
         await self._stack.aclose()
-
-
-async def _info(options: Options) -> dict[str, Any]:
-    async with connection(
-        options.target.openai or options.target.endpoint, INFO_TIMEOUT_S
-    ) as client:
-        return await client.info(INFO_TIMEOUT_S)
 
 
 def _own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], _Launch]:

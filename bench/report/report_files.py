@@ -10,6 +10,7 @@ from typing import Any
 from bench.cli.options import Options
 from bench.metrics.metrics import Summary
 from bench.report.report import Result
+from quadriga.errors import ConfigError
 
 
 def now() -> str:
@@ -52,3 +53,12 @@ def _run_as_dict(result: Result, details: bool) -> dict[str, Any]:
     if details:
         run["records"] = [dataclasses.asdict(record) for record in result.records]
     return run
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Return the runs of a file that `write_json` wrote, or raise ConfigError."""
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no result of bench.serving --json: {error!r}") from None
+    return runs

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.metrics.metrics import RequestRecord
 from bench.metrics.percentiles import MS
-from bench.metrics.timeline import Steps, awaiting_first_token, in_flight, token_rates
+from bench.metrics.records import RequestRecord
+from bench.metrics.timeline import awaiting_first_token, in_flight, token_rates
 
 # pyplot would look for a screen; the figure alone does not.
 Figure: Any = importlib.import_module("matplotlib.figure").Figure
@@ -78,15 +78,11 @@ def _requests(axes: Any, done: Sequence[RequestRecord]) -> None:
         (flying, FILL, "streaming"),
         (waiting, MUTED, "waiting for the first token"),
     ):
-        seconds, values = _as_corners(steps, start)
-        axes.fill_between(seconds, values, step="post", color=color, label=text, linewidth=0)
+        seconds = [time - start for time in steps.times]
+        axes.fill_between(seconds, steps.values, step="post", color=color, label=text, linewidth=0)
     axes.set_ylim(bottom=0)
     axes.yaxis.get_major_locator().set_params(integer=True)
     label(axes, f"requests in flight, {flying.peak} at most", "seconds", "requests")
-
-
-def _as_corners(steps: Steps, start: float) -> tuple[list[float], list[int]]:
-    return [time - start for time in steps.times], steps.values
 
 
 def _tokens(axes: Any, done: Sequence[RequestRecord]) -> None:

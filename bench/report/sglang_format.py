@@ -10,25 +10,20 @@ from itertools import pairwise
 from typing import Any
 
 from bench.cli.options import Options
-from bench.metrics.metrics import RequestRecord, Slo
 from bench.metrics.percentiles import MS, percentile
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Slo
 from bench.metrics.timeline import in_flight, token_rates
 from bench.report.report import Result
 
 WIDTH = 50
 LABEL_WIDTH = 40
-# Key: heading, and the name in a line.
+# Key: heading, name in a line, and the figures that are printed.
 LATENCIES = {
-    "e2e_latency": ("End-to-End Latency", "E2E Latency"),
-    "ttft": ("Time to First Token", "TTFT"),
-    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
-    "itl": ("Inter-Token Latency", "ITL"),
-}
-SHARES = {
-    "e2e_latency": ("mean", "median", "p99"),
-    "ttft": ("mean", "median", "p99"),
-    "tpot": ("mean", "median", "p99"),
-    "itl": ("mean", "median", "p95", "p99", "max"),
+    "e2e_latency": ("End-to-End Latency", "E2E Latency", ("mean", "median", "p99")),
+    "ttft": ("Time to First Token", "TTFT", ("mean", "median", "p99")),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT", ("mean", "median", "p99")),
+    "itl": ("Inter-Token Latency", "ITL", ("mean", "median", "p95", "p99", "max")),
 }
 FIGURES = {
     "completed": "Successful requests:",
@@ -117,9 +112,9 @@ def block(options: Options, result: Result) -> str:
         _line("Max request concurrency:", "not set" if limit is None else limit),
         *(_line(title, values[key]) for key, title in FIGURES.items() if key in values),
     ]
-    for key, (heading, name) in LATENCIES.items():
+    for key, (heading, name, shares) in LATENCIES.items():
         lines.append(f"{heading:-^{WIDTH}}")
-        for share in SHARES[key]:
+        for share in shares:
             title = f"{share.title()} {name} (ms):"
             lines.append(_line(title, float(values[f"{share}_{key}_ms"])))
     return "\n".join([*lines, "=" * WIDTH])

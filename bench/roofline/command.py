@@ -6,17 +6,18 @@ prints both. Takes the flags of a server. The exit code is 1 if a step exceeds i
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, run_command
+from bench.report.markdown import markdown_table
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model
 
 if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
@@ -29,7 +30,6 @@ MIN_CONTEXT_TOKENS = max(PREFILLS) + CONTEXT_MARGIN_TOKENS
 MAX_ROW_TOKENS = max(CONTEXTS) + 32
 MAX_RATIO_ONE_ROW, MAX_RATIO = 1.15, 1.25  # of a decode step to its floor
 MIN_PREFILL_SHARE = 0.7  # of the matmul rate
-EXIT_OK, EXIT_MISSED, EXIT_USAGE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def step_table(lines: Sequence[Line]) -> str:
         )
         for line in lines
     ]
-    return _table(("step", "ms", "floor, ms", "ratio", "of the matmul rate", "bound"), rows)
+    return markdown_table(("step", "ms", "floor, ms", "ratio", "of the matmul rate", "bound"), rows)
 
 
 def part_table(lines: Sequence[Line]) -> str:
@@ -125,7 +125,7 @@ def part_table(lines: Sequence[Line]) -> str:
             for name in names
         ]
         rows.append((line.name, *cells))
-    return _table(("ms (floor)", *names), rows)
+    return markdown_table(("ms (floor)", *names), rows)
 
 
 def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
@@ -135,12 +135,7 @@ def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
         (f"{p.inputs} x {p.outputs}", *(f"{by_way[way] / 1e9:.0f}" for way in ways))
         for p, by_way in rates.items()
     ]
-    return _table(("GFLOP/s, --attention-backend", *ways), rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(("GFLOP/s, --attention-backend", *ways), rows)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -207,9 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
-    try:
-        holds = report(server_flags.from_namespace(arguments))
-    except QuadrigaError as error:
-        print(f"bench.roofline.command: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return EXIT_OK if holds or arguments.report_only else EXIT_MISSED
+    return run_command(
+        "bench.roofline",
+        lambda: _main(server_flags.from_namespace(arguments), arguments.report_only),
+        on_failure=EXIT_USAGE,
+    )
+
+
+def _main(config: ServerConfig, report_only: bool) -> int:
+    holds = report(config)
+    return EXIT_OK if holds or report_only else EXIT_FAILED

@@ -17,9 +17,8 @@ from quadriga.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 
-FOLDER = Path(__file__).resolve().parent / "cost_models"
 READ_BOUND_TOKENS = 12  # are multiplied in the time in which the weights are read
-DEFAULT = FOLDER / "smollm2-135m-cpu.json"
+DEFAULT = Path(__file__).resolve().parent / "cost_models" / "smollm2-135m-cpu.json"
 
 
 class Features(msgspec.Struct, frozen=True, array_like=True):

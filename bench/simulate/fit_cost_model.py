@@ -7,7 +7,6 @@ run into an existing model.
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -19,6 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from bench.command import EXIT_OK, EXIT_USAGE, run_command
+from bench.report.report_files import read_runs
 from bench.simulate.cost_model import (
     DEFAULT,
     FEATURES,
@@ -32,7 +33,6 @@ from bench.simulate.cost_model import (
 from bench.simulate.measure_steps import describe, design, features_of_case, measure
 from bench.worker_steps import make_bench
 from quadriga.config import server_config as server_flags
-from quadriga.errors import ConfigError, QuadrigaError
 
 Floats = npt.NDArray[np.float64]
 
@@ -81,18 +81,18 @@ def _short(value: float) -> float:
 # --- delays outside the steps ---------------------------------------------------------------------
 
 
-def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostModel:
-    """Return the model with the median delays of a document of `bench.serving --json`.
+def calibrate(model: CostModel, runs: Sequence[dict[str, Any]], slowdown: float) -> CostModel:
+    """Return the model with the median delays of the runs of a `bench.serving --json`.
 
     `plan` and `result` are kept, as no run measures them. `slowdown` is measured over simulated
     latency of one trace, as `bench.simulate --compare` prints it.
     """
-    summaries = [measured["summary"] for measured in run["runs"]]
+    summaries = [measured["summary"] for measured in runs]
 
     def p50(name: str) -> float:
         return float(statistics.median(s[name]["p50"] for s in summaries if s[name]))
 
-    gap = statistics.median(measured["server_info"]["step_gap_ms_p50"] for measured in run["runs"])
+    gap = statistics.median(measured["server_info"]["step_gap_ms_p50"] for measured in runs)
     delays = Delays(
         message_in=_short(p50("to_server") + p50("tokenize")),
         plan=model.delays_ms.plan,
@@ -109,21 +109,20 @@ def calibrate(model: CostModel, run: dict[str, Any], slowdown: float) -> CostMod
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit or calibrate, and return the exit code: 0 written, 2 bad flags or no model."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    return run_command("bench.simulate.fit_cost_model", lambda: _main(argv), on_failure=EXIT_USAGE)
+
+
+def _main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.calibrate is not None:
-            model = calibrate(
-                load(arguments.out), _read_run(arguments.calibrate), arguments.slowdown
-            )
-        else:
-            model = _measured_model(arguments, argv)
-        save(arguments.out, model)
-    except QuadrigaError as error:
-        print(f"bench.simulate.fit_cost_model: {error}", file=sys.stderr)
-        return 2
+    if arguments.calibrate is not None:
+        runs = read_runs(arguments.calibrate)
+        model = calibrate(load(arguments.out), runs, arguments.slowdown)
+    else:
+        model = _measured_model(arguments, argv)
+    save(arguments.out, model)
     print(msgspec.json.format(msgspec.json.encode(model), indent=2).decode())
     print(f"written to {arguments.out}")
-    return 0
+    return EXIT_OK
 
 
 def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel:
@@ -142,14 +141,6 @@ def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel
     if arguments.out.exists():
         model = msgspec.structs.replace(model, delays_ms=load(arguments.out).delays_ms)
     return model
-
-
-def _read_run(path: Path) -> dict[str, Any]:
-    try:
-        run: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no result of bench.serving --json: {error}") from None
-    return run
 
 
 def _parser() -> argparse.ArgumentParser:

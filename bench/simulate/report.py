@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.metrics.metrics import Goodput, Slo
-from bench.metrics.percentiles import MS, Percentiles
+from bench.metrics.percentiles import MS, Percentiles, spread_text
+from bench.metrics.slo import Goodput, Slo
 from bench.simulate.records import Records
 from bench.simulate.run import World
 
@@ -143,12 +143,12 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f"Prompt tokens (total): {run.prompt_tokens}",
             f"Completion tokens (total): {run.completion_tokens}",
             f"Duration: {run.duration:.2f} s",
-            f"Queue wait (post-tok) p50/p95/p99: {_spread(run.queue_wait)}",
-            f"Prefill->first token p50/p95/p99: {_spread(run.prefill)}",
-            f"TTFT p50/p95/p99: {_spread(run.ttft)}",
-            f"TPOT p50/p95/p99: {_spread(run.tpot)}",
-            f"ITL p50/p95/p99: {_spread(run.itl)}",
-            f"Latency p50/p95/p99: {_spread(run.latency)}",
+            f"Queue wait (post-tok) p50/p95/p99: {spread_text(run.queue_wait)}",
+            f"Prefill->first token p50/p95/p99: {spread_text(run.prefill)}",
+            f"TTFT p50/p95/p99: {spread_text(run.ttft)}",
+            f"TPOT p50/p95/p99: {spread_text(run.tpot)}",
+            f"ITL p50/p95/p99: {spread_text(run.itl)}",
+            f"Latency p50/p95/p99: {spread_text(run.latency)}",
             f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
             f"Request rate: {run.request_rate:.2f} requests/s",
             "Goodput: n/a (no --goodput)"
@@ -164,12 +164,6 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f" {run.steps / max(run.wall, 1e-9):.0f} steps/s)",
         ]
     )
-
-
-def _spread(spread: Percentiles | None) -> str:
-    if spread is None:
-        return "n/a"
-    return "/".join(f"{value:.2f}" for value in (spread.p50, spread.p95, spread.p99)) + " ms"
 
 
 def comparison(run: Figures, measured: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,13 +21,16 @@ from bench.cli.load_flags import (
     LOAD_FLAGS,
     add_goodput,
     add_load_flags,
+    add_trace,
     server_flags_in,
     trace_spec,
 )
-from bench.load import trace
+from bench.command import EXIT_USAGE, run_command
 from bench.load.mooncake import read_requests
+from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
-from bench.metrics.metrics import Slo
+from bench.metrics.slo import Slo
+from bench.report.report_files import read_runs
 from bench.simulate import cost_model
 from bench.simulate.cost_model import CostModel
 from bench.simulate.report import block, comparison, figures
@@ -38,7 +40,7 @@ from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 
 # Defaults of the load flags.
 DEFAULTS = LOAD_DEFAULTS | {
@@ -57,21 +59,15 @@ SERVER_FLAGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the simulation of a command line, and return the exit code."""
-    try:
-        return simulate(_parser().parse_args(argv))
-    except QuadrigaError as error:
-        print(f"bench.simulate.simulator: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench.simulate.simulator: interrupted", file=sys.stderr)
-        return 130
+    arguments = _parser().parse_args(argv)
+    return run_command("bench.simulate", lambda: simulate(arguments), on_failure=EXIT_USAGE)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
     config, model = _config(arguments), cost_model.load(arguments.cost_model)
     draw_plot = _plotter(arguments.plot)
-    measured = None if arguments.compare is None else _measured_runs(arguments.compare)
+    measured = None if arguments.compare is None else read_runs(arguments.compare)
     num_requests, arrivals = _arrivals(arguments)
     with tqdm(total=num_requests, desc="simulate", unit="req", leave=False, disable=None) as bar:
         world = World(
@@ -91,7 +87,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     run = figures(world, model.delays_ms.delivery, slo, wall)
     print(block(run, arguments.replicas, _source(arguments.cost_model, model)))
     if measured is not None:
-        print(comparison(run, measured))
+        print(comparison(run, [one["summary"] for one in measured]))
     if arguments.json is not None:
         flags = {name: str(value) for name, value in vars(arguments).items()}
         document = {"flags": flags, "summary": dataclasses.asdict(run)}
@@ -116,7 +112,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
         )
         return len(requests), indexed
     spec = trace_spec(DEFAULTS | given)
-    return spec.num_requests, enumerate(trace.generate(spec))
+    return spec.num_requests, enumerate(generate(spec))
 
 
 def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
@@ -144,13 +140,6 @@ def _plotter(path: Path | None) -> Callable[[World], None]:
     return lambda world: plots.draw(path, world.records, world.samples, START)
 
 
-def _measured_runs(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [run["summary"] for run in json.loads(path.read_text())["runs"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no result of bench.serving --json: {error!r}") from None
-
-
 def _source(path: Path, model: CostModel) -> str:
     on = model.measured_on
     threads = f", {on.threads} threads" if on.device == "cpu" else ""
@@ -172,12 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "python -m bench.simulate", description=__doc__, allow_abbrev=False
     )
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="replay a trace file (format: bench/load/trace.py, or Mooncake's)",
-    )
+    add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
     _add_world(parser.add_argument_group("server"))

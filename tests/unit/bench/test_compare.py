@@ -4,7 +4,8 @@ import pytest
 
 from bench.client.resources import Cost
 from bench.compare import table, variants_of
-from bench.metrics.metrics import RequestRecord, summarize
+from bench.metrics.metrics import summarize
+from bench.metrics.records import RequestRecord
 from bench.report.report import Result
 from quadriga.errors import ConfigError
 

@@ -159,7 +159,7 @@ def test_the_delays_come_from_the_medians_of_a_measured_run() -> None:
         return {"summary": summary, "server_info": {"step_gap_ms_p50": ms / 10}}
 
     model = CostModel(ms=MS, measured_on=MEASURED_ON, delays_ms=Delays(plan=0.3))
-    calibrated = calibrate(model, {"runs": [run(1.0), run(3.0), run(2.0)]}, 1.2)
+    calibrated = calibrate(model, [run(1.0), run(3.0), run(2.0)], 1.2)
     assert calibrated.delays_ms == Delays(message_in=2.5, plan=0.3, gap=0.2, delivery=4.0)
     assert (calibrated.ms, calibrated.slowdown) == (MS, 1.2)
 

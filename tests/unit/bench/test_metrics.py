@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.metrics.metrics import Goodput, RequestRecord, Sizes, Slo, summarize
+from bench.metrics.metrics import Sizes, summarize
 from bench.metrics.percentiles import percentile, spread
+from bench.metrics.records import RequestRecord
+from bench.metrics.slo import Goodput, Slo
 
 
 def record(index: int = 0, **changes: object) -> RequestRecord:

@@ -15,11 +15,12 @@ from bench.cli.options import parse
 from bench.client.backends import OpenAIServer
 from bench.client.load_generator import SendOptions, drive
 from bench.client.openai_client import OpenAIClient
+from bench.command import EXIT_FAILED, EXIT_NO_SERVER, EXIT_OK
 from bench.load.spelling import Speller
 from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
-from bench.metrics.metrics import RequestRecord
-from bench.serving import EXIT_FAILED_REQUESTS, EXIT_NO_SERVER, EXIT_OK, main
+from bench.metrics.records import RequestRecord
+from bench.serving import main
 from quadriga.errors import ConfigError, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
 
@@ -260,7 +261,7 @@ def test_the_command_measures_it_like_any_server(
 def test_the_command_tells_of_failures_by_its_exit_code() -> None:
     flags = ["--backend", "openai", "--num-requests", "1", "--warmup-runs", "0", "--base-url"]
     with FakeServer(no_end).in_a_thread() as server:
-        assert main([*flags, server.url]) == EXIT_FAILED_REQUESTS
+        assert main([*flags, server.url]) == EXIT_FAILED
     assert main([*flags, "http://127.0.0.1:9"]) == EXIT_NO_SERVER
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from bench.cli.options import parse
 from bench.client.server import free_port
-from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate, write_trace
+from bench.command import EXIT_NO_SERVER, EXIT_USAGE
+from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import Workload
-from bench.metrics.metrics import Slo
-from bench.serving import EXIT_NO_SERVER, EXIT_USAGE, main
+from bench.metrics.slo import Slo
+from bench.serving import main
 from quadriga.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

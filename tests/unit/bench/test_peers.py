@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from bench.cli.options import parse
-from bench.metrics.metrics import RequestRecord, Summary, summarize
+from bench.metrics.metrics import Summary, summarize
+from bench.metrics.records import RequestRecord
 from bench.models import files
 from bench.models.checkpoint import Checkpoint, Field
 from bench.models.files import Weights
@@ -67,7 +68,6 @@ def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def fake(kind: str, name: str = "fake") -> Peer:
     return Peer(
         name=name,
-        version="1",
         install=lambda: Path(sys.executable),
         command=lambda start: [str(start.program), "-c", SERVER, str(start.port), kind],
         weights=("bf16",),
@@ -144,7 +144,7 @@ def test_a_workload_is_a_load_of_the_bench_client(workload: PeerWorkload) -> Non
     assert options.load.send.params.ignore_eos
 
 
-@pytest.mark.parametrize("name", sorted(set(PEERS) - {"ctranslate2"}))
+@pytest.mark.parametrize("name", sorted(PEERS))
 def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
     name: str, no_models: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -190,8 +190,8 @@ def test_the_table_has_medians_and_the_ratios_of_neighbours() -> None:
 def test_results_of_several_days_are_kept_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     outcome = Outcome("vllm", "bf16", "W1", "zmq", [summary(1.0)], [summary(2.0)])
-    append(path, [outcome])
-    append(path, [outcome])
+    append(path, outcome)
+    append(path, outcome)
     assert table(read(path)) == table([outcome, outcome])
     path.write_text("no JSON")
     with pytest.raises(ConfigError, match="holds no results"):

@@ -18,7 +18,8 @@ from bench.client.resources import (
     pids_of,
     resident_bytes,
 )
-from bench.metrics.metrics import RequestRecord, summarize
+from bench.metrics.metrics import summarize
+from bench.metrics.records import RequestRecord
 from bench.report.report import Result, block, over_runs
 from bench.report.report_files import write_json
 

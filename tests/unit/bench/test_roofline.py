@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench import worker_steps
+from bench.command import EXIT_USAGE
 from bench.roofline import command as roofline
 from bench.roofline.command import Line, line_of, part_table, step_table
 from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
@@ -165,7 +166,7 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(
 def test_what_cannot_be_measured_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert roofline.main(["--model", "./nowhere"]) == roofline.EXIT_USAGE
+    assert roofline.main(["--model", "./nowhere"]) == EXIT_USAGE
     assert "there is no such file" in capsys.readouterr().err
-    assert roofline.main(["--model", str(tiny_llama(tmp_path))]) == roofline.EXIT_USAGE
+    assert roofline.main(["--model", str(tiny_llama(tmp_path))]) == EXIT_USAGE
     assert "the context is 256 tokens" in capsys.readouterr().err

@@ -12,18 +12,17 @@ import pytest
 from bench import serving
 from bench.client.load_generator import LoadRun
 from bench.client.server import free_port
-from bench.load.trace import TraceRequest, prompt_ids, write_trace
-from bench.load.workload import PlannedRequest
-from bench.metrics.metrics import RequestRecord
-from bench.serving import (
-    EXIT_FAILED_REQUESTS,
+from bench.command import (
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_SERVER,
     EXIT_OK,
     EXIT_USAGE,
-    as_sent,
-    main,
 )
+from bench.load.trace import TraceRequest, prompt_ids, write_trace
+from bench.load.workload import PlannedRequest
+from bench.metrics.records import RequestRecord
+from bench.serving import as_sent, main
 from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
@@ -174,7 +173,7 @@ def test_all_requests_ride_on_one_connection_unless_asked_otherwise(server: Fake
 def test_a_failed_request_makes_the_exit_code_1(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(server, "--num-requests 2 --prompt refuse") == EXIT_FAILED_REQUESTS
+    assert bench(server, "--num-requests 2 --prompt refuse") == EXIT_FAILED
     line = "Failed requests: 2 (first error: QueueFull: no room)"
     assert capsys.readouterr().out.count(line) == 2
 

@@ -9,12 +9,14 @@ import pytest
 import bench.report
 from bench.cli.options import parse
 from bench.client.resources import Cost
-from bench.metrics.metrics import RequestRecord, summarize
+from bench.command import EXIT_USAGE
+from bench.metrics.metrics import summarize
+from bench.metrics.records import RequestRecord
 from bench.metrics.timeline import awaiting_first_token, in_flight, token_rates
 from bench.report import sglang_format as sglang_format
 from bench.report.report import Result
 from bench.report.report_files import append_json
-from bench.serving import EXIT_USAGE, main
+from bench.serving import main
 
 NO_COST = Cost(None, None, None, None, {})
 

@@ -12,8 +12,9 @@ import pytest
 import bench.report
 import bench.simulate
 from bench.load import trace
-from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate
-from bench.metrics.metrics import Slo
+from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.trace import TraceRequest
+from bench.metrics.slo import Slo
 from bench.simulate import cost_model, simulator
 from bench.simulate.cost_model import CostModel, Delays
 from bench.simulate.report import Figures, figures

@@ -83,4 +83,4 @@ def test_the_ratio_is_over_all_turns() -> None:
     slow, fast = (structured.Pass([answer("", 10)], seconds, 5) for seconds in (2.0, 1.0))
     measured = Measured([], [TimedTurn(slow, fast), TimedTurn(fast, fast)])
     assert measured.ratio == pytest.approx((20 / 3) / 10)
-    assert measured.steps("constrained") == 10
+    assert measured.constrained.steps == 10

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.trace import Lengths, TraceRequest, TraceSpec, generate, prompt_ids, read_trace
+from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.trace import TraceRequest, prompt_ids, read_trace
 from bench.load.trace import write_trace as write
 from quadriga.errors import ConfigError
 

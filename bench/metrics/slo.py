@@ -1,0 +1,74 @@
+"""Limits of latency, and the share of the requests within them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.metrics.percentiles import MS
+from bench.metrics.records import RequestRecord
+from quadriga.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits within which a request counts as good, in ms; None: no limit.
+
+    A request of one token has no TPOT and is within any limit of it.
+
+    Attributes:
+        e2el_ms: Limit of the time from the submit to the end marker.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @classmethod
+    def parse(cls, limits: Sequence[str]) -> "Slo":
+        """Parse limits such as "ttft:200", "tpot:30" and "e2el:5000".
+
+        Raises:
+            ConfigError: A limit has another form.
+        """
+        limits_ms: dict[str, float] = {}
+        for limit in limits:
+            name, _, text = limit.partition(":")
+            try:
+                value = float(text)
+            except ValueError:
+                value = 0.0
+            if f"{name}_ms" not in cls.__slots__ or not 0 < value < math.inf:
+                raise ConfigError(
+                    f"goodput is {limit!r}: a limit is ttft, tpot or e2el, a colon and ms above 0,"
+                    " such as ttft:200"
+                )
+            limits_ms[f"{name}_ms"] = value
+        return cls(**limits_ms)
+
+    def __bool__(self) -> bool:
+        return bool(self.limits())
+
+    def limits(self) -> dict[str, float]:
+        """Return the limits in ms by their names on the command line."""
+        named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
+        return {name: ms for name, ms in named.items() if ms is not None}
+
+    def is_kept(self, record: RequestRecord) -> bool:
+        """Return whether a request finished within all limits."""
+        if record.error is not None or not record.arrivals:
+            return False
+        seconds = {
+            "ttft": record.first_received - record.submit_start,
+            "tpot": record.time_per_token or 0.0,
+            "e2el": record.finished - record.submit_start,
+        }
+        return all(MS * seconds[name] <= limit for name, limit in self.limits().items())
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The requests within the limits of an Slo, as a share of all (0 to 1) and per second."""
+
+    requests: int
+    share: float
+    rate: float | None
