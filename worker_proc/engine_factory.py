@@ -72,7 +72,7 @@ def native_kernels_compute(args: WorkerArgs, device: torch.device) -> bool:
     if not _use_native(args, device):
         return False
     try:
-        load_kernels(logging.info)
+        load_kernels()
     except NoCompiler:
         return False
     return True
@@ -205,5 +205,4 @@ def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) 
         threads=torch.get_num_threads(),
         bits=QUANTISATION_BITS[args.quantization],
         int8_pages=args.kv_cache_dtype == "int8",
-        log=logging.info,
     )

@@ -21,7 +21,7 @@ from quadriga.wire.messages.worker import (
 )
 from quadriga.wire.sockets import Inbox, Outbox
 from worker_proc.distributed.tp_leader import TPLeader
-from worker_proc.result_sender import AsyncResultSender, ResultSender, SyncResultSender
+from worker_proc.result_sender import AsyncResultSender, ResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _die(child: Child, message: str) -> None:
 
 def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSender:
     if runner.table.device.type != "cuda":
-        return SyncResultSender(outbox.send)
+        return ResultSender(outbox.send)
 
     def fail(error: Exception) -> None:
         traceback.print_exc()

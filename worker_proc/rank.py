@@ -31,7 +31,7 @@ class Rank:
 
     runner: Runner
     grammars: GrammarCompiler
-    compile_grammar: Callable[[GrammarForm], None]
+    compile_grammar: Callable[[GrammarForm], object]
     send: Callable[[Wait], None]
 
     def handle(self, message: WorkerMessage) -> None:

@@ -3,37 +3,27 @@
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from quadriga.wire.messages.worker import ResultMessage
 
 Wait = Callable[[], ResultMessage]  # waits for a result, unless it is there
 
 
-class ResultSender(Protocol):
-    """Sends results in the order of the calls."""
-
-    def send(self, wait: Wait) -> None:
-        """Send what `wait` returns, now or later."""
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-
-
-class SyncResultSender:
-    """Sends at once: for steps on a CPU, which have ended when they are launched."""
+class ResultSender:
+    """Sends results at once: for steps on a CPU, which have ended when they are launched."""
 
     def __init__(self, send: Callable[[ResultMessage], None]) -> None:
         self._send = send
 
     def send(self, wait: Wait) -> None:
+        """Send what `wait` returns, now or later, in the order of the calls."""
         self._send(wait())
 
     def close(self) -> None:
-        return
+        """Wait until everything is sent."""
 
 
-class AsyncResultSender:
+class AsyncResultSender(ResultSender):
     """Waits for steps on a GPU in a thread, while the next ones are launched.
 
     Args:
@@ -45,7 +35,8 @@ class AsyncResultSender:
     def __init__(
         self, send: Callable[[ResultMessage], None], fail: Callable[[Exception], None]
     ) -> None:
-        self._send, self._fail = send, fail
+        super().__init__(send)
+        self._fail = fail
         self._waiting: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="results", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -9,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,8 @@ ARCH_VARIABLE, COMPILER_VARIABLE = "QUADRIGA_KERNEL_ARCH", "CXX"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 # Only for the compiler: the linker must not add a second OpenMP beside torch's.
 OPENMP = ("-Xpreprocessor", "-fopenmp")
+# OpenMP's functions may stay undefined: torch has loaded them before the kernels are loaded.
+LINK_FLAGS = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
 COMPILE_TIMEOUT_S = 120.0
 
 
@@ -30,17 +32,14 @@ class NoCompiler(ConfigError):
     """The machine has no compiler, or it cannot compile the kernels."""
 
 
-def load_kernels(log: Callable[[str], None]) -> ctypes.CDLL:
+def load_kernels() -> ctypes.CDLL:
     """Load the compiled kernels, and compile them if necessary.
-
-    Args:
-        log: Called with a line of text before the kernels are compiled.
 
     Raises:
         NoCompiler: There are no kernels for the reason that the message gives.
     """
     try:
-        library = _library(log)
+        library = _library()
     except OSError as error:
         raise NoCompiler(
             f"the cache {cache_directory()} cannot take the kernels ({error}); make room there, or"
@@ -53,20 +52,21 @@ def load_kernels(log: Callable[[str], None]) -> ctypes.CDLL:
         raise NoCompiler(f"{library} cannot be loaded ({error}); remove it") from None
 
 
-def _library(log: Callable[[str], None]) -> Path:
+def _library() -> Path:
     """Return the path of the kernels for this CPU, compiled now if the cache has none."""
     compiler = _compiler()
-    command = [*compiler, *FLAGS, *_target()]
+    command = [*compiler, *FLAGS, f"-march={os.environ.get(ARCH_VARIABLE, 'native')}"]
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
     if library.is_file():
         return library
-    log(f"compiling the kernels for this CPU, once: {' '.join(compiler)}, a few seconds")
+    command_line = " ".join(compiler)
+    logging.info("compiling the kernels for this CPU, once: %s, a few seconds", command_line)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = _compile(command, scratch)
         built = f"{scratch}/kernels.so"
-        _run([*command, "-shared", *_allow_undefined(), *objects, "-o", built])
+        _run([*command, "-shared", *LINK_FLAGS, *objects, "-o", built])
         os.replace(built, library)
     return library
 
@@ -105,24 +105,14 @@ def _compiler() -> list[str]:
     raise NoCompiler("no C++ compiler is here (g++ or clang++)")
 
 
-def _target() -> tuple[str, ...]:
-    return (f"-march={os.environ.get(ARCH_VARIABLE, 'native')}",)
-
-
-def _allow_undefined() -> tuple[str, ...]:
-    """Return linker flags for OpenMP's functions, which torch has loaded before the kernels are."""
-    return ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-
-
 def _key(command: list[str]) -> str:
     """Return a hash of everything that the result of a compilation depends on."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.read_bytes())
-    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     for part in (" ".join(command), platform.machine(), _cpu()):
         digest.update(part.encode() + b"\0")
-    digest.update(version)
+    digest.update(subprocess.run([command[0], "--version"], capture_output=True).stdout)
     return digest.hexdigest()[:24]
 
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from worker_proc.attention.base import INT8_SCALE_BYTES, BatchLayout
+from worker_proc.attention.base import INT8_SCALE_BYTES
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     SAMPLING_ROW,
     Buffer,
-    ComputeType,
     OpKind,
     Program,
     Slots,
@@ -59,7 +58,6 @@ class NativeEngine(Engine):
         threads: int,
         bits: int | None,
         int8_pages: bool,
-        log: Callable[[str], None],
     ) -> None:
         """Record the model, which loses its weights and is of no further use.
 
@@ -71,22 +69,15 @@ class NativeEngine(Engine):
             threads: Number of threads that compute a step.
             bits: Bits of quantised weights; None: they stay in `dtype`.
             int8_pages: Keep keys and values in 8 bits.
-            log: Takes a line about a long compilation, or a slow CPU.
 
         Raises:
             NoCompiler: The kernels cannot be compiled.
         """
-        self._library = load_kernels(log)
+        self._library = load_kernels()
         check_layout(self._library)
         check_heads(self._library, model.attention_shape)
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
-        if self._numbers is ComputeType.BFLOAT16:
-            self._library.quadriga_vector_bits.restype = ctypes.c_int64
-            log(
-                "bfloat16 becomes float32 as it is multiplied, by vectors of"
-                f" {self._library.quadriga_vector_bits()} bits: the fastest way on this CPU"
-            )
         self._vocab_size = model.vocab_size
         self._weights = PackedWeights(bits)
         self._record(model, num_pages, page_size, int8_pages)
@@ -107,13 +98,11 @@ class NativeEngine(Engine):
         return super().execute(plan, table)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        self._forward(self._body, inputs, None)
-        return self._hidden(self._body, inputs)
+        return self._forward(self._body, inputs, None)
 
     def forward_sampled(self, inputs: StepInputs) -> Tensor:
         """Compute the step; its last layer only of the rows that sample, `[samples, hidden]`."""
-        self._forward(self._sampled_body, inputs, inputs.last_tokens)
-        return inputs.of_samples(self._hidden(self._sampled_body, inputs))
+        return inputs.of_samples(self._forward(self._sampled_body, inputs, inputs.last_tokens))
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         if (
@@ -135,9 +124,7 @@ class NativeEngine(Engine):
         if len(plan.num_tokens) != len(plan.slots):
             return None
         count = len(plan.slots) // 4
-        self._prepare(self._whole, count, table)
-        self._reserve_rows(count)
-        self._step.row_count = count
+        self._prepare(self._whole, count, count, table)
         token_ids = ctypes.create_string_buffer(4 * count)
         arguments = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, token_ids)
         decoded = self._call(self._library.quadriga_decode, self._whole, count, None, *arguments)
@@ -147,7 +134,7 @@ class NativeEngine(Engine):
         self._reserve(self._head, len(hidden))
         self._step.row_count = 0  # nothing here attends
         self._point(Buffer.RESIDUAL, hidden)
-        self._run(self._head, len(hidden), None)
+        self._call(self._library.quadriga_run, self._head, len(hidden), None)
         if (residual := self._buffers.get(Buffer.RESIDUAL)) is not None:
             self._point(Buffer.RESIDUAL, residual)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
@@ -198,7 +185,6 @@ class NativeEngine(Engine):
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
         self._pools = KVPools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)
         addresses = (layer.data_ptr() for layer in self._pools.layers)
-        self._pool_list = (ctypes.c_void_p * shape.layers)(*addresses)
         settings = {
             "compute_type": self._numbers,
             "heads": shape.heads,
@@ -207,36 +193,37 @@ class NativeEngine(Engine):
             "padded_dim": dim,
             "page_size": page_size,
             "int8_pages": int8_pages,
-            "pools": self._pool_list,
+            "pools": (ctypes.c_void_p * shape.layers)(*addresses),
+            **body.position_tables,
         }
-        if body.rope is not None:
-            settings["cosines"] = weights.keep_floats(body.rope.cosines)
-            settings["sines"] = weights.keep_floats(body.rope.sines)
-        if body.position_vectors is not None:
-            settings["position_vectors"] = weights.keep_floats(body.position_vectors)
-        self._body, self._head = (Recorded.of(part, settings) for part in (body, head))
-        self._sampled_body = Recorded.of(body, settings)
-        self._whole = Recorded.from_ops(body.ops + head.ops, body.widths, settings)
+        self._body = Recorded.of(body.ops, body.widths, settings)
+        self._head = Recorded.of(head.ops, head.widths, settings)
+        self._sampled_body = Recorded.of(body.ops, body.widths, settings)
+        self._whole = Recorded.of(body.ops + head.ops, body.widths, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
 
-    def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> None:
-        """Run a step; `sampled` as in `_call`."""
-        self._prepare(recorded, inputs.num_tokens, inputs.table)
-        self._set_rows(inputs.layout)
-        self._run(recorded, inputs.num_tokens, sampled)
+    def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> Tensor:
+        """Run a step and return its hidden states `[tokens, hidden]`; `sampled` as in `_call`."""
+        layout, tokens, count = inputs.layout, inputs.num_tokens, len(inputs.layout.slots)
+        self._prepare(recorded, tokens, count, inputs.table)
+        # The kernels read copies, as passing the addresses of three arrays takes longer.
+        self._rows.slots[:count] = layout.slots
+        self._rows.computed[:count] = layout.num_computed
+        self._rows.num_tokens[:count] = layout.num_tokens
+        self._call(self._library.quadriga_run, recorded, tokens, sampled)
+        return self._buffers[Buffer.RESIDUAL][:tokens, : recorded.widths[Buffer.RESIDUAL]]
 
-    def _prepare(self, recorded: Recorded, tokens: int, table: SlotTable) -> None:
+    def _prepare(self, recorded: Recorded, tokens: int, rows: int, table: SlotTable) -> None:
+        """Make room for a step of a table."""
         self._reserve(recorded, tokens)
         if table is not self._table:
             self._set_table(table)
         self._pools.reach(table.num_pages_used)
-
-    def _hidden(self, recorded: Recorded, inputs: StepInputs) -> Tensor:
-        """Return the hidden states `[tokens, hidden]` that `_forward` computed."""
-        width = recorded.widths[Buffer.RESIDUAL]
-        return self._buffers[Buffer.RESIDUAL][: inputs.num_tokens, :width]
+        if rows > len(self._rows.slots):
+            self._set_rows(StepRows.of(round_up(rows, 64)))
+        self._step.row_count = rows
 
     def _set_table(self, table: SlotTable) -> None:
         """Let the kernels read and write this table."""
@@ -248,21 +235,11 @@ class NativeEngine(Engine):
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in arrays))
         self._table = table
 
-    def _set_rows(self, layout: BatchLayout) -> None:
-        """Copy the rows to where the kernels read them, which is faster than passing addresses."""
-        count = len(layout.slots)
-        self._reserve_rows(count)
-        self._rows.slots[:count] = layout.slots
-        self._rows.computed[:count] = layout.num_computed
-        self._rows.num_tokens[:count] = layout.num_tokens
-        self._step.row_count = count
-
-    def _reserve_rows(self, count: int) -> None:
-        if count > len(self._rows.slots):
-            self._rows = rows = StepRows.of(round_up(count, 64))
-            step = self._step
-            step.slots, step.computed = rows.slots.ctypes.data, rows.computed.ctypes.data
-            step.num_tokens, step.argmax = rows.num_tokens.ctypes.data, rows.argmax.ctypes.data
+    def _set_rows(self, rows: StepRows) -> None:
+        """Let the kernels read and write these rows."""
+        self._rows, step = rows, self._step
+        step.slots, step.computed = rows.slots.ctypes.data, rows.computed.ctypes.data
+        step.num_tokens, step.argmax = rows.num_tokens.ctypes.data, rows.argmax.ctypes.data
 
     def _reserve(self, recorded: Recorded, tokens: int) -> None:
         """Enlarge the buffers if necessary.
@@ -288,9 +265,6 @@ class NativeEngine(Engine):
         if buffer == Buffer.QUANTISED:
             return torch.uint8
         return torch.float32 if buffer in FLOAT_BUFFERS else self._numbers.passed
-
-    def _run(self, recorded: Recorded, tokens: int, sampled: Tensor | None) -> None:
-        self._call(self._library.quadriga_run, recorded, tokens, sampled)
 
     def _call(
         self,

@@ -1,6 +1,7 @@
 """The structures that Python passes to the CPU kernels, as program.h declares them."""
 
 import ctypes
+import logging
 from enum import IntEnum
 
 import numpy as np
@@ -191,5 +192,13 @@ def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeTyp
     """Return the fastest way to multiply a dtype on this CPU; for bfloat16, measure it."""
     if dtype == torch.float32:
         return ComputeType.FLOAT32
-    library.quadriga_bfloat16.restype = ctypes.c_int64
-    return ComputeType(library.quadriga_bfloat16())
+    for function in (library.quadriga_bfloat16, library.quadriga_vector_bits):
+        function.restype = ctypes.c_int64
+    fastest = ComputeType(library.quadriga_bfloat16())
+    if fastest is ComputeType.BFLOAT16:
+        logging.info(
+            "bfloat16 becomes float32 as it is multiplied, by vectors of %d bits: the fastest way"
+            " on this CPU",
+            library.quadriga_vector_bits(),
+        )
+    return fastest

@@ -3,8 +3,7 @@
 Weights are rounded here, or keep the codes of a GGUF.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +16,7 @@ MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 MAX_FLOAT16 = torch.finfo(torch.float16).max
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedRows:
-    """A quantised matrix, in 8 or in 4 bits.
-
-    The values are (code - 128) * scale in 8 bits and code * scale + minimum in 4 bits.
-
-    Attributes:
-        codes: [outputs, groups, 32] uint8.
-        scale: [outputs, groups] float32 with values of float16.
-        minimum: As `scale`; None in 8 bits.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor | None
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return 8 if self.minimum is None else 4
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "QuantizedRows":
-        """Apply a change of the rows to each tensor [outputs, ...]."""
-        minimum = None if self.minimum is None else change(self.minimum)
-        return QuantizedRows(change(self.codes), change(self.scale), minimum)
-
-
-def quantize(weight: Tensor, bits: int) -> QuantizedRows:
+def quantize(weight: Tensor, bits: int) -> Blocks:
     """Round a matrix [outputs, inputs].
 
     8 bits are symmetric around zero; 4 bits go from a group's minimum to its maximum.
@@ -54,7 +26,7 @@ def quantize(weight: Tensor, bits: int) -> QuantizedRows:
     return _quantize_8_bits(groups) if bits == 8 else _quantize_4_bits(groups)
 
 
-def quantized_as_in_gguf(parts: Sequence[PackedRows]) -> QuantizedRows:
+def quantized_as_in_gguf(parts: Sequence[PackedRows]) -> Blocks:
     """Join the rows of all parts, in 4 bits if all of them fit, else in 8 bits.
 
     The values are exact, except for Q4_1 beside parts of 8 bits: its minima are not multiples of
@@ -65,17 +37,17 @@ def quantized_as_in_gguf(parts: Sequence[PackedRows]) -> QuantizedRows:
     return _join([_to_4_bits(b) if fit else _to_8_bits(b) for b in blocks])
 
 
-def _quantize_8_bits(groups: Tensor) -> QuantizedRows:
+def _quantize_8_bits(groups: Tensor) -> Blocks:
     scale = _round_to_float16(groups.abs().amax(-1) / 127)
     codes = (groups / scale.clamp(min=MIN_SCALE).unsqueeze(-1)).round().clamp(-127, 127)
-    return QuantizedRows((codes + 128).to(torch.uint8), scale, None)
+    return Blocks(codes.to(torch.int8), scale, None)
 
 
-def _quantize_4_bits(groups: Tensor) -> QuantizedRows:
+def _quantize_4_bits(groups: Tensor) -> Blocks:
     minimum = _round_to_float16(groups.amin(-1))
     scale = _round_to_float16((groups.amax(-1) - minimum) / 15)
     codes = (groups - minimum.unsqueeze(-1)) / scale.clamp(min=MIN_SCALE).unsqueeze(-1)
-    return QuantizedRows(codes.round().clamp(0, 15).to(torch.uint8), scale, minimum)
+    return Blocks(codes.round().clamp(0, 15).to(torch.uint8), scale, minimum)
 
 
 def _round_to_float16(values: Tensor) -> Tensor:
@@ -93,24 +65,21 @@ def _fits_4_bits(part: PackedRows, blocks: Blocks) -> bool:
     return part.kind == "Q4_1"
 
 
-def _to_4_bits(blocks: Blocks) -> QuantizedRows:
-    if blocks.minimum is None:
-        codes = (blocks.codes + 8).view(torch.uint8)
-        return QuantizedRows(codes, blocks.scale, -8 * blocks.scale)
-    return QuantizedRows(blocks.codes, blocks.scale, blocks.minimum)
+def _to_4_bits(blocks: Blocks) -> Blocks:
+    if blocks.minimum is not None:
+        return blocks
+    return Blocks((blocks.codes + 8).view(torch.uint8), blocks.scale, -8 * blocks.scale)
 
 
-def _to_8_bits(blocks: Blocks) -> QuantizedRows:
-    if blocks.minimum is None:
-        return QuantizedRows((blocks.codes.short() + 128).to(torch.uint8), blocks.scale, None)
-    return quantize(blocks.dense(), 8)
+def _to_8_bits(blocks: Blocks) -> Blocks:
+    return blocks if blocks.minimum is None else quantize(blocks.dense(), 8)
 
 
-def _join(parts: Sequence[QuantizedRows]) -> QuantizedRows:
+def _join(parts: Sequence[Blocks]) -> Blocks:
     if len(parts) == 1:
         return parts[0]
     minima = [part.minimum for part in parts if part.minimum is not None]
-    return QuantizedRows(
+    return Blocks(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scale for part in parts]),
         torch.cat(minima) if minima else None,

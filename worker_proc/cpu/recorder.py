@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
@@ -22,22 +21,21 @@ class Recorder(Ops[Buffer]):
     Attributes:
         ops: The operations recorded so far.
         widths: Elements in a row of each buffer that is written.
-        rope: Rotary positions of the model, if it has them.
-        position_vectors: Learned position embeddings of the model, if it has them.
+        position_tables: Addresses of the tables that positions are looked up in, by their fields in
+            Program.
     """
 
     def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
         self.ops: list[Op] = []
         self.widths: dict[Buffer, int] = {}
-        self.rope: Rope | None = None
-        self.position_vectors: Tensor | None = None
+        self.position_tables: dict[str, int] = {}
         self._shape = shape
         self._weights = weights
 
     def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Buffer:
         width = tokens.weight.shape[1]
         if positions is not None:
-            self.position_vectors = positions.weight
+            self.position_tables["position_vectors"] = self._weights.keep_floats(positions.weight)
         return self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, self._weights.matrix(tokens))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Buffer) -> Buffer:
@@ -65,7 +63,10 @@ class Recorder(Ops[Buffer]):
     def attend(
         self, layer: int, qkv: Buffer, rope: Rope | None, norms: HeadNorms | None = None
     ) -> Buffer:
-        shape, self.rope = self._shape, rope
+        shape = self._shape
+        if rope is not None:
+            self.position_tables["cosines"] = self._weights.keep_floats(rope.cosines)
+            self.position_tables["sines"] = self._weights.keep_floats(rope.sines)
         padded_width = shape.heads * round_up(shape.head_dim, LANES)
         queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, padded_width, layer=layer)
         if norms is not None:
@@ -119,12 +120,7 @@ class Recorded:
     room: int = 0
 
     @classmethod
-    def of(cls, recorder: Recorder, settings: dict[str, object]) -> "Recorded":
-        """Make a program of everything that was recorded."""
-        return cls.from_ops(recorder.ops, recorder.widths, settings)
-
-    @classmethod
-    def from_ops(
+    def of(
         cls, ops: list[Op], widths: dict[Buffer, int], settings: dict[str, object]
     ) -> "Recorded":
         """Make a program of these operations. `settings`: the other fields of Program."""

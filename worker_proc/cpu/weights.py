@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import Format, Matrix
-from worker_proc.cpu.quantization import QuantizedRows, quantize, quantized_as_in_gguf
+from worker_proc.cpu.quantization import quantize, quantized_as_in_gguf
+from worker_proc.loading.gguf_blocks import Blocks
 from worker_proc.models.layers import Embedding, Linear
 
 LANES = 16  # outputs of a panel
@@ -71,7 +72,7 @@ class PackedWeights:
             depth=depth,
         )
 
-    def _quantized(self, layer: Linear | Embedding) -> QuantizedRows | None:
+    def _quantized(self, layer: Linear | Embedding) -> Blocks | None:
         if layer.blocks:
             return quantized_as_in_gguf(layer.blocks)
         return None if self._bits is None else quantize(layer.weight, self._bits)
@@ -101,12 +102,14 @@ def to_panels(weight: Tensor) -> Tensor:
     return panels.copy_(units.transpose(1, 2))
 
 
-def to_quantised_panels(rows: QuantizedRows) -> Tensor:
-    """Pack quantised rows into zero-padded panels [panels, panel_units] int32, see quantised.h."""
+def to_quantised_panels(rows: Blocks) -> Tensor:
+    """Pack quantised rows into padded panels [panels, panel_units] int32, see quantised.h."""
     rows = rows.map_rows(_split_in_sixteens)
-    units = rows.codes.unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
+    units = rows.codes.view(torch.uint8).unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
     factors = [rows.scale]
-    if rows.minimum is not None:
+    if rows.minimum is None:
+        units = units ^ 128  # the kernels read codes of 8 bits as unsigned ones around 128
+    else:
         low, high = units.chunk(2, 2)
         units = low | high << 4
         factors.append(rows.minimum)

@@ -6,6 +6,7 @@ model. Packed rows are views of the mapped file, unless their order has to chang
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,46 +87,31 @@ def from_gguf(
     for name, entry in json.loads(tensor_index.read_text()).items():
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
+        rows = raw.reshape(math.prod(shape[:-1]), -1)
+        is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING
+        keep = packed and is_matrix and kind not in UNQUANTISED_KINDS
         tensor: Tensor | PackedRows
-        if (
-            packed
-            and kind not in UNQUANTISED_KINDS
-            and len(shape) == 2
-            and name != POSITION_EMBEDDING
-        ):
-            tensor = _packed(raw, kind, shape, f"{file}: {name}")
+        if kind in BLOCK_KINDS:
+            tensor = PackedRows(kind, torch.from_numpy(rows))
+            if not keep:
+                tensor = tensor.dense().view(shape)
         else:
-            tensor = _dense(raw, kind, shape, f"{file}: {name}")
+            tensor = _dequantize(rows, kind, f"{file}: {name}").view(shape)
+            if keep:
+                tensor = PackedRows.quantize(tensor)
         yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
 
 
-def _packed(raw: Any, kind: str, shape: list[int], what: str) -> PackedRows:
-    if kind in BLOCK_KINDS:
-        return PackedRows(kind, torch.from_numpy(raw).view(shape[0], -1))
-    return PackedRows.quantize(_dequantize(raw, kind, shape, what))
-
-
-def _dense(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
-    if kind in BLOCK_KINDS:
-        return PackedRows(kind, torch.from_numpy(raw).unsqueeze(0)).dense().view(shape)
-    return _dequantize(raw, kind, shape, what)
-
-
-def _dequantize(raw: Any, kind: str, shape: list[int], what: str) -> Tensor:
+def _dequantize(rows: Any, kind: str, what: str) -> Tensor:
+    """Return the values [rows, weights of a row] of bytes [rows, bytes of a row] in float32."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     try:
-        values = dequantize(_stored_rows(raw, kind, shape), GGMLQuantizationType[kind])
+        values = dequantize(rows, GGMLQuantizationType[kind])
     except NotImplementedError:
         raise ModelError(f"{what} has the unsupported type {kind}") from None
-    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(shape)
-
-
-def _stored_rows(raw: Any, kind: str, shape: list[int]) -> Any:
-    """Return float rows in their own type, quantised ones as bytes [rows, bytes of a row]."""
-    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
-    return raw.view(plain) if plain else raw.reshape(int(np.prod(shape[:-1])), -1)
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
 def _undo_conversion(

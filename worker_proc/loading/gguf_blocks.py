@@ -3,6 +3,7 @@
 Formats: https://github.com/ggml-org/ggml, ggml-common.h, block_q4_0, block_q4_1 and block_q8_0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +20,23 @@ class Blocks:
 
     Attributes:
         codes: [rows, blocks, 32]: int8 around zero, or uint8 from 0 to 15 if there is a minimum.
-        scale: [rows, blocks] float32.
-        minimum: [rows, blocks] float32, or None.
+        scale: [rows, blocks] float32 with values of float16.
+        minimum: As `scale`, or None.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor | None
+
+    @property
+    def bits(self) -> int:
+        """Bits in which the CPU kernels keep a code."""
+        return 8 if self.minimum is None else 4
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Blocks":
+        """Apply a change of the rows to each tensor [rows, ...]."""
+        minimum = None if self.minimum is None else change(self.minimum)
+        return Blocks(change(self.codes), change(self.scale), minimum)
 
     def dense(self) -> Tensor:
         """Return the values [rows, weights of a row] in float32."""

@@ -25,33 +25,27 @@ class WeightSharder:
 
     def __init__(self, model: Model, rank: TPRank) -> None:
         self._rank = rank
-        self._weights: dict[int, Linear] = {}
-        self._biases: dict[int, Linear] = {}
+        self._layers: dict[int, Linear] = {}
         if rank.count == 1:
             return
         for layer in model.modules():
-            if isinstance(layer, Linear):
-                self._weights[memory_of(layer.weight)] = layer
-                if layer.bias is not None:
-                    self._biases[memory_of(layer.bias)] = layer
+            if isinstance(layer, Linear) and layer.parallel is not Parallel.NONE:
+                self._layers |= {memory_of(values): layer for values in layer.parameters()}
 
     def shard(self, tensor: Tensor, target: Tensor) -> Tensor:
         """Return the part of a whole tensor that belongs to `target`, a view of a parameter.
 
         If outputs are summed over the ranks, only rank 0 has the bias; the others have zeros.
         """
-        memory = memory_of(target)
-        if (layer := self._weights.get(memory)) is not None:
-            outputs = 0 if target.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
-            if layer.parallel is Parallel.COLUMN:
-                return self._cut(tensor, outputs, layer.fused)
-            return self._cut(tensor, 1 - outputs, 1) if layer.parallel is Parallel.ROW else tensor
-        if (layer := self._biases.get(memory)) is not None:
-            if layer.parallel is Parallel.COLUMN:
-                return self._cut(tensor, 0, layer.fused)
-            if layer.parallel is Parallel.ROW and self._rank.rank > 0:
-                return tensor.new_zeros(tensor.shape)
-        return tensor
+        layer = self._layers.get(memory_of(target))
+        if layer is None:
+            return tensor
+        outputs = 0 if target.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
+        if layer.parallel is Parallel.COLUMN:
+            return self._cut(tensor, outputs, layer.fused)
+        if target.dim() == 2:
+            return self._cut(tensor, 1 - outputs, 1)
+        return tensor if self._rank.rank == 0 else torch.zeros_like(tensor)
 
     def _cut(self, tensor: Tensor, dim: int, fused: int) -> Tensor:
         size = tensor.shape[dim]

@@ -67,7 +67,6 @@ class GPT2(Model):
         self.attention_shape = AttentionShape(
             config.num_layers, config.num_heads, config.num_heads, config.head_dim
         )
-        self._tied = config.tie_word_embeddings
         self.token_embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
@@ -90,7 +89,7 @@ class GPT2(Model):
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             return None  # old checkpoints store the causal mask
-        return None if name == "lm_head.weight" and self._tied else name
+        return None if name == "lm_head.weight" and self.lm_head is None else name
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {

@@ -85,9 +85,9 @@ class RMSNorm(nn.Module):
 class HeadNorms(nn.Module):
     """Norms of each query head and each key head: weights [head_dim], the same epsilon."""
 
-    def __init__(self, queries: RMSNorm, keys: RMSNorm) -> None:
+    def __init__(self, head_dim: int, epsilon: float) -> None:
         super().__init__()
-        self.queries, self.keys = queries, keys
+        self.queries, self.keys = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
 
 
 class Rope:

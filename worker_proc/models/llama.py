@@ -94,9 +94,8 @@ class Llama(Model):
         self.attention_shape = AttentionShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
         )
-        inverse_frequencies(
-            config.head_dim, config.rope
-        )  # refuses unsupported scaling before weights are read
+        # Unsupported scaling is refused here, before weights are read.
+        inverse_frequencies(config.head_dim, config.rope)
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
             LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.num_layers)
@@ -124,7 +123,7 @@ class Llama(Model):
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
             return None  # old checkpoints store this constant
-        return None if name == "lm_head.weight" and self.config.tie_word_embeddings else name
+        return None if name == "lm_head.weight" and self.lm_head is None else name
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -164,7 +163,7 @@ class LlamaBlock(nn.Module):
         hidden_size, qkv_size = config.hidden_size, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
         self.qkv_proj = Linear(hidden_size, qkv_size, qkv_bias, Parallel.COLUMN)
-        self.head_norms = _head_norms(config) if head_norms else None
+        self.head_norms = HeadNorms(config.head_dim, config.rms_norm_eps) if head_norms else None
         self.out_proj = Linear(self.q_size, hidden_size, config.attention_bias, Parallel.ROW)
         self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.gate_up_proj = Linear(
@@ -188,28 +187,13 @@ class LlamaBlock(nn.Module):
         if self.head_norms is not None:
             tensors["self_attn.q_norm.weight"] = self.head_norms.queries.weight
             tensors["self_attn.k_norm.weight"] = self.head_norms.keys.weight
-        for linear, parts in (
-            (
-                self.qkv_proj,
-                {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
-            ),
-            (self.out_proj, {"o_proj": len(self.out_proj.weight)}),
-        ):
-            tensors |= _parts("self_attn", linear, parts)
-        for linear, parts in (
-            (
-                self.gate_up_proj,
-                {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
-            ),
-            (self.down_proj, {"down_proj": len(self.down_proj.weight)}),
-        ):
-            tensors |= _parts("mlp", linear, parts)
+        heads = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        gated = {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
+        tensors |= _parts("self_attn", self.qkv_proj, heads)
+        tensors |= _parts("self_attn", self.out_proj, {"o_proj": len(self.out_proj.weight)})
+        tensors |= _parts("mlp", self.gate_up_proj, gated)
+        tensors |= _parts("mlp", self.down_proj, {"down_proj": len(self.down_proj.weight)})
         return tensors
-
-
-def _head_norms(config: LlamaConfig) -> HeadNorms:
-    queries, keys = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
-    return HeadNorms(queries, keys)
 
 
 def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:

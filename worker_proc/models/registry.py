@@ -16,13 +16,6 @@ ARCHITECTURES: dict[str, type[Model]] = {
     "qwen2": Qwen2,
     "qwen3": Qwen3,
 }
-CLASS_NAMES = {
-    "GPT2LMHeadModel": "gpt2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
 
 def build_model(
@@ -51,7 +44,8 @@ def build_model(
 def _architecture(config: dict[str, Any]) -> type[Model]:
     names = [config.get("model_type"), *(config.get("architectures") or [])]
     for name in names:
-        kind = CLASS_NAMES.get(str(name), str(name))
+        # A class is called after its model type, such as LlamaForCausalLM or GPT2LMHeadModel.
+        kind = str(name).removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
         if kind in ARCHITECTURES:
             return ARCHITECTURES[kind]
     shown = ", ".join(str(name) for name in names if name) or "nothing"

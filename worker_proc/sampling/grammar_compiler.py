@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.grammar import compile_grammar, load_vocabulary
 from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import GrammarReady, ResultMessage
+from quadriga.wire.messages.worker import GrammarReady
 from quadriga.wire.sockets import Outbox
 
 if TYPE_CHECKING:
@@ -38,9 +38,13 @@ class GrammarCompiler:
         """Compile a grammar in the thread, which then sends GrammarReady."""
         self._thread.submit(self._compile, grammar, session)
 
-    def compile_here(self, grammar: GrammarForm) -> None:
-        """Compile a grammar in the calling thread, without a message."""
-        self._try_to_compile(grammar)
+    def compile_here(self, grammar: GrammarForm) -> str:
+        """Compile a grammar in the calling thread. Return an error, or an empty string."""
+        try:
+            self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
+        except BaseException as error:  # the library's panics are not subclasses of Exception
+            return f"the grammar cannot be compiled: {error}"
+        return ""
 
     def forget(self, key: bytes) -> None:
         """Drop a compiled grammar. The key may be unknown after a restart of the worker."""
@@ -54,16 +58,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: GrammarForm, session: int) -> None:
         assert self._results is not None
-        message: ResultMessage = GrammarReady(grammar.key, self._try_to_compile(grammar), session)
-        self._results.send(message)
-
-    def _try_to_compile(self, grammar: GrammarForm) -> str:
-        """Compile and keep a grammar. Return an error message, or an empty string."""
-        try:
-            self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
-        except BaseException as error:  # the library's panics are not subclasses of Exception
-            return f"the grammar cannot be compiled: {error}"
-        return ""
+        self._results.send(GrammarReady(grammar.key, self.compile_here(grammar), session))
 
     def _load_vocabulary(self) -> "LLTokenizer":
         if self._vocabulary is None:

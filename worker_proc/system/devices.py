@@ -20,31 +20,27 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
         ConfigError: The device is unknown, or torch does not find it.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            return _cuda(torch.device("cuda", rank), rank)
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        on_mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if on_mps else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(
-            f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps"
-        ) from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps")
     if device.type == "cuda":
-        return _cuda(torch.device("cuda", (device.index or 0) + rank), rank)
+        return _cuda((device.index or 0) + rank, rank)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device is mps, but torch finds none here; start with --device cpu")
-    if device.type not in ("cpu", "mps"):
-        raise ConfigError(f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps")
     return device
 
 
-def _cuda(device: torch.device, rank: int) -> torch.device:
+def _cuda(index: int, rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
     if index >= count:
         build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
         raise ConfigError(
-            f"device is {device}, but torch finds {count} CUDA devices here{build};"
+            f"device is cuda:{index}, but torch finds {count} CUDA devices here{build};"
             " start with --device cpu" + (", or with fewer --tp" if rank else "")
         )
     return torch.device("cuda", index)

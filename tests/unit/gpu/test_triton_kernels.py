@@ -153,7 +153,7 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     rope = Rope(inverse_frequencies(dim, {"rope_theta": 100.0}), CONTEXT, DEVICE)
     expected, expected_pool = qkv.float().clone(), pool.clone()
     turning = expected[:, : heads + kv_heads]
-    norms = HeadNorms(*(RMSNorm(dim, 1e-5).to(DEVICE, dtype) for _ in range(2)))
+    norms = HeadNorms(dim, 1e-5).to(DEVICE, dtype)
     for seed, norm in enumerate((norms.queries, norms.keys)):
         norm.weight.copy_(draw(dim, seed=seed))
     if normed:

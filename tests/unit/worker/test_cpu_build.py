@@ -31,10 +31,12 @@ from worker_proc.torch_engine import TorchEngine
 CPU = torch.device("cpu")
 
 
-def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """By a compiler that notes its commands and links what the real one has compiled before."""
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
-    compiled = build._library(print)
+    compiled = build._library()
     compiler.write_text(
         f"""#!/bin/sh
         echo "$@" >> {calls}
@@ -45,11 +47,10 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
     compiler.chmod(0o755)
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(COMPILER_VARIABLE, str(compiler))
-    said: list[str] = []
-    load_kernels(said.append)
-    load_kernels(said.append)
-    assert len(said) == 1
-    assert "compiling the kernels" in said[0]
+    with caplog.at_level(logging.INFO):
+        load_kernels()
+        load_kernels()
+    assert caplog.text.count("compiling the kernels") == 1
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
     commands = calls.read_text().splitlines()
     sources = list(build.SOURCES.glob("*.cpp"))
@@ -66,10 +67,10 @@ def test_a_cache_that_takes_nothing_is_named_with_the_remedy(
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "file"))
     with pytest.raises(NoCompiler, match=r"cannot take the kernels .*make room there, or set QUA"):
-        load_kernels(print)
-    monkeypatch.setattr(build, "_library", lambda _say: tmp_path / "file")
+        load_kernels()
+    monkeypatch.setattr(build, "_library", lambda: tmp_path / "file")
     with pytest.raises(NoCompiler, match=r"file cannot be loaded .*remove it"):
-        load_kernels(print)
+        load_kernels()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
@@ -96,7 +97,7 @@ def test_bfloat16_is_multiplied_either_way(
 ) -> None:
     """Check both compute types, of which a server uses the faster one."""
     if numbers is ComputeType.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
-        assert fastest_compute_type(load_kernels(print), torch.bfloat16) is ComputeType.BFLOAT16
+        assert fastest_compute_type(load_kernels(), torch.bfloat16) is ComputeType.BFLOAT16
         pytest.skip("this CPU has no instruction for pairs of bfloat16")
     monkeypatch.setattr(kernels_engine, "fastest_compute_type", lambda *_: numbers)
     directory, dtype = tiny_llama(tmp_path), torch.bfloat16
@@ -111,7 +112,7 @@ def test_bfloat16_is_multiplied_either_way(
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMPILER_VARIABLE, "no-such-compiler")
     with pytest.raises(NoCompiler, match="CXX is 'no-such-compiler', which is not a command here"):
-        load_kernels(print)
+        load_kernels()
 
 
 def test_an_architecture_that_the_compiler_does_not_know_is_named(
@@ -120,7 +121,7 @@ def test_an_architecture_that_the_compiler_does_not_know_is_named(
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path))
     monkeypatch.setenv(ARCH_VARIABLE, "abacus")
     with pytest.raises(NoCompiler, match=r"cannot compile the kernels: .*abacus"):
-        load_kernels(print)
+        load_kernels()
     assert list((tmp_path / "kernels").iterdir()) == []
 
 

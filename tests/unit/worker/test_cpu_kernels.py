@@ -85,7 +85,7 @@ def native(
     int8: bool = False,
 ) -> NativeEngine:
     pages, model = NUM_SLOTS * CONTEXT // page_size, load(directory, dtype)
-    return NativeEngine(model, pages, page_size, dtype, threads, bits, int8, print)
+    return NativeEngine(model, pages, page_size, dtype, threads, bits, int8)
 
 
 @torch.inference_mode()
