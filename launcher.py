@@ -40,7 +40,8 @@ HTTP_PACKAGES = ("aiohttp", "prometheus_client")
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 GATEWAY = "http_proc"
 CLIENT_FACING = ("tokenizer_proc", GATEWAY)
-# Time in which frontend and gateway tell the clients why the server ends.
+STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"
+# Time in which frontend and gateway report to the clients why the server ends.
 NOTIFY_TIMEOUT_S = 1.5
 # Time after --shutdown-timeout in which the aborted requests are answered.
 ABORT_TIMEOUT_S = 5.0
@@ -140,8 +141,15 @@ class Launcher:
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 
+    def _stop_at_once(self) -> int:
+        """Stop after a second signal. Clients wait for a server that resumes their requests."""
+        say("second signal: stopped at once")
+        if not self._config.scheduler.journal:
+            self._notify_clients(STOPPED_AT_ONCE)
+        return EXIT_FORCED
+
     def _give_up(self, death: Death) -> int:
-        """Tell the clients which process died for good, and stop."""
+        """Report to the clients which process died for good, and stop."""
         message = f"{death.name} died ({death.reason}); all open requests are lost"
         self._notify_clients(f"{message}; the server is stopping, start it again")
         say(f"error: {message}. Start the server again; its log above may say why.")
@@ -200,8 +208,7 @@ class Launcher:
                 case SupervisorEvent.RESTARTED:
                     self._send_drain()
                 case SupervisorEvent.STOP:
-                    say("second signal: stopped at once")
-                    return EXIT_FORCED
+                    return self._stop_at_once()
                 case SupervisorEvent.TIMEOUT:
                     return None
         return EXIT_OK

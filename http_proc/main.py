@@ -13,6 +13,8 @@ from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
 
+LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
+
 
 def main() -> None:
     """Run the gateway with a lower CPU priority than the worker's."""
@@ -61,6 +63,7 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
 
     loop.add_reader(child.control.fileno(), read_commands)
     child.control.answer_in_loop()
+    child.control.say_farewell(LAUNCHER_DIED)
     await stopping.wait()
     server.close()
     await gateway.drain(FLUSH_TIMEOUT_S)

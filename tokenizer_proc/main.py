@@ -30,6 +30,7 @@ from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
 
+LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
 # The last messages to the clients may take this long when the server ends.
 FLUSH_TIMEOUT_S = 1.0
 
@@ -85,6 +86,8 @@ async def serve(child: Child, loaded: Loaded) -> None:
     child.ready()
     gc.freeze()
     child.control.answer_in_loop()
+    if not child.config.scheduler.journal:  # else clients wait for a server that resumes them
+        child.control.say_farewell(LAUNCHER_DIED)
     asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
     await frontend.ended.wait()
     preparation.close()

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,9 @@ EXIT_START_FAILED = 3
 EXIT_CHILD_DIED = 4
 EXIT_FORCED = 5
 EXIT_LAUNCHER_DIED = 6
+
+# Time in which the processes that have clients report the launcher's death to them.
+FAREWELL_TIMEOUT_S = 1.5
 
 LOW_PRIORITY_NICENESS = 10
 # A function, as MODULE:FUNCTION, that every process calls with its name before it does anything
@@ -82,6 +86,7 @@ class ControlChannel:
     def __init__(self, connection: socket.socket | None, run_dir: Path) -> None:
         self._connection = connection
         self._run_dir = run_dir
+        self._farewell: str | None = None
         self._commands: deque[tuple[Command, str]] = deque()
         self._wake_receive, self._wake_send = socket.socketpair()
         self._answers_in_loop = False
@@ -100,6 +105,13 @@ class ControlChannel:
         loop runs, and not only that the process exists.
         """
         self._answers_in_loop = True
+
+    def say_farewell(self, reason: str) -> None:
+        """Put a FAIL command with this reason before the exit at the launcher's death.
+
+        The process exits when its main loop has carried it out, or after FAREWELL_TIMEOUT_S.
+        """
+        self._farewell = reason
 
     def read_commands(self) -> list[tuple[Command, str]]:
         """Return the commands that have arrived, each with its argument."""
@@ -132,10 +144,17 @@ class ControlChannel:
                 command = Command(word)
                 if command is Command.HEARTBEAT and not self._answers_in_loop:
                     self.report("beat")
-                    continue
-                self._commands.append((command, argument))
-                self._wake_send.send(b"!")
+                else:
+                    self._queue(command, argument)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._farewell is not None:
+            self._queue(Command.FAIL, self._farewell)
+            time.sleep(FAREWELL_TIMEOUT_S)
         self._exit_without_launcher()
+
+    def _queue(self, command: Command, argument: str) -> None:
+        self._commands.append((command, argument))
+        self._wake_send.send(b"!")
 
     def _exit_without_launcher(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)

@@ -133,9 +133,12 @@ def test_a_second_signal_stops_at_once(own_server: Server) -> None:
     own_server.process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping" in own_server.log.read_text(), 5)
     own_server.process.send_signal(signal.SIGINT)
+    stopped_at = time.monotonic()
     assert own_server.process.wait(5) == EXIT_FORCED
     own_server.wait_for_nothing_left()
     clients.join()
+    assert max(clients.ended_at) - stopped_at < 3.0
+    assert all("stopped at once" in str(error) for error in clients.errors)
 
 
 def test_an_idle_server_stops_quickly_and_says_so(own_server: Server) -> None:
@@ -153,7 +156,7 @@ def test_a_client_goes_on_when_a_new_server_is_there(llama_dir: Path, tmp_path: 
         assert error_of(client) is None
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: isinstance(error_of(client), ServerUnreachable), 5)
+        wait_until(lambda: isinstance(error_of(client), (ServerFailed, ServerUnreachable)), 5)
     with running_server(tmp_path / "second", *flags, endpoint=endpoint):
         wait_until(lambda: error_of(client) is None, 5)
         client.close()
