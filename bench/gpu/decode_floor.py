@@ -9,7 +9,6 @@ keys over the measured read speed, see bench/roofline/roofline_model.py), and gr
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -24,7 +23,7 @@ from quadriga.model_files.resolve import resolve_model
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
-READ_BYTES, NUM_READS = 2**30, 20
+READ_BYTES = 2**30
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -82,19 +81,12 @@ def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
 
 def describe(config: ServerConfig) -> tuple[str, str, float]:
     """Return device, dtype, and bytes/s at which the device reads a large tensor."""
-    import torch
-
+    from bench.gpu.read_speed import bytes_per_second
     from worker_proc.system.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)
-    values = torch.ones(READ_BYTES // 4, device=device)
-    seconds = []
-    for _ in range(NUM_READS):
-        began = time.perf_counter()
-        float(values.sum())
-        seconds.append(time.perf_counter() - began)
-    speed = READ_BYTES / median(seconds[NUM_READS // 4 :])
+    speed = bytes_per_second(device, READ_BYTES)
     return str(device), str(dtype).removeprefix("torch."), speed
 
 

@@ -94,10 +94,8 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """Totals of all replicas at one moment: requests, and KV pages held and cached."""
+    """KV pages of all replicas, held and cached, at one moment."""
 
     time: float
-    running: int
-    waiting: int
     pages_held: int
     pages_cached: int
