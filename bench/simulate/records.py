@@ -94,8 +94,10 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """KV pages of all replicas, held and cached, at one moment."""
+    """Totals of all replicas at one moment: requests, and KV pages held and cached."""
 
     time: float
+    running: int
+    waiting: int
     pages_held: int
     pages_cached: int

@@ -17,8 +17,10 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.to_detok import StreamEnd
 
-# Samples of the KV pages over time; their interval grows with the run.
+# Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
+# The fields of RecordSample, as the scheduler's info names them.
+SAMPLED_FIELDS = ("running", "waiting", "pages_held", "pages_cached")
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
@@ -139,8 +141,8 @@ class World:
 
     def _sample(self) -> None:
         infos = [replica.info for replica in self.replicas]
-        held, cached = (sum(i[name] for i in infos) for name in ("pages_held", "pages_cached"))
-        self.samples.append(RecordSample(self._clock.now, held, cached))
+        amounts = [sum(info[name] for info in infos) for name in SAMPLED_FIELDS]
+        self.samples.append(RecordSample(self._clock.now, *amounts))
         if len(self.samples) > MAX_SAMPLES:
             del self.samples[1::2]
             self._sample_interval *= 2

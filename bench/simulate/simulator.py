@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from bench.simulate import cost_model
 from bench.simulate.cost_model import CostModel
 from bench.simulate.report import block, comparison, figures
 from bench.simulate.run import World
+from bench.simulate.server import START
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
 from quadriga.config.scheduler_args import SchedulerArgs
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
     config, model = _config(arguments), cost_model.load(arguments.cost_model)
+    draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
     num_requests, arrivals = _arrivals(arguments)
     with tqdm(total=num_requests, desc="simulate", unit="req", leave=False, disable=None) as bar:
@@ -90,6 +92,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         flags = {name: str(value) for name, value in vars(arguments).items()}
         document = {"flags": flags, "summary": dataclasses.asdict(run)}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    draw_plot(world)
     return 1 if run.failed else 0
 
 
@@ -122,6 +125,19 @@ def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostM
     if arguments.num_pages <= 0:
         raise ConfigError(f"num_pages must be positive (it is {arguments.num_pages})")
     return int(arguments.num_pages)
+
+
+def _plotter(path: Path | None) -> Callable[[World], None]:
+    """Return the function that draws a finished run; fail early if matplotlib is missing."""
+    if path is None:
+        return lambda _: None
+    try:
+        from bench.simulate import plots
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
+        ) from None
+    return lambda world: plots.draw(path, world.records, world.samples, START)
 
 
 def _source(path: Path, model: CostModel) -> str:
@@ -177,6 +193,7 @@ def _add_output(group: Any) -> None:
     add = group.add_argument
     add_goodput(group)
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the run")
     add(
         "--compare",
         type=Path,

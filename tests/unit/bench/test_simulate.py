@@ -1,6 +1,7 @@
 """The simulator: the real scheduler in simulated time, with a small cost model."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bench.report
+import bench.simulate
 from bench.load import trace
 from bench.load.synthetic import Lengths, TraceSpec, generate
 from bench.load.trace import TraceRequest
@@ -253,6 +256,18 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package, name in ((bench.simulate, "plots"), (bench.report, "run_plots")):
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+        monkeypatch.delattr(package, name, raising=False)  # if another test has imported it
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert call(model_file, "--plot", "run.png") == 2
+    assert "pip install 'quadriga[plot]'" in capsys.readouterr().err
 
 
 def test_a_run_is_compared_with_the_medians_of_measured_ones(
