@@ -136,13 +136,15 @@ def _mask_bad_words(
         return
     device = scores.device
     ends = [row.rules.bad_word_ends for row in rows]
-    longest = max(row.rules.bad_word_prefixes.shape[1] for row in rows)
-    prefixes = torch.cat([_pad_left(row.rules.bad_word_prefixes, longest) for row in rows])
+    prefixes = [row.rules.bad_word_prefixes for row in rows]
+    longest = max(prefix.shape[1] for prefix in prefixes)
+    padded = [pad(p, (longest - p.shape[1], 0), value=ANY_TOKEN) for p in prefixes]
+    expected = torch.cat(padded)
     position = _repeated([int(positions[one.row]) for one in rows], ends).unsqueeze(1)
     slot = _repeated([row.slot for row in rows], ends).unsqueeze(1)
     indices = position - longest + torch.arange(longest, device=device)
     seen = torch.where(indices < 0, NO_TOKEN, tokens[slot, indices.clamp(min=0)].long())
-    matches = ((seen == prefixes) | (prefixes == ANY_TOKEN)).all(1)
+    matches = ((seen == expected) | (expected == ANY_TOKEN)).all(1)
     change = torch.where(matches, MASKED, 0.0)
     scores.index_put_((_row_of_each(rows, ends), torch.cat(ends)), change, accumulate=True)
 
@@ -186,7 +188,3 @@ def _bad_words(words: Sequence[bytes], device: torch.device) -> tuple[Tensor, Te
         prefixes[row, longest - len(word) + 1 :] = word[:-1]
     ends = np.array([word[-1] for word in ids], dtype=np.int64)
     return torch.from_numpy(prefixes).to(device), torch.from_numpy(ends).to(device)
-
-
-def _pad_left(prefixes: Tensor, width: int) -> Tensor:
-    return pad(prefixes, (width - prefixes.shape[1], 0), value=ANY_TOKEN)
