@@ -85,22 +85,17 @@ def _use_native(args: WorkerArgs, device: torch.device) -> bool:
 
 def cpu_kernel_flags(args: WorkerArgs) -> str:
     """Return the given flags that only the native kernels of a CPU support, for an error."""
-    flags = []
-    if args.quantization != "none":
-        flags.append(f"--quantization {args.quantization}")
-    if args.kv_cache_dtype == "int8":
-        flags.append(f"--kv-cache-dtype {args.kv_cache_dtype}")
-    return ", ".join(flags)
+    quantization = "" if args.quantization == "none" else f"--quantization {args.quantization}"
+    kv_cache = "--kv-cache-dtype int8" if args.kv_cache_dtype == "int8" else ""
+    return ", ".join(filter(None, (quantization, kv_cache)))
 
 
 def gpu_kernel_flags(args: WorkerArgs) -> str:
     """Return the given flags that only the kernels of a GPU support, for an error."""
-    flags = []
-    if args.enable_deterministic_inference:
-        flags.append("--enable-deterministic-inference")
-    if args.kv_cache_dtype == "fp8":
-        flags.append(f"--kv-cache-dtype {args.kv_cache_dtype}")
-    return ", ".join(flags)
+    deterministic = args.enable_deterministic_inference
+    fixed = "--enable-deterministic-inference" if deterministic else ""
+    kv_cache = "--kv-cache-dtype fp8" if args.kv_cache_dtype == "fp8" else ""
+    return ", ".join(filter(None, (fixed, kv_cache)))
 
 
 def kv_cache_dtype(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:
@@ -110,17 +105,14 @@ def kv_cache_dtype(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:
 
 def _use_triton(args: WorkerArgs, device: torch.device) -> bool:
     """Return whether Triton's engine computes. Raises ConfigError if it must and cannot."""
-    if args.attention_backend == "auto":
-        if device.type != "cuda":
-            return False
-        if find_spec("triton") is None:
+    backend, is_installed = args.attention_backend, find_spec("triton") is not None
+    if backend == "auto":
+        if device.type == "cuda" and not is_installed:
             logging.warning("triton is not installed: plain torch computes instead, more slowly")
-            return False
-        return True
-    backend = args.attention_backend
+        return device.type == "cuda" and is_installed
     if backend not in ("triton", "flash"):
         return False
-    if find_spec("triton") is None:
+    if not is_installed:
         raise ConfigError(f"attention_backend {backend} needs the package triton: pip install it")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != ("cpu" if interpreted else "cuda"):

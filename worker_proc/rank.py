@@ -9,7 +9,6 @@ from quadriga.wire.messages.worker import (
     ForgetGrammar,
     ResetWorker,
     StepPlan,
-    StopWorker,
     WorkerMessage,
 )
 from worker_proc.result_sender import Wait
@@ -45,5 +44,3 @@ class Rank:
                 self.grammars.forget(message.key)
             case ResetWorker():
                 self.runner.table.release_all()
-            case StopWorker():
-                return

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
+from worker_proc.system.transfer import send
 
 # A group may waste half of its query-key pairs on padding, and so many more.
 PADDING_ALLOWANCE = 2048
@@ -33,7 +34,8 @@ class _Group:
         spread: `[rows * queries]` the token at each padded place; None without padding.
         collect: `[tokens]` the padded place of each token; None without padding.
         gather: The parts of pages to gather; None for rows without a past.
-        mask: `[rows, queries, keys]` true where a query sees a key.
+        mask: `[rows, queries, keys]` true where a query sees a key; None for rows without a past,
+            where the diagonal decides.
         bias: The mask as 0 or -inf, for each batched matrix of scores
             `[rows * kv_heads, group_heads * queries, keys]`; None if scores are not materialised.
     """
@@ -109,10 +111,10 @@ class TorchAttention:
         offset_in_row = np.arange(first_tokens[-1]) - first_tokens[row_of_token]
         positions = layout.num_computed[row_of_token] + offset_in_row
         page, offset = np.divmod(positions, self.page_size)
-        slots = self._to_device(layout.slots[row_of_token])
-        pages = layout.page_table[slots, self._to_device(page)]
+        slots = send(layout.slots[row_of_token], self.device)
+        pages = layout.page_table[slots, send(page, self.device)]
         per_page = 2 * self.shape.kv_heads * self.page_size
-        return (pages * per_page + self._to_device(offset)).unsqueeze(1) + self._head_places
+        return (pages * per_page + send(offset, self.device)).unsqueeze(1) + self._head_places
 
     def _cut(self, num_tokens: Ints, num_computed: Ints) -> list[tuple[int, int]]:
         """Cut the rows into runs [start, stop) that are worth computing together.
@@ -128,11 +130,8 @@ class TorchAttention:
             kinds.tolist(), num_tokens.tolist(), (num_computed + num_tokens).tolist(), strict=True
         )
         for row, (kind, n, length) in enumerate(rows):
-            new_queries, new_keys, new_needed = (
-                max(queries, n),
-                max(keys, length),
-                needed + n * length,
-            )
+            new_queries, new_keys = max(queries, n), max(keys, length)
+            new_needed = needed + n * length
             count = row - start + 1
             padded = count * new_queries * new_keys
             if row > start and (
@@ -158,17 +157,12 @@ class TorchAttention:
         spread, collect = None, None
         if (num_tokens != queries).any():
             inside = np.arange(queries) < num_tokens[:, None]
-            collect = self._to_device(np.flatnonzero(inside))
+            collect = send(np.flatnonzero(inside), self.device)
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
-            spread = self._to_device(np.where(inside, places, 0).ravel())
-        limits = self._to_device(num_computed[:, None] + np.arange(queries))
-        mask: Tensor | None = torch.arange(keys, device=self.device) <= limits.unsqueeze(-1)
-        bias = None
-        if count * self.shape.heads * queries * keys <= MAX_SCORES:
-            assert mask is not None
-            bias = self._bias(mask)
-        elif not has_past:
-            mask = None
+            spread = send(np.where(inside, places, 0).ravel(), self.device)
+        limits = send(num_computed[:, None] + np.arange(queries), self.device)
+        mask = torch.arange(keys, device=self.device) <= limits.unsqueeze(-1)
+        materialised = count * self.shape.heads * queries * keys <= MAX_SCORES
         return _Group(
             first=int(first_tokens[start]),
             last=int(first_tokens[stop]),
@@ -178,13 +172,13 @@ class TorchAttention:
             spread=spread,
             collect=collect,
             gather=gather,
-            mask=mask,
-            bias=bias,
+            mask=mask if has_past else None,
+            bias=self._bias(mask) if materialised else None,
         )
 
     def _gather_index(self, layout: BatchLayout, start: int, stop: int, num_pages: int) -> Tensor:
         """Return the parts of pages `[2 * rows * kv_heads * pages]`, each head's keys together."""
-        slots = self._to_device(layout.slots[start:stop])
+        slots = send(layout.slots[start:stop], self.device)
         table = layout.page_table[:, :num_pages].index_select(0, slots)
         parts = table.view(1, stop - start, 1, num_pages) * (2 * self.shape.kv_heads)
         return (parts + self._head_parts).flatten()
@@ -196,9 +190,6 @@ class TorchAttention:
         bias.masked_fill_(~mask, float("-inf"))
         bias = bias.view(count, 1, 1, queries, keys).expand(-1, kv_heads, shared, -1, -1)
         return bias.reshape(count * kv_heads, shared * queries, keys)
-
-    def _to_device(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
 
 
 class TorchStepAttention:
@@ -233,11 +224,10 @@ class TorchStepAttention:
         else:
             fresh = _pad(group, kv[group.first : group.last])
             k, v = fresh.permute(2, 0, 3, 1, 4)
-        out = (
-            _materialised(group, shape, q, k, v)
-            if group.bias is not None
-            else _fused(group, q, k, v)
-        )
+        if group.bias is not None:
+            out = _materialised(group, shape, q, k, v)
+        else:
+            out = _fused(group, q, k, v)
         out = out.reshape(group.rows * group.queries, shape.heads * shape.head_dim)
         return out if group.collect is None else out.index_select(0, group.collect)
 

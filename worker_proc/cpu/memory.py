@@ -1,8 +1,10 @@
 """Memory for weights and KV pages: in large pages, and allocated by the system before its use."""
 
 import ctypes
+import mmap
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus, pin_to
-from worker_proc.system.large_pages import LARGE_PAGE, in_large_pages
 
+LARGE_PAGE = 1 << 21  # bytes
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 26
 MIN_MAPPING_BYTES = 1 << 24  # smaller tensors share a chunk
@@ -47,7 +49,12 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def _map(length: int) -> NDArray[np.uint8]:
-    return np.frombuffer(in_large_pages(length), dtype=np.uint8)
+    """Return `length` zero bytes, in large pages if the system has them."""
+    # Private: Linux gives large pages to shared memory only if it is configured to.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 class KVPools:
@@ -77,15 +84,12 @@ class KVPools:
         """Start the thread that prefaults memory, on these CPUs; if empty, on any."""
         if sys.platform == "linux" and self._layer_bytes >= MIN_MAPPING_BYTES:
             self._grown.set()
-            thread = threading.Thread(
-                target=self._prefault, args=(cpus,), name="pools", daemon=True
-            )
-            thread.start()
+            prefault = partial(self._prefault, cpus)
+            threading.Thread(target=prefault, name="pools", daemon=True).start()
 
     def _prefault(self, cpus: Cpus) -> None:
         pin_to(cpus)
-        ahead = PREFAULT_AHEAD_BYTES // len(self.layers) // LARGE_PAGE
-        ahead = max(ahead, 1) * LARGE_PAGE
+        ahead = max(PREFAULT_AHEAD_BYTES // len(self.layers) // LARGE_PAGE, 1) * LARGE_PAGE
         done = 0
         while done < self._layer_bytes:
             self._grown.wait()

@@ -36,8 +36,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
     """
     from safetensors import SafetensorError, safe_open
 
-    files = _shards(directory)
-    for file in files:
+    for file in _shards(directory):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)

@@ -53,8 +53,11 @@ def load_model(
     model = build_model(files.config, dtype, device, rank.count)
     if files.weights is None:
         fill_at_random(model)
+    elif files.tensor_index is None:
+        fill(model, from_safetensors(files.weights, device), files.location, rank)
     else:
-        fill(model, _source(files, packed, device), files.location, rank)
+        tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
+        fill(model, tensors, files.location, rank)
     if packed and not any(layer.blocks for layer in _layers(model)):
         raise ConfigError(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
@@ -62,13 +65,6 @@ def load_model(
         )
     model.finish_loading(files.context_length)
     return model.eval()
-
-
-def _source(files: ModelFiles, packed: bool, device: torch.device) -> NamedTensors:
-    assert files.weights is not None
-    if files.tensor_index is not None:
-        return from_gguf(files.weights, files.tensor_index, files.config, packed)
-    return from_safetensors(files.weights, device)
 
 
 def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE) -> None:

@@ -158,7 +158,7 @@ class LlamaBlock(nn.Module):
         super().__init__()
         self.q_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        self.intermediate_size = config.intermediate_size
+        self.intermediate_size = inner = config.intermediate_size
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         hidden_size, qkv_size = config.hidden_size, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
@@ -166,12 +166,8 @@ class LlamaBlock(nn.Module):
         self.head_norms = HeadNorms(config.head_dim, config.rms_norm_eps) if head_norms else None
         self.out_proj = Linear(self.q_size, hidden_size, config.attention_bias, Parallel.ROW)
         self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.gate_up_proj = Linear(
-            hidden_size, 2 * config.intermediate_size, config.mlp_bias, Parallel.COLUMN
-        )
-        self.down_proj = Linear(
-            config.intermediate_size, hidden_size, config.mlp_bias, Parallel.ROW
-        )
+        self.gate_up_proj = Linear(hidden_size, 2 * inner, config.mlp_bias, Parallel.COLUMN)
+        self.down_proj = Linear(inner, hidden_size, config.mlp_bias, Parallel.ROW)
 
     def forward(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
         qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))

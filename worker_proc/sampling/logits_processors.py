@@ -22,9 +22,10 @@ NO_TOKEN = -2
 
 
 class SlotLogits:
-    """Sampling parameters of a slot, with lists on the device.
+    """The logits processors of a slot, with lists on the device.
 
     Attributes:
+        params: The parameters that they are made of.
         bad_word_prefixes: [words, longest - 1] all tokens but the last, left-padded with ANY_TOKEN.
         bad_word_ends: [words] the last token.
         grammar: The slot's grammar, if it has one.
@@ -33,16 +34,10 @@ class SlotLogits:
     def __init__(
         self, params: SlotSamplingParams, device: torch.device, grammar: SlotGrammar | None = None
     ) -> None:
+        self.params = params
         self.grammar = grammar
-        self.num_prompt = params.num_prompt
-        self.repetition_penalty = params.repetition_penalty
-        self.frequency_penalty = params.frequency_penalty
-        self.presence_penalty = params.presence_penalty
         self.penalises_generated = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         self.penalises = self.penalises_generated or params.repetition_penalty != 1.0
-        self.min_new_tokens = params.min_new_tokens
-        self.logprobs = params.logprobs
-        self.prompt_logprobs = params.prompt_logprobs
         self.bias_ids = _ids(params.bias_ids, device)
         self.bias = torch.from_numpy(np.frombuffer(params.bias, dtype="<f4").copy()).to(device)
         self.allowed_ids = _ids(params.allowed_ids, device)
@@ -56,11 +51,11 @@ class SlotLogits:
 
 
 class RowLogits(NamedTuple):
-    """A sampling row of a step, its slot and the slot's parameters."""
+    """A sampling row of a step, its slot and the slot's logits processors."""
 
     row: int
     slot: int
-    params: SlotLogits
+    rules: SlotLogits
 
 
 def apply_logits_processors(
@@ -75,11 +70,11 @@ def apply_logits_processors(
         tokens: [slots, context + 1] on the device, the known tokens.
     """
     scores = logits.to(torch.float32, copy=True)
-    _add_bias(scores, [row for row in rows if len(row.params.bias_ids)])
-    _penalise(scores, [row for row in rows if row.params.penalises], positions, tokens)
-    _mask_all_but_allowed(scores, [row for row in rows if len(row.params.allowed_ids)])
+    _add_bias(scores, [row for row in rows if len(row.rules.bias_ids)])
+    _penalise(scores, [row for row in rows if row.rules.penalises], positions, tokens)
+    _mask_all_but_allowed(scores, [row for row in rows if len(row.rules.allowed_ids)])
     mask_by_grammar(scores, constrained(rows))
-    with_bad_words = [row for row in rows if len(row.params.bad_word_ends)]
+    with_bad_words = [row for row in rows if len(row.rules.bad_word_ends)]
     _mask_bad_words(scores, with_bad_words, positions, tokens)
     _mask_stops(scores, [row for row in rows if _is_too_short(row, int(positions[row.row]))])
     return scores
@@ -87,8 +82,8 @@ def apply_logits_processors(
 
 def _add_bias(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
-        ids = [row.params.bias_ids for row in rows]
-        bias = torch.cat([row.params.bias for row in rows])
+        ids = [row.rules.bias_ids for row in rows]
+        bias = torch.cat([row.rules.bias for row in rows])
         scores.index_put_((_row_of_each(rows, ids), torch.cat(ids)), bias, accumulate=True)
 
 
@@ -110,7 +105,7 @@ def _penalise(scores: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens
     seen_scores = scores[score_rows, seen]
     factor = _column(rows, "repetition_penalty", device)
     seen_scores = torch.where(seen_scores < 0, seen_scores * factor, seen_scores / factor)
-    if any(row.params.penalises_generated for row in rows):
+    if any(row.rules.penalises_generated for row in rows):
         is_generated = is_known & (indices >= _column(rows, "num_prompt", device))
         counts = torch.zeros(len(rows), scores.shape[1], device=device)
         times = counts.scatter_add_(1, seen, is_generated.float()).gather(1, seen)
@@ -121,7 +116,7 @@ def _penalise(scores: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens
 
 def _mask_all_but_allowed(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
-        ids = [row.params.allowed_ids for row in rows]
+        ids = [row.rules.allowed_ids for row in rows]
         forbidden = torch.ones(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
         forbidden[_repeated(range(len(rows)), ids), torch.cat(ids)] = False
         index = torch.tensor([row.row for row in rows], device=scores.device)
@@ -130,7 +125,7 @@ def _mask_all_but_allowed(scores: Tensor, rows: Sequence[RowLogits]) -> None:
 
 def constrained(rows: Sequence[RowLogits]) -> list[Constrained]:
     """Return the rows that have a grammar."""
-    return [Constrained(row, g) for row, _, params in rows if (g := params.grammar) is not None]
+    return [Constrained(row, g) for row, _, rules in rows if (g := rules.grammar) is not None]
 
 
 def _mask_bad_words(
@@ -140,25 +135,27 @@ def _mask_bad_words(
     if not rows:
         return
     device = scores.device
-    ends = [row.params.bad_word_ends for row in rows]
-    longest = max(row.params.bad_word_prefixes.shape[1] for row in rows)
-    prefixes = torch.cat([_pad_left(row.params.bad_word_prefixes, longest) for row in rows])
+    ends = [row.rules.bad_word_ends for row in rows]
+    prefixes = [row.rules.bad_word_prefixes for row in rows]
+    longest = max(prefix.shape[1] for prefix in prefixes)
+    padded = [pad(p, (longest - p.shape[1], 0), value=ANY_TOKEN) for p in prefixes]
+    expected = torch.cat(padded)
     position = _repeated([int(positions[one.row]) for one in rows], ends).unsqueeze(1)
     slot = _repeated([row.slot for row in rows], ends).unsqueeze(1)
     indices = position - longest + torch.arange(longest, device=device)
     seen = torch.where(indices < 0, NO_TOKEN, tokens[slot, indices.clamp(min=0)].long())
-    matches = ((seen == prefixes) | (prefixes == ANY_TOKEN)).all(1)
+    matches = ((seen == expected) | (expected == ANY_TOKEN)).all(1)
     change = torch.where(matches, MASKED, 0.0)
     scores.index_put_((_row_of_each(rows, ends), torch.cat(ends)), change, accumulate=True)
 
 
 def _is_too_short(row: RowLogits, position: int) -> bool:
-    return position - row.params.num_prompt < row.params.min_new_tokens
+    return position - row.rules.params.num_prompt < row.rules.params.min_new_tokens
 
 
 def _mask_stops(scores: Tensor, rows: Sequence[RowLogits]) -> None:
     if rows:
-        ids = [row.params.stop_ids for row in rows]
+        ids = [row.rules.stop_ids for row in rows]
         scores[_row_of_each(rows, ids), torch.cat(ids)] = MASKED
 
 
@@ -174,7 +171,9 @@ def _repeated(values: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
 
 def _column(rows: Sequence[RowLogits], name: str, device: torch.device) -> Tensor:
     """Return a parameter of each row, [rows, 1]."""
-    return torch.tensor([getattr(row.params, name) for row in rows], device=device).unsqueeze(1)
+    return torch.tensor([getattr(row.rules.params, name) for row in rows], device=device).unsqueeze(
+        1
+    )
 
 
 def _ids(packed: bytes, device: torch.device) -> Tensor:
@@ -189,7 +188,3 @@ def _bad_words(words: Sequence[bytes], device: torch.device) -> tuple[Tensor, Te
         prefixes[row, longest - len(word) + 1 :] = word[:-1]
     ends = np.array([word[-1] for word in ids], dtype=np.int64)
     return torch.from_numpy(prefixes).to(device), torch.from_numpy(ends).to(device)
-
-
-def _pad_left(prefixes: Tensor, width: int) -> Tensor:
-    return pad(prefixes, (width - prefixes.shape[1], 0), value=ANY_TOKEN)

@@ -54,7 +54,7 @@ class SamplingRows:
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """Sample from logits [rows, vocab_size]; `rows` None: all are greedy. Return [rows] int64."""
-    if rows is None or bool(rows.greedy.all()):
+    if rows is None:
         return argmax(logits)
     scores = _scaled(logits, rows.greedy, rows.temperature)
     threshold = _threshold(scores, rows)
@@ -76,7 +76,8 @@ def draw(
 def _scaled(logits: Tensor, greedy: Tensor, temperature: Tensor) -> Tensor:
     """Divide by the temperature. Return float32 scores, padded with -inf to a multiple of BLOCK."""
     vocab_size = logits.shape[1]
-    scores = torch.empty(len(logits), _whole_blocks(vocab_size), device=logits.device)
+    columns = -(-vocab_size // BLOCK) * BLOCK
+    scores = torch.empty(len(logits), columns, device=logits.device)
     scores[:, vocab_size:] = float("-inf")
     temperature = torch.where(greedy, 1.0, temperature).unsqueeze(1)
     torch.div(logits, temperature, out=scores[:, :vocab_size])
@@ -96,10 +97,6 @@ def argmax(logits: Tensor) -> Tensor:
     starts = (maxima.argmax(-1, keepdim=True) * size).clamp(max=vocab_size - size)
     block = logits.gather(1, starts + torch.arange(size, device=logits.device))
     return starts.squeeze(1) + block.argmax(-1)
-
-
-def _whole_blocks(columns: int) -> int:
-    return -(-columns // BLOCK) * BLOCK
 
 
 def _invert(scores: Tensor, draws: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quadriga.sampling.params import GREEDY_BELOW_TEMPERATURE
-from quadriga.wire.messages.worker import NewSlot
+from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.grammar_mask import SlotGrammar
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
 from worker_proc.sampling.sampler import SamplingRows
-from worker_proc.system.transfer import send
+from worker_proc.system.transfer import send, send_all
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -43,7 +42,7 @@ class SamplingState:
         self.greedy_only = np.zeros(num_slots, dtype=np.bool_)
         self.unfiltered = np.zeros(num_slots, dtype=np.bool_)
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
-        self.prompt_logprobs: dict[int, SlotLogits] = {}
+        self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
         self._logits: dict[int, SlotLogits] = {}
         self.compiled: Mapping[bytes, LLMatcher] = {}
 
@@ -58,8 +57,10 @@ class SamplingState:
             self.unfiltered[slot] = rules is None and (greedy or unfiltered)
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
-                grammar = self._grammar(request)
-                self._admit_params(slot, SlotLogits(rules, self._device, grammar))
+                grammar = self._grammar(request, rules) if rules.grammar else None
+                self._logits[slot] = SlotLogits(rules, self._device, grammar)
+                if rules.prompt_logprobs is not None:
+                    self.prompt_logprobs[slot] = rules
         slots = send(np.array([request.slot for request in new], dtype=np.int64), self._device)
         for table, values, dtype in (
             (self.temperature, [request.temperature for request in new], np.float32),
@@ -70,21 +71,13 @@ class SamplingState:
         ):
             table[slots] = send(np.array(values, dtype=dtype), self._device)
 
-    def _grammar(self, request: NewSlot) -> SlotGrammar | None:
-        rules = request.rules
-        if rules is None or not rules.grammar:
-            return None
+    def _grammar(self, request: NewSlot, rules: SlotSamplingParams) -> SlotGrammar:
         if rules.grammar not in self.compiled:
             raise ValueError(f"slot {request.slot}: the plan names a grammar that is not compiled")
         generated = np.frombuffer(request.token_ids, dtype="<i4")[rules.num_prompt :]
         stop_ids = np.frombuffer(rules.stop_ids, dtype="<i4")
         matcher = self.compiled[rules.grammar].deep_copy()
         return SlotGrammar(matcher, stop_ids, generated, rules.jumps)
-
-    def _admit_params(self, slot: int, params: SlotLogits) -> None:
-        self._logits[slot] = params
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs[slot] = params
 
     def release(self, slots: list[int]) -> None:
         """Forget the parameters of these slots."""
@@ -94,19 +87,17 @@ class SamplingState:
             self._logits.pop(slot, None)
             self.prompt_logprobs.pop(slot, None)
 
-    def sampling_rows(
-        self, slots: Ints, device_slots: Tensor, positions: Tensor
-    ) -> SamplingRows | None:
+    def sampling_rows(self, slots: Ints, positions: Ints) -> SamplingRows | None:
         """Return the sampler's parameters of these slots; None if all of them are greedy.
 
         Args:
             slots: [rows] on the host.
-            device_slots: The same on the device.
-            positions: [rows] on the device, the index of the token to be sampled.
+            positions: [rows] on the host, the index of the token to be sampled.
         """
         greedy = self.greedy[slots]
         if greedy.all():
             return None
+        device_slots, device_positions = send_all(self._device, slots, positions)
         return SamplingRows(
             greedy=send(greedy, self._device),
             temperature=self.temperature[device_slots],
@@ -114,7 +105,7 @@ class SamplingState:
             top_p=self.top_p[device_slots],
             min_p=self.min_p[device_slots] if self.uses_min_p[slots].any() else None,
             seed=self.seed[device_slots],
-            position=positions,
+            position=device_positions,
         )
 
     def row_logits(self, slots: Ints) -> list[RowLogits]:
@@ -122,7 +113,7 @@ class SamplingState:
         if not self._logits:
             return []
         return [
-            RowLogits(row, slot, params)
+            RowLogits(row, slot, rules)
             for row, slot in enumerate(slots.tolist())
-            if (params := self._logits.get(slot))
+            if (rules := self._logits.get(slot))
         ]

@@ -24,12 +24,7 @@ from worker_proc.startup.memory_profile import (
 from worker_proc.startup.nvtx import mark_steps
 from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.devices import (
-    choose_device,
-    choose_dtype,
-    free_memory,
-    trim_heap,
-)
+from worker_proc.system.devices import choose_device, choose_dtype, free_memory, trim_heap
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -72,13 +67,9 @@ def make_runner(
     if device.type == "cuda":
         step_bytes = _measure_step(config, context_length, with_pages)
         torch.cuda.empty_cache()
+    kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
-        args,
-        model.attention_shape,
-        kv_cache_dtype(args, dtype),
-        device,
-        num_slots * context_length,
-        step_bytes,
+        args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes
     )
     if ranks is not None:
         num_pages = ranks.all_reduce_min(num_pages)

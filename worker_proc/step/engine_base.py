@@ -10,15 +10,9 @@ from quadriga.wire.messages.worker import StepPlan
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.step.inputs import StepInputs, make_inputs
-from worker_proc.step.logprobs import (
-    prompt_logprobs,
-    prompt_spans,
-    row_logprobs,
-    sampled_logprobs,
-)
+from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
 from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import send_all
 
 
 class Engine(ABC):
@@ -49,9 +43,9 @@ class Engine(ABC):
         """
         inputs = make_inputs(plan, table)
         prompt_pieces: list[PromptPiece] = []
-        if spans := prompt_spans(inputs.layout, table):
+        if spans := prompt_spans(inputs):
             hidden = self.forward(inputs)
-            prompt_pieces = prompt_logprobs(spans, inputs.plan_rows, hidden, self.logits)
+            prompt_pieces = prompt_logprobs(spans, hidden, self.logits)
             sampled = self.sample_rows(inputs, inputs.of_samples(hidden))
         else:
             sampled = self.forward_and_sample(inputs)
@@ -99,17 +93,11 @@ class Engine(ABC):
         logits = self.logits(hidden)
         rules = table.sampling.row_logits(slots)
         asked = row_logprobs(logits, rules)
-        changing = [row for row in rules if row.params.changes_logits]
+        changing = [row for row in rules if row.rules.changes_logits]
         if changing:
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
-        sampling_rows = None
-        if not table.sampling.greedy[slots].all():
-            sent = send_all(table.device, slots, positions)
-            sampling_rows = table.sampling.sampling_rows(slots, *sent)
-        token_ids = self.sample(logits, sampling_rows)
-        logprobs = None
-        if asked is not None:
-            logprobs = sampled_logprobs(asked, token_ids, inputs.sampled_rows)
+        token_ids = self.sample(logits, table.sampling.sampling_rows(slots, positions))
+        logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows)
         return SampledTokens(token_ids, logprobs, constrained(changing))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import BatchLayout, Ints
 from worker_proc.step.slot_table import SlotTable, ints_of
+from worker_proc.system.transfer import send
 
 Value = TypeVar("Value")
 
@@ -61,7 +62,7 @@ class StepInputs:
     @LazyAttribute
     def positions(self) -> Tensor:
         """`[tokens]` int64."""
-        return self.table.to_device(self.token_positions)
+        return send(self.token_positions, self.table.device)
 
     @LazyAttribute
     def token_ids(self) -> Tensor:
@@ -73,7 +74,8 @@ class StepInputs:
         """`[samples]` the last token of each sampling row; None: every token is one, in order."""
         if self.decodes_only:
             return None
-        return self.table.to_device(np.cumsum(self.layout.num_tokens)[self.samples] - 1)
+        last = np.cumsum(self.layout.num_tokens)[self.samples] - 1
+        return send(last, self.table.device)
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Return the rows `[samples, …]` of `[tokens, …]` after which a token is sampled."""

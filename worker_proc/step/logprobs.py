@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
-from worker_proc.attention.base import BatchLayout, Ints
+from worker_proc.attention.base import Ints
 from worker_proc.sampling.logits_processors import RowLogits
-from worker_proc.step.slot_table import SlotTable
+from worker_proc.step.inputs import StepInputs
 
 BLOCK_ROWS = 64
 
@@ -36,7 +36,7 @@ class PromptSpan(NamedTuple):
     """Prompt tokens whose logprobs a step has to return.
 
     Attributes:
-        row: Their row of the step.
+        row: The number of their row in the plan.
         begin: The first token of the step whose hidden state predicts one of them.
         tokens: `[count]` ids.
         width: How many of the most likely tokens were asked for.
@@ -50,13 +50,13 @@ class PromptSpan(NamedTuple):
 
 def row_logprobs(logits: Tensor, rows: Sequence[RowLogits]) -> RowLogprobs | None:
     """Compute the logprobs that rows ask for, before anything changes the logits."""
-    asking = [row for row in rows if row.params.logprobs is not None]
+    asking = [row for row in rows if row.rules.params.logprobs is not None]
     if not asking:
         return None
     numbers = [row.row for row in asking]
     index = torch.tensor(numbers, device=logits.device)
     logprobs = logits.index_select(0, index).float().log_softmax(-1)
-    return RowLogprobs(logprobs, numbers, max(row.params.logprobs or 0 for row in asking))
+    return RowLogprobs(logprobs, numbers, max(row.rules.params.logprobs or 0 for row in asking))
 
 
 def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
@@ -72,57 +72,45 @@ def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> Sa
     return SampledLogprobs(plan_rows[asked.rows].astype("<i4").tobytes(), block)
 
 
-def prompt_spans(layout: BatchLayout, table: SlotTable) -> list[PromptSpan]:
+def prompt_spans(inputs: StepInputs) -> list[PromptSpan]:
     """Return the prompt tokens that follow those of this step, where logprobs were asked for."""
+    layout, table = inputs.layout, inputs.table
     asking = table.sampling.prompt_logprobs
     if not asking:
         return []
-    ends = np.cumsum(layout.num_tokens)
+    begins = np.cumsum(layout.num_tokens) - layout.num_tokens
     spans = []
     for row, slot in enumerate(layout.slots.tolist()):
-        if (rules := asking.get(slot)) is None:
+        if (params := asking.get(slot)) is None:
             continue
         first = int(layout.num_computed[row]) + 1
-        count = min(int(layout.num_tokens[row]), rules.num_prompt - first)
+        count = min(int(layout.num_tokens[row]), params.num_prompt - first)
         if count > 0:
             tokens = table.tokens[slot, first : first + count].long()
-            begin = int(ends[row] - layout.num_tokens[row])
-            spans.append(PromptSpan(row, begin, tokens, rules.prompt_logprobs or 0))
+            plan_row, width = int(inputs.plan_rows[row]), params.prompt_logprobs or 0
+            spans.append(PromptSpan(plan_row, int(begins[row]), tokens, width))
     return spans
 
 
 def prompt_logprobs(
-    spans: Iterable[PromptSpan],
-    plan_rows: Ints,
-    hidden: Tensor,
-    logits: Callable[[Tensor], Tensor],
+    spans: Iterable[PromptSpan], hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> list[PromptPiece]:
     """Compute the logprobs of prompt tokens.
 
     Args:
         spans: The tokens.
-        plan_rows: `[rows]` the number of each of the step's rows in its plan.
         hidden: `[tokens, hidden]` of the whole step.
         logits: Computes the model's logits of hidden states.
     """
     pieces = []
     for span in spans:
-        hidden_of_span = hidden[span.begin : span.begin + len(span.tokens)]
-        block = _blockwise(hidden_of_span, span.tokens, logits, span.width)
-        pieces.append(PromptPiece(int(plan_rows[span.row]), block))
-    return pieces
-
-
-def _blockwise(
-    hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], width: int
-) -> LogprobBlock:
-    parts = (
-        (logits(hidden_block).float().log_softmax(-1), token_block)
-        for hidden_block, token_block in zip(
-            hidden.split(BLOCK_ROWS), tokens.split(BLOCK_ROWS), strict=True
+        states = hidden[span.begin : span.begin + len(span.tokens)].split(BLOCK_ROWS)
+        parts = (
+            (logits(block).float().log_softmax(-1), tokens)
+            for block, tokens in zip(states, span.tokens.split(BLOCK_ROWS), strict=True)
         )
-    )
-    return _block(parts, width)
+        pieces.append(PromptPiece(span.row, _block(parts, span.width)))
+    return pieces
 
 
 def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:

@@ -92,7 +92,7 @@ class SlotTable:
             self.num_pages_of[slot.slot] = len(slot_pages)
         slots = np.array([slot.slot for slot in new], dtype=np.int64)
         self._write_rows(self.tokens, slots, token_ids)
-        self.pages[self.to_device(slots)] = self.num_pages
+        self.pages[send(slots, self.device)] = self.num_pages
         self._write_rows(self.pages, slots, pages)
         self.sampling.admit(new)
 
@@ -144,10 +144,6 @@ class SlotTable:
         """Raise ValueError for a slot that is not held; `verb` says what the plan does to it."""
         if not self.held.issuperset(slots):
             raise ValueError(f"the plan {verb} slots {slots}, not all of them held")
-
-    def to_device(self, values: Ints) -> Tensor:
-        """Return an array as a tensor on the device."""
-        return send(values, self.device) if self._host_tokens is None else torch.from_numpy(values)
 
     def _check_new(self, new: NewSlot, num_known: int, pages: Ints) -> None:
         if not 0 <= new.slot < self.num_slots or new.slot in self.held:

@@ -21,9 +21,9 @@ def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     To a GPU the copy goes through pinned memory, which torch does not reuse before it was read.
     """
     on_host = torch.from_numpy(values)
-    if device.type != "cuda":
-        return on_host.to(device)
-    return on_host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        return on_host.pin_memory().to(device, non_blocking=True)
+    return on_host if device.type == "cpu" else on_host.to(device)
 
 
 def send_all(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:

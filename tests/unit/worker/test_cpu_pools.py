@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from worker_proc.cpu.memory import PREFAULT_AHEAD_BYTES, KVPools
-from worker_proc.system.large_pages import LARGE_PAGE
+from worker_proc.cpu.memory import LARGE_PAGE, PREFAULT_AHEAD_BYTES, KVPools
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="asks Linux which memory is resident"
