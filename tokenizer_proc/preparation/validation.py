@@ -58,9 +58,8 @@ def only_frame(frames: list[bytes]) -> bytes:
     return frames[0]
 
 
-def parse(frames: list[bytes]) -> ClientMessage:
-    """Return the message in these frames. Raise InvalidRequest if they do not hold one."""
-    frame = only_frame(frames)
+def parse(frame: bytes) -> ClientMessage:
+    """Return the message in a frame. Raise InvalidRequest if there is none."""
     try:
         message: ClientMessage = _decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
