@@ -148,7 +148,7 @@ def test_a_stop_string_within_the_least_tokens_does_not_count(server: Server) ->
         ({"n": 5_000_000}, "n is 5000000: must be from 1 to 128"),
         ({"logprobs": 100_000}, "logprobs is 100000: must be from 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"logit_bias": {512: 1.0}}, "logit_bias is 512: ids of this model are 0 to 511"),
+        ({"logit_bias": {512: 1.0}}, "logit_bias holds 512: ids of this model are 0 to 511"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias is nan for id 1"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),

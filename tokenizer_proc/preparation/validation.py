@@ -11,7 +11,7 @@ from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
-from quadriga.sampling.validation import check_number
+from quadriga.sampling.validation import check_number, check_token_ids
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 
@@ -124,11 +124,7 @@ def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
             f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
         )
     ids = unpack_ids(packed)
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        invalid_id = next(i for i in ids if not 0 <= i < vocab_size)
-        raise InvalidRequest(
-            f"{field} holds {invalid_id}: ids of this model are 0 to {vocab_size - 1}", field
-        )
+    check_token_ids(field, ids, vocab_size)
     return ids
 
 

@@ -64,7 +64,7 @@ def test_a_value_out_of_range_is_named_with_its_field(field: str, value: Any) ->
     with pytest.raises(InvalidRequest) as caught:
         validate_params(SamplingParams(**{field: value}), VOCAB)
     assert caught.value.field == field
-    assert str(caught.value).startswith(f"{field} is")
+    assert str(caught.value).startswith((f"{field} is", f"{field} holds"))
 
 
 def test_default_parameters_are_valid() -> None:
