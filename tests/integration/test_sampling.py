@@ -150,7 +150,7 @@ def test_a_stop_string_within_the_least_tokens_does_not_count(server: Server) ->
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         ({"logit_bias": {512: 1.0}}, "logit_bias holds 512: ids of this model are 0 to 511"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias is nan for id 1"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids holds -1"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"bad_words": ["x" * 65]}, "bad_words is 65 characters"),
         ({"min_new_tokens": 17}, "min_new_tokens is 17"),

@@ -1,6 +1,5 @@
 """Parse and check the messages of clients; each error names the field, the value and the limit."""
 
-import secrets
 from array import array
 from typing import NamedTuple
 
@@ -9,7 +8,6 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from quadriga.sampling.validation import check_number, check_token_ids
 from quadriga.wire.messages.arrays import unpack_ids
@@ -166,5 +164,4 @@ def fit(
             f" is {max_new_tokens} here; ask for a larger max_new_tokens",
             "min_new_tokens",
         )
-    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-    return ids, msgspec.structs.replace(params, max_new_tokens=max_new_tokens, seed=seed)
+    return ids, msgspec.structs.replace(params.with_seed(), max_new_tokens=max_new_tokens)
