@@ -254,8 +254,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
     )
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
-    for name in ("num_requests", "num_schemas", "concurrency", "turns"):
-        check_positive(name, getattr(arguments, name))
+    check_positive(arguments, "num_requests", "num_schemas", "concurrency", "turns")
     arguments.server_config = server_flags.from_namespace(arguments)
     return arguments
 

@@ -23,6 +23,9 @@ CHOICE_BUDGET_S = 0.001
 BUDGET_PER_SEARCH_S = 20e-6
 
 
+_compile = lru_cache(maxsize=256)(compile_stop_regex)
+
+
 class SearchTooSlow(Exception):
     """The searches of a choice take too long; the message is meant for the client."""
 
@@ -100,8 +103,3 @@ class RegexMatcher:
             self.num_open = len(window) - match.start()
         self._window = window
         return None
-
-
-@lru_cache(maxsize=256)
-def _compile(pattern: str) -> "regex.Pattern[str]":
-    return compile_stop_regex(pattern)

@@ -1,11 +1,9 @@
-"""The routing table and the order of the middlewares."""
-
-from functools import partial
+"""The web application: its routes and the order of its middlewares."""
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from http_proc.endpoints import chat, completions, metrics, openapi, service, sglang_generate
+from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
@@ -22,27 +20,10 @@ def make_app(gateway: Gateway) -> web.Application:
         middlewares.append(auth.key_check(args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
-    get = partial(web.get, expect_handler=expect_continue)
-    post = partial(web.post, expect_handler=expect_continue)
     app.on_response_prepare.append(auth.response_hook(args))
-    app.router.add_routes(
-        [
-            post("/v1/completions", completions.completions),
-            post("/v1/chat/completions", chat.chat_completions),
-            get("/v1/models", service.models),
-            get("/v1/models/{name:.+}", service.model),
-            post("/generate", sglang_generate.generate),
-            post("/tokenize", service.tokenize),
-            post("/detokenize", service.detokenize),
-            post("/abort_request", service.abort_request),
-            post("/flush_cache", service.flush_cache),
-            get("/livez", service.livez),
-            get("/readyz", service.readyz),
-            get("/health", service.readyz),
-            get("/server_info", service.server_info),
-            get("/metrics", metrics.metrics),
-            get("/openapi.json", openapi.openapi),
-            get("/docs", openapi.docs),
-        ]
-    )
+    for endpoint in openapi.ENDPOINTS:
+        route = web.post if endpoint.method == "post" else web.get
+        # A model's name may contain slashes.
+        path = endpoint.path.replace("{name}", "{name:.+}")
+        app.router.add_routes([route(path, endpoint.handler, expect_handler=expect_continue)])
     return app

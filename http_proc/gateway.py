@@ -33,6 +33,16 @@ class ResponseHead(NamedTuple):
     created: int
     model: str
 
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the body of a chunk of a stream. `kind`: its field "object"."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
 
 class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.

@@ -90,7 +90,7 @@ class Frontend:
             self.clients.refuse(client, request_id, error)
 
     def _take_message(self, client: bytes, frame: bytes) -> None:
-        message = validation.parse([frame])
+        message = validation.parse(frame)
         match message:
             case Generate():
                 self.intake.generate(client, frame, message)

@@ -5,16 +5,15 @@ from collections import deque
 from collections.abc import Callable
 
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import QueueFull
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from tokenizer_proc.overload import check_room
 from tokenizer_proc.preparation.chat import ChatTemplate
 
 MAX_PENDING_OF_CLIENT = 32
 MAX_PENDING = 256
 # A question that is older was lost with a process that died.
 EXPIRY_S = 10.0
-RETRY_AFTER_S = 1.0
 
 
 def static_server_info(
@@ -55,12 +54,7 @@ class InfoRequests:
             (num_of_client, MAX_PENDING_OF_CLIENT, " of this client"),
             (num_of_all, MAX_PENDING, ""),
         ):
-            if count >= limit:
-                raise QueueFull(
-                    f"{count} questions{whose} are not answered yet, and at most {limit} may be;"
-                    f" wait for the answers, or try again in {RETRY_AFTER_S:g} s",
-                    RETRY_AFTER_S,
-                )
+            check_room(count, limit, f"questions{whose} are not answered yet")
         self._sent_at.setdefault(client, deque()).append(self._clock())
 
     def end(self, client: bytes) -> None:

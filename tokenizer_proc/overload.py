@@ -9,7 +9,25 @@ from contextlib import contextmanager
 from quadriga.errors import QueueFull
 
 NUM_RECENT_ENDS = 64
+# For work that takes milliseconds.
+RETRY_AFTER_S = 1.0
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
+
+
+def check_room(num_present: int, limit: int, what: str, num_added: int = 1) -> None:
+    """Raise QueueFull if something that is soon done has reached its limit.
+
+    Args:
+        num_present: number of what is under way.
+        limit: largest number.
+        what: the words that follow the number, such as "questions are not answered yet".
+        num_added: number of what is new.
+    """
+    if num_present + num_added > limit:
+        raise QueueFull(
+            f"{num_present} {what}, and at most {limit} may be; try again in {RETRY_AFTER_S:g} s",
+            RETRY_AFTER_S,
+        )
 
 
 class OverloadGuard:

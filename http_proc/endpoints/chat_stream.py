@@ -12,6 +12,7 @@ from http_proc.protocol.tool_calls import ToolCallParser, ToolFormat, make_parse
 from http_proc.responses import Template, event
 from quadriga.client.types import StreamChunk
 
+KIND = "chat.completion.chunk"
 CONTENT = "@content@"  # placeholder of the text in a chunk
 
 _encode = msgspec.json.encode
@@ -70,10 +71,12 @@ class ChatStream:
     def finish(self) -> bytes:
         """Return the event with the usage of all choices, if the request asks for it."""
         usage = self._usage.total()
-        return b"" if usage is None else event(_encode(self._chunk([]) | {"usage": usage}))
+        return (
+            b"" if usage is None else event(_encode(self._head.chunk(KIND, []) | {"usage": usage}))
+        )
 
     def _open(self, index: int) -> ChatChoiceStream:
-        chunk = self._chunk([_choice(index, {"content": CONTENT})]) | self._usage.slot
+        chunk = self._head.chunk(KIND, [_choice(index, {"content": CONTENT})]) | self._usage.slot
         template = Template(chunk, CONTENT, *self._usage.slot.values())
         return ChatChoiceStream(
             template, make_parser(self._tool_format) if self._tool_format else None
@@ -112,17 +115,8 @@ class ChatStream:
     def _delta(
         self, index: int, delta: dict[str, Any], usage: bytes, fields: dict[str, Any] | None = None
     ) -> bytes:
-        chunk = self._chunk([_choice(index, delta) | (fields or {})])
+        chunk = self._head.chunk(KIND, [_choice(index, delta) | (fields or {})])
         return event(_encode(chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})))
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._head.id,
-            "object": "chat.completion.chunk",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": choices,
-        }
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -189,10 +189,4 @@ class CompletionStream:
         }
         if reason is not None:
             body["stop_reason"] = stop
-        return {
-            "id": self._head.id,
-            "object": "text_completion",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": [] if choice is None else [body],
-        }
+        return self._head.chunk("text_completion", [] if choice is None else [body])

@@ -5,6 +5,7 @@ are used instead because they cost less CPU time per event of a stream, on cores
 shares with the worker: docs/dependencies.md has the figures for aiohttp and for ASGI servers.
 """
 
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from http_proc.endpoints import service
-from http_proc.endpoints.sglang_generate import GenerateAnswer, GenerateRequest
+from http_proc.endpoints import chat, completions, metrics, service, sglang_generate
 from http_proc.protocol import sampling, schema
 from http_proc.protocol.errors import ErrorAnswer
 from quadriga.sampling.limits import LIMITS
@@ -22,12 +22,15 @@ from quadriga.sampling.params import SamplingParams
 PAGE = Path(__file__).with_name("docs.html")
 STREAM, PLAIN = "text/event-stream", "text/plain"
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 
 class Endpoint(NamedTuple):
-    """An endpoint of the document.
+    """An endpoint of the gateway.
 
     Attributes:
-        response: type of the response's body.
+        handler: answers the requests.
+        response: type of the response's body; None: the endpoint is not in the document.
         body: type of the request's body, if it has one.
         sampling: the sampling fields beside those of `body`: name -> SamplingParams' name.
         streams: the response may be a stream instead.
@@ -35,6 +38,7 @@ class Endpoint(NamedTuple):
     """
 
     path: str
+    handler: Handler
     summary: str
     response: Any
     body: Any = None
@@ -44,50 +48,24 @@ class Endpoint(NamedTuple):
     is_listed: bool = False
 
 
-def _post(path: str, summary: str, body: Any, response: Any, **options: Any) -> Endpoint:
-    return Endpoint(path, summary, response, body, method="post", **options)
-
-
-ENDPOINTS = [
-    _post("/v1/completions", "Complete prompts", schema.CompletionRequest, schema.CompletionBody,
-          sampling=sampling.OPENAI, streams=True),
-    _post("/v1/chat/completions", "Answer a chat", schema.ChatRequest, schema.ChatBody,
-          sampling=sampling.CHAT, streams=True),
-    Endpoint("/v1/models", "The model that is served", service.ModelList),
-    Endpoint("/v1/models/{name}", "One model", service.ModelCard),
-    _post("/generate", "Complete prompts, in SGLang's format", GenerateRequest, GenerateAnswer,
-          streams=True, is_listed=True),
-    _post("/tokenize", "Token ids of a text or a chat", service.TokenizeRequest,
-          service.TokenizeAnswer),
-    _post("/detokenize", "Text of token ids", service.DetokenizeRequest, service.DetokenizeAnswer),
-    _post("/abort_request", "End requests", service.AbortBody, service.AbortAnswer),
-    _post("/flush_cache", "Free the unused cached prefixes", None, service.FlushAnswer),
-    Endpoint("/livez", "Whether this process can answer", service.HealthStatus),
-    Endpoint("/readyz", "Whether the whole server can take requests", service.HealthStatus),
-    Endpoint("/health", "The same as /readyz", service.HealthStatus),
-    Endpoint("/server_info", "Configuration and state of the server", dict[str, Any]),
-    Endpoint("/metrics", "Gauges, counters and histograms for Prometheus", PLAIN),
-]  # fmt: skip
-
-
 @cache
 def document() -> bytes:
     """Return the OpenAPI 3.1 document as JSON."""
     types: list[Any] = [ErrorAnswer, SamplingParams]
-    for endpoint in ENDPOINTS:
+    for endpoint in _DOCUMENTED:
         types += [body for body in (endpoint.body, endpoint.response) if isinstance(body, type)]
     _, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     params = components["SamplingParams"]["properties"]
-    for endpoint in ENDPOINTS:
+    for endpoint in _DOCUMENTED:
         if endpoint.body is not None:
             _add_sampling(components[endpoint.body.__name__], endpoint.sampling or {}, params)
     sglang = {"type": "object", "properties": {}, "additionalProperties": False}
     _add_sampling(sglang, sampling.SGLANG, params)
     properties = components["GenerateRequest"]["properties"]
     properties["sampling_params"] = {"anyOf": [sglang, {"type": "null"}]}
-    paths = {endpoint.path: {endpoint.method: _operation(endpoint)} for endpoint in ENDPOINTS}
+    paths = {endpoint.path: {endpoint.method: _operation(endpoint)} for endpoint in _DOCUMENTED}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -171,3 +149,41 @@ async def openapi(_: web.Request) -> web.Response:
 async def docs(_: web.Request) -> web.FileResponse:
     """Return a page that shows the document and loads nothing from other hosts."""
     return web.FileResponse(PAGE, headers={"Content-Type": "text/html; charset=utf-8"})
+
+
+def _post(
+    path: str, handler: Handler, summary: str, body: Any, response: Any, **options: Any
+) -> Endpoint:
+    return Endpoint(path, handler, summary, response, body, method="post", **options)
+
+
+ENDPOINTS = [
+    _post("/v1/completions", completions.completions, "Complete prompts",
+          schema.CompletionRequest, schema.CompletionBody,
+          sampling=sampling.OPENAI, streams=True),
+    _post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
+          schema.ChatRequest, schema.ChatBody, sampling=sampling.CHAT, streams=True),
+    Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
+    Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
+    _post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
+          sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
+          streams=True, is_listed=True),
+    _post("/tokenize", service.tokenize, "Token ids of a text or a chat",
+          service.TokenizeRequest, service.TokenizeAnswer),
+    _post("/detokenize", service.detokenize, "Text of token ids",
+          service.DetokenizeRequest, service.DetokenizeAnswer),
+    _post("/abort_request", service.abort_request, "End requests",
+          service.AbortBody, service.AbortAnswer),
+    _post("/flush_cache", service.flush_cache, "Free the unused cached prefixes",
+          None, service.FlushAnswer),
+    Endpoint("/livez", service.livez, "Whether this process can answer", service.HealthStatus),
+    Endpoint("/readyz", service.readyz, "Whether the whole server can take requests",
+             service.HealthStatus),
+    Endpoint("/health", service.readyz, "The same as /readyz", service.HealthStatus),
+    Endpoint("/server_info", service.server_info, "Configuration and state of the server",
+             dict[str, Any]),
+    Endpoint("/metrics", metrics.metrics, "Gauges, counters and histograms for Prometheus", PLAIN),
+    Endpoint("/openapi.json", openapi, "This document", None),
+    Endpoint("/docs", docs, "A page that shows this document", None),
+]  # fmt: skip
+_DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.response is not None]

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from types import TracebackType
 
 from aiohttp import web
 
@@ -36,12 +35,7 @@ class SlowClientGuard:
     def __enter__(self) -> None:
         self._schedule()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
     def _schedule(self) -> None:

@@ -1,15 +1,12 @@
 """`quadriga ask "..."`: one question, one answer."""
 
 import argparse
-import sys
 
 from quadriga.cli.flags import add_sampling, add_server, sampling
 from quadriga.client import Client
-from quadriga.errors import QuadrigaError
 
 NAME = "ask"
 HELP = "ask a running server, and print the answer as it comes"
-EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +17,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser, temperature=0.0)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the answer as it comes and return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the answer as it comes."""
     text = " ".join(arguments.prompt)
     prompt = text if arguments.plain else [{"role": "user", "content": text}]
-    try:
-        with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
-            for chunk in client.stream(prompt, sampling(arguments)):
-                print(chunk.text, end="", flush=True)
-        print()
-    except QuadrigaError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_OK
+    with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+        for chunk in client.stream(prompt, sampling(arguments)):
+            print(chunk.text, end="", flush=True)
+    print()

@@ -16,7 +16,6 @@ NAME = "chat"
 HELP = "chat with a running server, in many turns"
 PROMPT = "> "
 COMMANDS = "/clear begins anew · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
-EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,21 +25,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser, temperature=None)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Chat until the user exits and return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Chat until the user exits."""
     # readline, where it exists, adds line editing and a history to input().
     with suppress(ImportError):
         import readline  # noqa: F401
-    try:
-        with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
-            info = client.info()
-            params = _with_max_tokens(sampling(arguments), info)
-            _note(f"{info['model']} at {arguments.endpoint} · {COMMANDS}")
-            Chat(client, params, arguments.system).talk()
-    except QuadrigaError as error:
-        _note(f"{type(error).__name__}: {error}")
-        return EXIT_FAILED
-    return EXIT_OK
+    with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+        info = client.info()
+        params = _with_max_tokens(sampling(arguments), info)
+        _note(f"{info['model']} at {arguments.endpoint} · {COMMANDS}")
+        Chat(client, params, arguments.system).talk()
 
 
 def _with_max_tokens(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:

@@ -1,10 +1,7 @@
 """`quadriga keygen`: keys for a public socket that other machines reach."""
 
 import argparse
-import sys
 from pathlib import Path
-
-from quadriga.errors import QuadrigaError
 
 NAME = "keygen"
 HELP = "make keys for a server and for its clients; see docs/security.md"
@@ -16,21 +13,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("clients", nargs="*", metavar="NAME", help="make keys for this client")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Make keys, print what to do with them, and return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Make keys and print what to do with them."""
     from quadriga.wire import curve
 
     directory: Path = arguments.directory
-    try:
-        if curve.make_server_keys(directory):
-            print(f"the server's keys are in {directory}: start it with --curve-dir {directory}")
-        for name in arguments.clients:
-            hand_out = curve.make_client_keys(directory, name)
-            print(
-                f"give {hand_out} to {name} over a confidential channel;"
-                f" remove {directory / curve.ALLOWED / name}.key to revoke it"
-            )
-    except (QuadrigaError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if curve.make_server_keys(directory):
+        start = f"start it with --curve-dir {directory}"
+        print(f"the server's keys are in {directory}: {start}", flush=True)
+    for name in arguments.clients:
+        hand_out = curve.make_client_keys(directory, name)
+        print(
+            f"give {hand_out} to {name} over a confidential channel;"
+            f" remove {directory / curve.ALLOWED / name}.key to revoke it",
+            flush=True,
+        )

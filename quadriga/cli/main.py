@@ -14,9 +14,10 @@ from pathlib import Path
 
 from quadriga import __version__
 from quadriga.cli import ask, chat, keygen
+from quadriga.errors import QuadrigaError
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
-EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
 COMMAND_GROUP = "quadriga.commands"
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 DESCRIPTION = "Serve language models in four processes, and talk to them."
@@ -36,18 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _registered_command(arguments[0])(arguments[1:])
     try:
         namespace = _parser().parse_args(arguments)
-        code: int = namespace.run(namespace)
+        namespace.run(namespace)
     except KeyboardInterrupt:
         print()
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has left, as after `quadriga ask ... | head`
         _discard_stdout()
         return EXIT_BROKEN_PIPE
+    except QuadrigaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except OSError as error:
         _discard_stdout()
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    return code
+    return EXIT_OK
 
 
 def _registered_command(name: str) -> Callable[[list[str]], int]:

@@ -44,7 +44,9 @@ def value_type(annotation: Any) -> Any:
     return annotation
 
 
-def check_positive(name: str, value: float | None) -> None:
-    """Raise ConfigError unless the value of a flag is positive or None."""
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name} must be positive (it is {value})")
+def check_positive(flags: Any, *names: str) -> None:
+    """Raise ConfigError unless each of these attributes of `flags` is positive or None."""
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be positive (it is {value})")

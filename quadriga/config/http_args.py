@@ -40,8 +40,7 @@ class HttpArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive("max_body_bytes", self.max_body_bytes)
-        check_positive("max_http_connections", self.max_http_connections)
+        check_positive(self, "max_body_bytes", "max_http_connections")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be from 1 to 65535")
         if self.ssl_keyfile and not self.ssl_certfile:

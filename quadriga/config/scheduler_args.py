@@ -1,8 +1,6 @@
 """SchedulerArgs: the flags of scheduler_proc."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from quadriga.config.flags import check_positive, flag, flag_name
 from quadriga.errors import ConfigError
@@ -77,18 +75,10 @@ class SchedulerArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        for name in (
-            "max_batch_size",
-            "prefill_max_batch_size",
-            "prefill_max_tokens",
-            "max_running_requests",
-            "max_queued_requests",
-            "max_requests_per_client",
-            "pack_lookahead",
-            "pack_fifo_every",
-            "priority_preemption_threshold",
-        ):
-            check_positive(name, getattr(self, name))
+        check_positive(self, "max_batch_size", "prefill_max_batch_size", "prefill_max_tokens")
+        check_positive(self, "max_running_requests")
+        check_positive(self, "max_queued_requests", "max_requests_per_client")
+        check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk <= 0:
             raise ConfigError(
@@ -104,10 +94,7 @@ class SchedulerArgs:
     def _check_together(self) -> None:
         """Raise ConfigError for flags that contradict each other or have no effect."""
         mode = self.batch_mode
-        if self.batching == "static" and mode not in (
-            self.default("batch_mode"),
-            "prefill-first",
-        ):
+        if self.batching == "static" and mode not in (SchedulerArgs().batch_mode, "prefill-first"):
             raise ConfigError(
                 "--batching static prefills a batch and then decodes it: it contradicts"
                 f" --batch-mode {mode}"
@@ -131,11 +118,6 @@ class SchedulerArgs:
                     f"{flag_name(name)} has no effect with --schedule-policy"
                     f" {self.schedule_policy}: add --schedule-policy {policy}, or leave it out"
                 )
-
-    @classmethod
-    def default(cls, name: str) -> Any:
-        """Return the default of a flag."""
-        return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
     @property
     def prefill_width(self) -> int:

@@ -42,7 +42,7 @@ class ModelArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive("context_length", self.context_length)
+        check_positive(self, "context_length")
 
     @property
     def shown_name(self) -> str:
@@ -80,9 +80,7 @@ class FrontendArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive("tokenize_workers", self.tokenize_workers)
-        check_positive("queue_timeout", self.queue_timeout)
-        check_positive("request_timeout", self.request_timeout)
+        check_positive(self, "tokenize_workers", "queue_timeout", "request_timeout")
         # ipc is refused: a second server would silently take the path over.
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
@@ -114,7 +112,7 @@ class DetokArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive("stream_interval", self.stream_interval)
+        check_positive(self, "stream_interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +135,8 @@ class LaunchArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        if not self.start_timeout > 0:
-            raise ConfigError("start_timeout must be positive")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError("shutdown_timeout must be 0 or more")
-        for name in ("max_restarts", "watchdog_timeout"):
+        check_positive(self, "start_timeout")
+        for name in ("shutdown_timeout", "max_restarts", "watchdog_timeout"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
 

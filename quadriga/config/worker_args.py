@@ -66,11 +66,8 @@ class WorkerArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive("page_size", self.page_size)
-        check_positive("max_total_tokens", self.max_total_tokens)
-        check_positive("worker_threads", self.worker_threads)
-        check_positive("cuda_graph_max_bs", self.cuda_graph_max_bs)
-        check_positive("tp", self.tp)
+        check_positive(self, "page_size", "max_total_tokens", "worker_threads")
+        check_positive(self, "cuda_graph_max_bs", "tp")
         self._validate_tp()
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:

@@ -196,11 +196,13 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     arguments = _parse(name)
     if arguments.clock_offset is not None:
         clock.use_offset(arguments.clock_offset)
-    control = ControlChannel(_inherited(arguments.control_fd), Path(arguments.run_dir))
+    descriptor = arguments.control_fd
+    connection = None if descriptor is None else socket.socket(fileno=descriptor)
+    control = ControlChannel(connection, Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
         _set_up_logging(name, config.launch.log_level)
-        if arguments.control_fd is not None:
+        if connection is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         if low_priority:
@@ -251,10 +253,6 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()
-
-
-def _inherited(file_descriptor: int | None) -> socket.socket | None:
-    return None if file_descriptor is None else socket.socket(fileno=file_descriptor)
 
 
 def _set_up_logging(name: str, level: str) -> None:

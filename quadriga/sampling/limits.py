@@ -12,7 +12,7 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 
 
 class Range(NamedTuple):
-    """Bounds of one parameter, inclusive. `str()` writes them as docs/sampling.md does.
+    """Bounds of one parameter, inclusive.
 
     Attributes:
         minimum: smallest number, or smallest value of a map.
@@ -49,30 +49,6 @@ class Range(NamedTuple):
         if self.excludes_minimum:
             return f"must be in ({self.minimum}, {self.maximum}]{self.note}"
         return f"must be from {self.minimum} to {self.maximum}{self.note}"
-
-    def __str__(self) -> str:
-        parts = []
-        if self.max_items is not None:
-            parts.append(f"{self.max_items:,} {self.items}")
-        if self.max_chars is not None:
-            parts.append(f"{self.max_chars:,} characters")
-        if self.minimum is not None:
-            parts.append(self._numbers())
-        return " of ".join(parts)
-
-    def _numbers(self) -> str:
-        assert self.minimum is not None
-        if self.maximum is None:
-            return f"≥ {self.minimum}"
-        if self.excludes_minimum:
-            return f"({self.minimum}, {self.maximum}]"
-        return f"{self.minimum} to {_shown(self.maximum)}"
-
-
-def _shown(number: float) -> str:
-    """Write a large bound as a power of two."""
-    bits = int(number).bit_length()
-    return f"2^{bits} - 1" if bits > 30 else f"{number:,}"
 
 
 _PENALTY = Range(-2, 2, note="; 0 is off")

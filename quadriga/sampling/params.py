@@ -188,7 +188,7 @@ def without_grammar(params: SamplingParams) -> SamplingParams:
 
 
 def given(value: T | None, neutral: T) -> T:
-    """Return a parameter's value, or the neutral one if it is None."""
+    """Return a value, or the neutral one if it is None."""
     return neutral if value is None else value
 
 

@@ -110,9 +110,16 @@ def _check_count(field: str, values: Collection[Any]) -> None:
 def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     if LIMITS[field].max_items is not None:
         _check_count(field, ids)
+    check_token_ids(field, ids, vocab_size)
+
+
+def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for an id that the model does not have."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        _check(False, field, wrong, f"ids of this model are 0 to {vocab_size - 1}")
+        raise InvalidRequest(
+            f"{field} holds {wrong}: ids of this model are 0 to {vocab_size - 1}", field
+        )
 
 
 def _check(holds: bool, field: str, value: object, rule: str) -> None:

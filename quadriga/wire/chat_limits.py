@@ -3,7 +3,7 @@
 Each turn costs work, so that the number of turns is bounded, not only the number of bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from quadriga.errors import InvalidRequest
@@ -59,11 +59,7 @@ def check_chat_options(options: ChatOptions) -> None:
     """Raise InvalidRequest for too many tools or template variables."""
     check_num_tools(len(options.tools))
     _check_count(len(options.template_args), "variables", MAX_TEMPLATE_ARGS, "template_args")
-    _check_keys(options.template_args)
-
-
-def _check_keys(names: Iterable[str]) -> None:
-    longest = max(map(len, names), default=0)
+    longest = max(map(len, options.template_args), default=0)
     if longest > MAX_NAME_CHARS:
         raise InvalidRequest(
             f"template_args has a name of {longest} characters: at most {MAX_NAME_CHARS} are"

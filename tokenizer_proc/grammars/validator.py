@@ -10,15 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from quadriga.errors import InvalidRequest, QueueFull, RequestFailed
+from quadriga.errors import InvalidRequest, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import Grammar
+from tokenizer_proc.overload import check_room
 
 NUM_CHECKERS = 2
 # Distinct grammars that may wait, of new requests and of requests that were admitted before.
 MAX_PENDING, MAX_PENDING_OF_ADMITTED = 64, 1024
-# Most grammars take milliseconds, and none more than half a second.
-RETRY_AFTER_S = 1.0
 # After so long, the start of the process included, a process that has not answered is killed.
 MAX_CHECK_S = 20.0
 MAX_REMEMBERED_FORMS = 128
@@ -67,12 +66,7 @@ class GrammarValidator:
         pending = self._pending.get(grammar)
         if pending is None:
             limit = MAX_PENDING if is_new else MAX_PENDING_OF_ADMITTED
-            if len(self._pending) >= limit:
-                raise QueueFull(
-                    f"{len(self._pending)} grammars wait to be checked, and at most {limit} may;"
-                    f" try again in {RETRY_AFTER_S:g} s",
-                    RETRY_AFTER_S,
-                )
+            check_room(len(self._pending), limit, "grammars wait to be checked")
             loop = asyncio.get_running_loop()
             pending = loop.run_in_executor(self._threads, self._check_in_thread, grammar)
             self._pending[grammar] = pending

@@ -7,9 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quadriga.errors import QueueFull, RequestFailed
+from quadriga.errors import RequestFailed
 from quadriga.wire.messages.public import ErrorInfo, Refused
 from quadriga.wire.sockets import encode
+from tokenizer_proc.overload import check_room
 from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES, MAX_CPU_S, ForkServer
 from tokenizer_proc.preparation.validation import peek
 
@@ -22,7 +23,6 @@ MAX_PENDING_BYTES_OF_CLIENT = MAX_PENDING_BYTES // 2
 MAX_RUNNING_BYTES = 8 * 1024 * 1024
 # A worker may die of something else than the message that it prepares.
 MAX_ATTEMPTS = 2
-RETRY_AFTER_S = 1.0
 EXIT_NO_FORK_SERVER = 1
 
 
@@ -93,12 +93,8 @@ class PreparePool:
             (self._num_bytes, MAX_PENDING_BYTES, ""),
             (num_bytes_of_client, MAX_PENDING_BYTES_OF_CLIENT, " of this client"),
         ):
-            if taken + num_bytes > limit:
-                raise QueueFull(
-                    f"messages{whose} of {taken} bytes are being encoded, and at most {limit} may"
-                    f" be: {num_bytes} more do not fit; try again in {RETRY_AFTER_S:g} s",
-                    RETRY_AFTER_S,
-                )
+            what = f"bytes of messages{whose} are being encoded"
+            check_room(taken, limit, what, num_bytes)
 
     def _forget(self, job: PrepareJob) -> None:
         self._num_bytes -= len(job.frame)

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import BinaryIO
 
 from quadriga.runtime.parent_death import signal_at_parents_death
 
@@ -87,7 +88,8 @@ def _serve_forks(connection: socket.socket, prepare_frame: PrepareFrame) -> None
 def _serve_frames(connection: socket.socket, prepare_frame: PrepareFrame) -> None:
     _limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while (frame := _receive(connection)) is not None:
+    received = connection.makefile("rb")
+    while (frame := _receive(received)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         outcome = prepare_frame(frame)
         connection.sendall(LENGTH.pack(len(outcome)))
@@ -103,20 +105,10 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _receive(connection: socket.socket) -> bytes | None:
-    header = _receive_exactly(connection, LENGTH.size)
-    if header is None:
+def _receive(received: BinaryIO) -> bytes | None:
+    header = received.read(LENGTH.size)
+    if len(header) < LENGTH.size:
         return None
-    return _receive_exactly(connection, LENGTH.unpack(header)[0])
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    received = 0
-    while received < size:
-        count = connection.recv_into(view[received:])
-        if not count:
-            return None
-        received += count
-    return bytes(data)
+    (length,) = LENGTH.unpack(header)
+    frame = received.read(length)
+    return frame if len(frame) == length else None

@@ -6,7 +6,7 @@ event loop, long ones by the processes of `pool.py`.
 
 import logging
 from array import array
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,6 +18,7 @@ from quadriga.sampling.params import (
     Grammar,
     SamplingDefaults,
     SamplingParams,
+    given,
     grammar_of,
     without_grammar,
 )
@@ -42,8 +43,6 @@ from tokenizer_proc.preparation.encode import Encoder
 
 # A message of this size is parsed, rendered and encoded in 1 to 2 ms.
 MAX_INLINE_BYTES = 4096
-
-ValueT = TypeVar("ValueT")
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
@@ -86,14 +85,11 @@ class Preparer:
     def prepare_frame(self, frame: bytes) -> bytes:
         """Return the encoded Outcome of a Generate, Tokenize or Detokenize. Never raise."""
         try:
-            message = validation.parse([frame])
+            message = validation.parse(frame)
             if isinstance(message, Generate):
                 return encode(self.prepare(message))
-            if isinstance(message, Tokenize | Detokenize):
-                return encode(self.convert(message))
-            raise InvalidRequest(
-                f"the message is {len(frame)} bytes: one of its kind has at most {MAX_INLINE_BYTES}"
-            )
+            assert isinstance(message, Tokenize | Detokenize)
+            return encode(self.convert(message))
         except QuadrigaError as error:
             return encode(Refused(validation.peek(frame).request_id, ErrorInfo.of(error)))
 
@@ -117,7 +113,7 @@ class Preparer:
             self._prompt_ids(message),
             params.filled(self._defaults),
             model,
-            _or_default(message.truncate_prompt, args.allow_auto_truncate),
+            given(message.truncate_prompt, args.allow_auto_truncate),
             message.clamp_max_new_tokens,
         )
         bad_words = self._encoder.bad_words(params.bad_words) if params.bad_words else []
@@ -127,8 +123,8 @@ class Preparer:
             prompt_token_ids=pack_ids(ids),
             params=params,
             chat=ChatOptions(),
-            queue_timeout=_or_default(message.queue_timeout, args.queue_timeout),
-            timeout=_or_default(message.timeout, args.request_timeout),
+            queue_timeout=given(message.queue_timeout, args.queue_timeout),
+            timeout=given(message.timeout, args.request_timeout),
         )
         return Prepared(request, bad_words, grammar)
 
@@ -180,7 +176,3 @@ def sampling_defaults(source: str, generation_config: dict[str, Any]) -> Samplin
             " start with --sampling-defaults openai"
         ) from None
     return defaults
-
-
-def _or_default(value: ValueT | None, default: ValueT) -> ValueT:
-    return default if value is None else value

@@ -1,6 +1,5 @@
 """Parse and check the messages of clients; each error names the field, the value and the limit."""
 
-import secrets
 from array import array
 from typing import NamedTuple
 
@@ -9,9 +8,8 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
-from quadriga.sampling.validation import check_number
+from quadriga.sampling.validation import check_number, check_token_ids
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 
@@ -58,9 +56,8 @@ def only_frame(frames: list[bytes]) -> bytes:
     return frames[0]
 
 
-def parse(frames: list[bytes]) -> ClientMessage:
-    """Return the message in these frames. Raise InvalidRequest if they do not hold one."""
-    frame = only_frame(frames)
+def parse(frame: bytes) -> ClientMessage:
+    """Return the message in a frame. Raise InvalidRequest if there is none."""
     try:
         message: ClientMessage = _decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -125,11 +122,7 @@ def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
             f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
         )
     ids = unpack_ids(packed)
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        invalid_id = next(i for i in ids if not 0 <= i < vocab_size)
-        raise InvalidRequest(
-            f"{field} holds {invalid_id}: ids of this model are 0 to {vocab_size - 1}", field
-        )
+    check_token_ids(field, ids, vocab_size)
     return ids
 
 
@@ -171,5 +164,4 @@ def fit(
             f" is {max_new_tokens} here; ask for a larger max_new_tokens",
             "min_new_tokens",
         )
-    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-    return ids, msgspec.structs.replace(params, max_new_tokens=max_new_tokens, seed=seed)
+    return ids, msgspec.structs.replace(params.with_seed(), max_new_tokens=max_new_tokens)
