@@ -27,10 +27,16 @@ def sources() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the nodes of a module's syntax tree, which several tests read."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> set[str]:
     """Return the product's modules that a file imports, also for type checking only."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -61,7 +67,7 @@ def test_class_names_occur_once() -> None:
     names = Counter(
         node.name
         for path in sources().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]
@@ -97,6 +103,7 @@ def test_comments_and_texts_use_the_words_of_the_field(package: str) -> None:
     assert not found, "\n".join(found)
 
 
+@cache
 def _tokens(path: Path) -> list[tokenize.TokenInfo]:
     with path.open("rb") as file:
         return list(tokenize.tokenize(file.readline))

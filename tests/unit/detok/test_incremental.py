@@ -100,14 +100,14 @@ def test_byte_level_decoders_are_recognised() -> None:
         assert isinstance(DecoderFactory(tokenizer).make(True), WindowedDecoder)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(ids=ids_of(BYTE_LEVEL, 60), skip=st.booleans())
 def test_byte_level_pieces_joined_are_the_whole_decoded(ids: list[int], skip: bool) -> None:
     expected = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces(BYTE_LEVEL, ids, skip)) == expected
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from([0x20, 0x41, 0x80, 0xBF, 0xC2, 0xC0, 0xE0, 0xA0, 0xED, 0x9F, 0xEF,
                                  0xF0, 0x90, 0x8F, 0xF4, 0xF5, 0xFF]), max_size=12))  # fmt: skip
 @example([0xF0, 0x9F])
@@ -139,7 +139,7 @@ def test_half_a_character_at_the_end_is_flushed() -> None:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_windowed_pieces_joined_are_the_whole_decoded(
     name: str, data: st.DataObject, skip: bool
@@ -151,7 +151,7 @@ def test_windowed_pieces_joined_are_the_whole_decoded(
 
 
 @pytest.mark.parametrize("name", ["llama 2", "no strip"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=150), st.integers(0, 3))
 def test_windowed_text_of_any_length_comes_whole(name: str, text: str, words: int) -> None:
     tokenizer = WINDOWED[name]

@@ -53,7 +53,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(bounds)]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
 def test_any_cutting_gives_what_a_search_of_the_whole_gives(
     text: str, stops: list[str], places: list[int]

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from tests.tiny_models import tiny_llama
 
-from tests.unit.gpu.test_triton_graphs import capture, runner_with, tokens_of  # isort: skip
+from tests.unit.gpu.test_triton_graphs import capture, runner_with, small_llama, tokens_of  # isort: skip
 from worker_proc.engine_factory import make_engine
 from worker_proc.gpu import flash
 from worker_proc.gpu.engine import TritonEngine
@@ -46,7 +45,7 @@ def flash_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("flash_in_torch")
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_it_gives_the_tokens_of_the_kernel(tmp_path: Path, with_graphs: bool) -> None:
-    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    directory = small_llama(tmp_path)
     capturing = capture() if with_graphs else None
     runner = runner_with(directory, capturing, flash=True)
     assert runner.engine.name == "flash"
@@ -66,7 +65,7 @@ def test_what_it_cannot_do_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    engine = runner_with(tiny_llama(tmp_path, num_hidden_layers=1), None).engine
+    engine = runner_with(small_llama(tmp_path), None).engine
     assert isinstance(engine, TritonEngine)
     args = WorkerArgs(attention_backend="flash", **flags)
     with pytest.raises(ConfigError, match=complaint):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
@@ -25,6 +25,8 @@ from worker_proc.gpu.graphs import (
 from worker_proc.runner import Runner
 
 CPU = torch.device("cpu")
+# Steps of 2 rows are padded to 3, and steps of 4 rows run without a graph.
+GRAPH_SIZES = [1, 3]
 
 
 def capture_on_a_cpu(run: Callable[[], DecodeOutput]) -> Captured:
@@ -74,17 +76,29 @@ def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     assert decoded.token_ids.tolist() == [105, 109]
 
 
+def small_llama(directory: Path) -> Path:
+    """Write a Llama of one layer: Triton's interpreter takes long for each program of a grid."""
+    return tiny_llama(
+        directory,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        head_dim=16,
+    )
+
+
 def runner_with(
     directory: Path, capture: Capture | None, flash: bool = False, **flags: object
 ) -> Runner:
-    """On whatever device there is, with graphs of steps of up to 3 rows."""
+    """Build a runner for the device that there is, with graphs of steps of 1 and of 3 rows."""
     flags = {"device": str(DEVICE), "attention_backend": "triton", **flags}
     plain = runner_of(directory, max_total_tokens=512, disable_cuda_graph=True, **flags)
     table, deterministic = plain.table, "enable_deterministic_inference" in flags
     assert isinstance(plain.engine, TritonEngine)
     engine = TritonEngine(
         plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
-        deterministic, batch_sizes(3), capture, flash=flash,
+        deterministic, GRAPH_SIZES, capture, flash=flash,
     )  # fmt: skip
     engine.capture_graphs(table)
     return Runner(engine, table, plain.dtype)
@@ -109,17 +123,18 @@ def tokens_of(runner: Runner) -> list[list[int]]:
 def test_replayed_steps_give_the_tokens_of_steps_that_are_not(
     tmp_path: Path, deterministic: bool
 ) -> None:
-    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    directory = small_llama(tmp_path)
     flags = {"enable_deterministic_inference": True} if deterministic else {}
     replayed = tokens_of(runner_with(directory, capture(), **flags))
     assert replayed == tokens_of(runner_with(directory, None, **flags))
 
 
-def test_a_token_of_a_prompt_is_not_taken_for_a_row_that_decodes(gpt2_dir: Path) -> None:
+def test_a_token_of_a_prompt_is_not_taken_for_a_row_that_decodes(tmp_path: Path) -> None:
     """Chunks of one token of a prompt, whose next token is known."""
+    directory = tiny_gpt2(tmp_path, n_layer=1)
     outputs = []
     for capturing in (capture(), None):
-        driver = Driver(runner_with(gpt2_dir, capturing))
+        driver = Driver(runner_with(directory, capturing))
         requests = [driver.add(prompt) for prompt in prompts_of([4, 6])]
         driver.generate(requests, 3, chunk=1)
         outputs.append([request.output for request in requests])

@@ -26,6 +26,8 @@ for line in control.makefile():
         control.sendall(b'{"report": "beat"}\\n')
 """
 TIMEOUT_S = 20.0
+# Longer than a process that answers may wait for a core on a busy machine.
+WATCHDOG_S = 2.0
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     for name in ("first", "second", "silent"):
         (tmp_path / f"{name}.py").write_text(FAKE_PROCESS)
     handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
-    args = LaunchArgs(max_restarts=1, watchdog_timeout=3.0)
+    args = LaunchArgs(max_restarts=1, watchdog_timeout=WATCHDOG_S)
     supervisor = Supervisor([], [str(tmp_path)], args, ["second"], notify_on_restart="first")
     yield supervisor
     supervisor.clean_up()

@@ -135,7 +135,7 @@ def test_a_damaged_journal_is_read_as_it_was_after_some_frame(
     assert len(states) > 30
     nothing, path, source = states[0], tmp_path / FILE_NAME, random.Random(damage.__name__)
     num_rounds_read = set()
-    for _ in range(250):
+    for _ in range(100):
         damaged = bytearray(data)
         damage(damaged, source, source.randrange(len(data)))
         path.write_bytes(damaged)

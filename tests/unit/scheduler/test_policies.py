@@ -207,12 +207,14 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
             return object.__getattribute__(self, name)
 
     queue = queue_of(policy, fair, spread(Tree()))
-    for seq in range(10_000):
-        new = make_request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100))
-        new.__class__ = Watched
-        queue.push(new)
+    requests = [
+        make_request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100)) for seq in range(10_000)
+    ]
+    for request in requests:
+        queue.push(request)
     queue.first(16, BUDGET)
-    reads.clear()
+    for request in requests:
+        request.__class__ = Watched
     tracemalloc.start()
     try:
         assert len(queue.first(16, BUDGET)) == 16

@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -113,5 +113,5 @@ TestScheduler.settings = settings(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lives_of_random_servers(seed: int) -> None:
-    for number in range(40):
+    for number in range(25):
         random_life(random.Random(f"{seed}/{number}"), 100)

@@ -36,6 +36,9 @@ NUM_SLOTS = 24
 # Fractions of the norm. float32 differs in the order of additions, bfloat16 rounds between layers.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 QUANTISED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
+# Two threads on the single CPU of a worker of a parallel run mostly wait for each other, so that
+# few cases have them.
+NUM_THREADS = {torch.float32: 2, torch.bfloat16: 1}
 
 
 class Compared(Engine):
@@ -80,7 +83,7 @@ def native(
     directory: Path,
     dtype: torch.dtype,
     page_size: int,
-    threads: int = 2,
+    threads: int = 1,
     bits: int | None = None,
     int8: bool = False,
 ) -> NativeEngine:
@@ -139,11 +142,14 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (4, 2), (16, 3), (32, 4)])
+@pytest.mark.parametrize(
+    ("page_size", "seed", "threads"), [(1, 1, 1), (4, 2, 1), (16, 3, 1), (32, 4, 2)]
+)
 def test_every_step_has_the_numbers_of_plain_torch(
-    directory: Path, dtype: torch.dtype, page_size: int, seed: int
+    directory: Path, dtype: torch.dtype, page_size: int, seed: int, threads: int
 ) -> None:
-    ours, theirs = native(directory, dtype, page_size), reference(directory, dtype, page_size)
+    ours = native(directory, dtype, page_size, threads)
+    theirs = reference(directory, dtype, page_size)
     for repetition in range(3):
         drive(Compared(ours, theirs, TOLERANCE[dtype]), dtype, page_size, 10 * seed + repetition)
 
@@ -157,7 +163,7 @@ def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) ->
     engine = Compared(ours, theirs, TOLERANCE[torch.float32])
     driver = Driver(Runner(engine, table, torch.float32))
     request = driver.add(prompts_of([100])[0])
-    driver.generate([request], 20)
+    driver.generate([request], 8)
 
 
 def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
@@ -256,7 +262,7 @@ def test_heads_that_the_kernels_have_no_room_for_are_refused(
 def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
     directory: Path, dtype: torch.dtype, page_size: int
 ) -> None:
-    ours = native(directory, dtype, page_size, int8=True)
+    ours = native(directory, dtype, page_size, NUM_THREADS[dtype], int8=True)
     engine = Compared(ours, reference(directory, dtype, page_size), 4e-2)
     drive(engine, dtype, page_size, seed=8)
 
@@ -268,7 +274,7 @@ def test_quantised_models_compute_nearly_what_their_rounded_weights_say(
 ) -> None:
     theirs = reference(directory, dtype, 16)
     round_weights(theirs, bits)
-    ours = native(directory, dtype, 16, bits=bits)
+    ours = native(directory, dtype, 16, NUM_THREADS[dtype], bits=bits)
     drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
 
 
