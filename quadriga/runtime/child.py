@@ -48,8 +48,8 @@ EXIT_LAUNCHER_DIED = 6
 FAREWELL_TIMEOUT_S = 1.5
 
 LOW_PRIORITY_NICENESS = 10
-# A function, as MODULE:FUNCTION, that every process calls with its name before it does anything
-# else. For debugging and tests: it can trace or patch what the process has or will import.
+# Its value MODULE:FUNCTION names a function for debugging, which every process calls with its own
+# name before it opens a socket.
 HOOK_VARIABLE = "QUADRIGA_PROCESS_HOOK"
 # A child that receives it logs the stacks of its threads.
 DUMP_SIGNAL = signal.SIGUSR1
