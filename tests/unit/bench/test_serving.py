@@ -188,7 +188,7 @@ def test_pretok_without_the_tokenizer_library_says_what_to_install(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_order(server: FakeServer, number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_cleanly(server: FakeServer, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "bench.serving", "--endpoint", server.endpoint]
     process = subprocess.Popen(
         [*command, "--prompt", "silent", "--num-requests", "2"],

@@ -147,7 +147,7 @@ def server() -> Iterator[FakeServer]:
     server.join()
 
 
-@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("nobody reads", 141)])
+@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("closed pipe", 141)])
 def test_an_answer_that_is_left_is_aborted_without_a_word(
     server: FakeServer, end: str, code: int
 ) -> None:
@@ -199,7 +199,9 @@ def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> N
     assert server.aborts == 1
 
 
-def test_nobody_at_the_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_without_server_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for command in (["ask", "Hi"], ["chat"]):
         assert main([*command, "--endpoint", "nowhere"]) == 1
         assert capsys.readouterr().err.count("\n") == 1

@@ -123,7 +123,7 @@ def served_by(script: Script, **options: Any) -> tuple[Completion, list[str]]:
     return asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
 
 
-def test_a_stream_goes_on_at_a_new_front_door_and_shows_nothing_twice() -> None:
+def test_a_stream_goes_on_at_a_new_frontend_and_shows_nothing_twice() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         name = message.request_id
         door.say(Chunks([chunk(name, 0, "He", [1])]))
@@ -132,7 +132,8 @@ def test_a_stream_goes_on_at_a_new_front_door_and_shows_nothing_twice() -> None:
         again = await door.next()
         assert again == msgspec.structs.replace(message, resent=True)
         assert message.params.seed is not None, "a second run must give the same"
-        door.say(Chunks([chunk(name, 3, "lo", [3])]))  # what it may have missed is told again
+        # A chunk that may have been missed is sent again.
+        door.say(Chunks([chunk(name, 3, "lo", [3])]))
         door.say(Replay([chunk(name, 0, "Hello", [1, 2, 3])]))
         door.say(Chunks([chunk(name, 5, " you", [4], the_end(4))]))
 
@@ -175,7 +176,7 @@ def test_a_request_that_runs_anew_is_compared_with_what_it_gave_before() -> None
         served_by(script_that_gives([1, 9, 3]))
 
 
-def test_what_was_lost_without_anybody_noticing_is_asked_for_again() -> None:
+def test_a_chunk_that_was_lost_is_requested_again() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         name = message.request_id
         door.say(Chunks([chunk(name, 0, "a", [1])]))
@@ -191,7 +192,7 @@ def test_what_was_lost_without_anybody_noticing_is_asked_for_again() -> None:
     assert "".join(pieces) == completion.text == "abc"
 
 
-def test_who_gives_up_says_what_happened_and_that_the_outcome_is_unknown() -> None:
+def test_the_error_after_giving_up_names_the_cause_and_the_unknown_outcome() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         door.close()
 
@@ -221,7 +222,7 @@ def test_questions_are_asked_again_and_a_farewell_is_believed_at_once() -> None:
     asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
 
 
-def test_a_request_that_nobody_wants_any_more_is_aborted_when_the_server_is_back() -> None:
+def test_a_request_cancelled_while_the_server_was_away_is_aborted_when_it_is_back() -> None:
     async def run() -> None:
         async with client_and_door() as (client, door):
             handle = client.submit("x")

@@ -72,7 +72,7 @@ def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
 @pytest.mark.parametrize(
     ("bound", "value", "size"), [("MAX_UNREAD_BYTES", 1000, 101), ("MAX_UNREAD_MESSAGES", 9, 1)]
 )
-def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_it_reads(
+def test_a_client_that_does_not_read_is_disconnected_at_a_bound_and_notified_when_it_reads(
     bound: str, value: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, bound, value)

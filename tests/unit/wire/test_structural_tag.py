@@ -62,7 +62,7 @@ def test_text_is_free_until_a_trigger_and_again_after_its_structure(
     assert not obeys(call.removesuffix(end)), "what has begun must be ended"
 
 
-def test_what_is_no_structural_tag_is_refused_with_a_reason(vocabulary: LLTokenizer) -> None:
+def test_an_invalid_structural_tag_is_refused_with_a_reason(vocabulary: LLTokenizer) -> None:
     structure = {"begin": "<a>", "end": "</a>"}
     for tag, why in [
         ("{", "truncated"),

@@ -203,7 +203,7 @@ def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
         assert (ours == theirs).all()
 
 
-def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_step_that_is_no_plain_decode_step_is_declined_without_effect(tmp_path: Path) -> None:
     engine = native(tiny_llama(tmp_path), torch.float32, 4)
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU)
     driver = Driver(Runner(engine, table, torch.float32))

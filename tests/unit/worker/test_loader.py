@@ -185,7 +185,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_remedy() -> None:
         choose_device("cuda")
 
 
-def test_a_device_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_device_is_refused() -> None:
     for name in ("gpu", "meta"):
         with pytest.raises(ConfigError, match="must be auto, cpu, cuda"):
             choose_device(name)
