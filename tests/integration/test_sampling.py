@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.client.logprobs import TokenLogprob
@@ -27,11 +26,6 @@ PROCESSED: list[dict[str, Any]] = [
 def params(**fields: Any) -> SamplingParams:
     base: dict[str, Any] = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     return SamplingParams(**{**base, **fields})
-
-
-@pytest.fixture(scope="module")
-def model(llama_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from bench.client import server as bench_server
 from bench.client.server import OwnServer
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ServerFailed, ServerUnreachable
+from tests.server import is_alive
 from tests.waiting import wait_until
 
 TIMEOUT_S = 10.0
@@ -47,14 +48,6 @@ def own_server(tmp_path: Path, program: str, **flags: Any) -> tuple[OwnServer, P
 
 def is_up(log: Path) -> Callable[[], bool]:
     return lambda: log.exists() and "up" in (text := log.read_text()) and text.endswith("\n")
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs and is no zombie."""
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_a_server_gets_the_flags_and_is_stopped_by_sigint_first(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from bench.serving import (
 from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
-from tests.unit.fake_server import FakeServer
+from tests.unit.fake_server import FakeServer, running_fake_server
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,11 +47,8 @@ class ByteTokenizer:
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    fake = FakeServer(f"tcp://127.0.0.1:{free_port()}")
-    fake.start()
-    yield fake
-    fake.stopping = True
-    fake.join()
+    with running_fake_server() as fake:
+        yield fake
 
 
 def bench(server: FakeServer, flags: str) -> int:

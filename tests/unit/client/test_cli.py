@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import quadriga
-from bench.client.server import free_port
 from quadriga.cli import chat
 from quadriga.cli import main as cli
 from quadriga.cli.main import main
 from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
 from quadriga.sampling.params import SamplingParams
-from tests.unit.fake_server import FakeServer
+from tests.unit.fake_server import FakeServer, running_fake_server
 
 
 class FakeClient:
@@ -140,11 +139,8 @@ def test_an_installation_that_does_not_register_a_command_says_what_to_do(
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    server = FakeServer(f"tcp://127.0.0.1:{free_port()}")
-    server.start()
-    yield server
-    server.stopping = True
-    server.join()
+    with running_fake_server() as server:
+        yield server
 
 
 @pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("closed pipe", 141)])

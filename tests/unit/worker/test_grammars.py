@@ -7,8 +7,9 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from tests.unit.tiny_vocabulary import tiny_vocabulary
 from worker_proc.sampling.grammar_mask import (
     MASKED,
     Constrained,
@@ -22,8 +23,7 @@ VOCAB_SIZE = 515  # some more ids than the tokenizer has, and not a multiple of 
 
 @pytest.fixture(scope="module")
 def vocabulary(llama_dir: Path) -> LLTokenizer:
-    text = (llama_dir / "tokenizer.json").read_text()
-    return load_vocabulary(text, VOCAB_SIZE, frozenset({0}))
+    return tiny_vocabulary(llama_dir, VOCAB_SIZE)
 
 
 def slot(
