@@ -114,7 +114,7 @@ def test_a_stop_signal_lets_running_requests_finish_and_refuses_new_ones(
     own_server.wait_for_nothing_left()
 
 
-def test_what_does_not_finish_within_the_shutdown_timeout_is_aborted_with_a_reason(
+def test_requests_unfinished_after_the_shutdown_timeout_are_aborted_with_a_reason(
     llama_dir: Path, tmp_path: Path
 ) -> None:
     flags = ["--model", str(llama_dir), "--worker-threads", "1", "--shutdown-timeout", "0"]

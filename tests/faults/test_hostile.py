@@ -44,7 +44,7 @@ def alive(server: Server) -> Iterator[None]:
         ([msgpack.packb(["generate", 1, "r", "x", {"max_new_tokens": "5"}])], "max_new_tokens"),
     ],
 )
-def test_what_is_no_request_is_refused_by_name(
+def test_an_invalid_request_is_refused_by_name(
     server: Server, frames: list[bytes], named: str
 ) -> None:
     with RawClient(server.endpoint) as client:
@@ -80,7 +80,7 @@ def test_messages_that_are_wrong_in_some_way_are_refused_and_counted(server: Ser
     assert after["refused"] - before["refused"] > 1_000
 
 
-def test_whatever_comes_a_decoder_gives_a_message_or_an_error() -> None:
+def test_a_decoder_returns_a_message_or_an_error_for_any_bytes() -> None:
     fuzz_decoders(2_000)
 
 
@@ -108,7 +108,7 @@ def test_other_clients_are_answered_while_one_sends_what_costs_most(
     assert max(seconds) < 1.0
 
 
-def test_what_long_messages_took_is_given_back(server: Server) -> None:
+def test_memory_of_long_messages_is_released(server: Server) -> None:
     tokenizer = psutil.Process(server.pid_of("tokenizer_proc"))
     before = tokenizer.memory_info().rss
     attack(server.endpoint, "a text of 15 MiB")

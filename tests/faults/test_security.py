@@ -139,7 +139,7 @@ def test_other_machines_are_served_only_with_keys_or_with_a_word_that_says_insec
         config(endpoint)
 
 
-def test_keygen_makes_what_server_and_client_need_and_tells_what_to_do(
+def test_keygen_makes_the_keys_of_server_and_client_and_prints_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "keys"

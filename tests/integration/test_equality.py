@@ -145,7 +145,7 @@ def test_a_tiny_model_of_each_family(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
 @pytest.mark.parametrize("build", [tiny_mistral, tiny_qwen2, tiny_qwen3])
-def test_those_that_are_nearly_llama(
+def test_models_that_are_nearly_llama_give_the_tokens_of_transformers(
     build: Callable[[Path], Path], way: str, tmp_path: Path
 ) -> None:
     directory = build(tmp_path / "model")

@@ -97,12 +97,13 @@ def test_tokens_that_a_grammar_forces_take_no_step_each(server: Server) -> None:
         before = client.info()["steps"]
         jumped = client.generate(PROMPT, params(choice=texts))
         steps = client.info()["steps"] - before
-        told = client.generate(PROMPT, params(choice=texts, logprobs=0))
+        with_logprobs = client.generate(PROMPT, params(choice=texts, logprobs=0))
         cut = client.generate(PROMPT, params(choice=texts, max_new_tokens=4))
         pieces = list(client.stream(PROMPT, params(choice=texts, n=3, stop=["fox", "piece"])))
-    assert jumped.text in texts and told.text in texts
+    assert jumped.text in texts and with_logprobs.text in texts
     assert steps < jumped.usage.completion_tokens // 2
-    assert told.logprobs is not None and len(told.logprobs) == len(told.token_ids)
+    assert with_logprobs.logprobs is not None
+    assert len(with_logprobs.logprobs) == len(with_logprobs.token_ids)
     assert cut.usage.completion_tokens == len(cut.token_ids) == 4
     assert cut.finish_reason == "length" and any(text.startswith(cut.text) for text in texts)
     for index in range(3):
@@ -111,7 +112,9 @@ def test_tokens_that_a_grammar_forces_take_no_step_each(server: Server) -> None:
     settle(server.endpoint)
 
 
-def test_answers_are_the_same_whoever_has_to_give_way(server: Server, retracting: Server) -> None:
+def test_answers_are_the_same_whichever_request_is_retracted(
+    server: Server, retracting: Server
+) -> None:
     expected = asyncio.run(ask(server.endpoint))
     got = asyncio.run(ask(retracting.endpoint))
     assert [[c.token_ids for c in choices] for choices in got] == [
@@ -145,7 +148,7 @@ def test_a_grammar_that_cannot_be_is_refused_by_name(
     assert refused.value.field in fields
 
 
-def test_slow_grammars_end_in_bounded_time_and_hold_nobody_up(server: Server) -> None:
+def test_slow_grammars_end_in_bounded_time_and_delay_no_other_request(server: Server) -> None:
     async def run() -> tuple[list[Any], float]:
         async with AsyncClient(server.endpoint) as client:
             refusals = asyncio.gather(

@@ -281,7 +281,7 @@ def test_tls_files_make_it_https(server: Server, llama_dir: Path, tmp_path: Path
     [b"", b"{", b"\xff\xfe", b"[]", b"5", b'"text"', b"{" * 50_000, b"[" * 200_000,
      b'{"prompt": "\\ud800"}', b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"],
 )  # fmt: skip
-def test_what_is_no_request_is_a_400_in_openais_shape(gateway: str, body: bytes) -> None:
+def test_an_invalid_request_is_a_400_in_openais_format(gateway: str, body: bytes) -> None:
     for path in ("v1/completions", "v1/chat/completions", "generate", "tokenize"):
         answer = call(f"{gateway}/{path}", body)
         assert answer.status == 400

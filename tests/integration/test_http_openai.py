@@ -286,7 +286,7 @@ def test_a_bad_request_for_a_stream_is_a_status_not_an_event(client: openai.Open
         complete(client, stream=True, max_tokens=1000)
 
 
-def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
+def test_parameters_with_neutral_values_are_accepted(client: openai.OpenAI) -> None:
     neutral: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0.0, "best_of": 1}
     assert complete(client, user="me", **neutral).choices[0].text
     assert chat(client, metadata={"a": "b"}, store=False, service_tier="auto").choices

@@ -15,7 +15,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -138,11 +137,6 @@ def served(server: Server, gateway: str, fields: dict[str, Any]) -> list[int]:
     assert answer["usage"]["completion_tokens"] == len(ring.token_ids)
     assert answer["choices"][0]["text"] == native["text"] == ring.text
     return list(ring.token_ids)
-
-
-@pytest.fixture(scope="module")
-def model(llama_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

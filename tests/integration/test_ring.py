@@ -148,7 +148,7 @@ def test_a_deadline_raises_and_aborts(server: Server) -> None:
     settle(server.endpoint)
 
 
-def test_nobody_at_the_endpoint_is_an_error_after_the_connect_timeout() -> None:
+def test_an_endpoint_without_server_is_an_error_after_the_connect_timeout() -> None:
     began = time.monotonic()
     with (
         pytest.raises(ServerUnreachable, match=r"within 0\.3 s"),
@@ -193,7 +193,7 @@ def test_a_prompt_over_the_context_is_refused_or_truncated_as_asked(server: Serv
     assert cut.token_ids == by_hand.token_ids
 
 
-def test_a_long_prompt_being_encoded_delays_nobody(server: Server) -> None:
+def test_encoding_a_long_prompt_delays_no_other_client(server: Server) -> None:
     long_text = "The quick brown fox jumps over the lazy dog. " * 150_000
     refused: list[Exception] = []
 
@@ -230,7 +230,7 @@ def test_many_clients_at_once_each_get_their_own(server: Server) -> None:
     assert together == alone
 
 
-def test_info_tells_what_the_server_is_and_does(server: Server) -> None:
+def test_info_reports_the_servers_settings_and_load(server: Server) -> None:
     info = settle(server.endpoint)
     assert info["ready"] is True
     assert info["dtype"] == "float32"

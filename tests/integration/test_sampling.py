@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.client.logprobs import TokenLogprob
@@ -30,23 +29,18 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{**base, **fields})
 
 
-@pytest.fixture(scope="module")
-def model(llama_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32).eval()
-
-
 @torch.inference_mode()
-def check_logprobs(model: Any, ids: list[int], told: list[TokenLogprob], first: int) -> None:
-    """told: of ids[first:]."""
+def check_logprobs(model: Any, ids: list[int], actual: list[TokenLogprob], first: int) -> None:
+    """Compare the log-probabilities of ids[first:] with those of a model."""
     expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    for place, one in enumerate(told, start=first):
-        assert one.token_id == ids[place]
+    for place, token in enumerate(actual, start=first):
+        assert token.token_id == ids[place]
         if place == 0:
-            assert (one.logprob, one.top) == (None, [])
+            assert (token.logprob, token.top) == (None, [])
             continue
-        assert one.logprob == pytest.approx(float(expected[place - 1, ids[place]]), abs=1e-3)
-        values = expected[place - 1].topk(len(one.top)).values.tolist()
-        assert [top.logprob for top in one.top] == pytest.approx(values, abs=1e-3)
+        assert token.logprob == pytest.approx(float(expected[place - 1, ids[place]]), abs=1e-3)
+        values = expected[place - 1].topk(len(token.top)).values.tolist()
+        assert [top.logprob for top in token.top] == pytest.approx(values, abs=1e-3)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 20, 150])
@@ -63,19 +57,20 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_plain_model(
     ids = prompt + whole.token_ids
     check_logprobs(model, ids, whole.prompt_logprobs, 0)
     check_logprobs(model, ids, whole.logprobs, len(prompt))
-    assert {len(one.top) for one in whole.logprobs} == {3}
-    assert {len(one.top) for one in whole.prompt_logprobs[1:]} <= {2}
-    assert whole.usage.cached_tokens == 0, "a prompt that is told is computed"
+    assert {len(token.top) for token in whole.logprobs} == {3}
+    assert {len(token.top) for token in whole.prompt_logprobs[1:]} <= {2}
+    assert whole.usage.cached_tokens == 0, "a prompt with logprobs is computed"
     assert chunks[0].prompt_logprobs == whole.prompt_logprobs
-    assert [one for c in chunks for one in c.logprobs or []] == whole.logprobs
+    assert [token for c in chunks for token in c.logprobs or []] == whole.logprobs
 
 
 def test_the_bytes_of_the_tokens_joined_are_the_text(server: Server) -> None:
     with Client(server.endpoint) as client:
-        told = client.generate("Grüße", params(logprobs=0, skip_special_tokens=False))
-    assert told.logprobs is not None
-    assert b"".join(one.bytes for one in told.logprobs).decode("utf-8", "replace") == told.text
-    assert all(one.top == [] for one in told.logprobs)
+        completion = client.generate("Grüße", params(logprobs=0, skip_special_tokens=False))
+    assert completion.logprobs is not None
+    joined = b"".join(token.bytes for token in completion.logprobs)
+    assert joined.decode("utf-8", "replace") == completion.text
+    assert all(token.top == [] for token in completion.logprobs)
 
 
 def test_each_choice_is_what_a_request_with_its_seed_gives(server: Server) -> None:
@@ -89,7 +84,9 @@ def test_each_choice_is_what_a_request_with_its_seed_gives(server: Server) -> No
         chunks = list(client.stream(PROMPT, params(**sampled, n=3)))
     choices = [together, *together.others]
     assert [choice.index for choice in choices] == [0, 1, 2]
-    assert [choice.token_ids for choice in choices] == [one.token_ids for one in alone]
+    assert [choice.token_ids for choice in choices] == [
+        completion.token_ids for completion in alone
+    ]
     assert len({tuple(choice.token_ids) for choice in choices}) == 3
     for choice in choices:
         pieces = [chunk for chunk in chunks if chunk.index == choice.index]
@@ -174,7 +171,7 @@ def test_a_value_out_of_range_is_refused_with_its_limit(
     assert caught.value.field == next(reversed(fields))
 
 
-def test_a_hostile_expression_ends_its_own_request_and_delays_nobody(server: Server) -> None:
+def test_a_hostile_expression_ends_only_its_own_request_and_delays_no_other(server: Server) -> None:
     async def both() -> list[Completion]:
         hostile = params(stop_regex="(?:fooaaaaaaaaaaaa){e<=9}q", max_new_tokens=200)
         async with AsyncClient(server.endpoint) as client:
@@ -207,8 +204,8 @@ def test_retraction_changes_no_answer(server: Server, llama_dir: Path, tmp_path:
             ended = [await handle.completion() for handle in handles]
         return [
             [(c.text, c.token_ids, _rounded(c.logprobs), _rounded(c.prompt_logprobs))
-             for c in (one, *one.others)]
-            for one in ended
+             for c in (completion, *completion.others)]
+            for completion in ended
         ]  # fmt: skip
 
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
@@ -223,7 +220,10 @@ def test_retraction_changes_no_answer(server: Server, llama_dir: Path, tmp_path:
     assert got == asyncio.run(answers(server.endpoint))
 
 
-def _rounded(told: list[TokenLogprob] | None) -> list[Any] | None:
-    if told is None:
+def _rounded(logprobs: list[TokenLogprob] | None) -> list[Any] | None:
+    if logprobs is None:
         return None
-    return [(one.token_id, one.logprob and round(one.logprob, 3), len(one.top)) for one in told]
+    return [
+        (entry.token_id, entry.logprob and round(entry.logprob, 3), len(entry.top))
+        for entry in logprobs
+    ]

@@ -69,7 +69,9 @@ def test_three_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_two_ranks_do_too_and_when_one_is_killed_the_worker_starts_again(tmp_path: Path) -> None:
+def test_two_ranks_give_the_tokens_of_one_and_the_worker_restarts_after_a_rank_is_killed(
+    tmp_path: Path,
+) -> None:
     directory = twelve_heads(tmp_path / "model")
     expected, log = references(directory), tmp_path / "log"
     with running_server(log, "--model", str(directory), "--tp", "2", *FLAGS) as server:
@@ -92,6 +94,8 @@ def test_ranks_must_divide_the_heads(tmp_path: Path) -> None:
     "flags",
     [{"quantization": "int8"}, {"attention_backend": "native"}, {"kv_cache_dtype": "int8"}],
 )
-def test_what_works_with_one_process_only_is_refused(flags: dict[str, str]) -> None:
+def test_features_of_a_single_process_are_refused_with_tensor_parallelism(
+    flags: dict[str, str],
+) -> None:
     with pytest.raises(ConfigError, match=r"tp is 2: .* works with one process only"):
         ServerConfig().replace(tp=2, **flags).validate()

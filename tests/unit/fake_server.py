@@ -1,22 +1,23 @@
 """A frontend on a real socket that answers without a ring."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from bench.client.server import free_port
 from quadriga.clock import now
 from quadriga.wire import sockets
 from quadriga.wire.curve import SERVER, load_pair
-from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     PROTOCOL_VERSION,
     Abort,
     Chunk,
     Chunks,
     ClientMessage,
-    End,
     ErrorInfo,
     Generate,
     GetInfo,
@@ -24,9 +25,8 @@ from quadriga.wire.messages.public import (
     Ping,
     Pong,
     Refused,
-    StageTimes,
-    Usage,
 )
+from tests.unit.public_messages import make_chunk, make_end
 
 
 class FakeServer(threading.Thread):
@@ -66,9 +66,7 @@ class FakeServer(threading.Thread):
                 if isinstance(message, Abort):
                     self._endless.pop(client, None)
                 elif isinstance(message, Generate) and "endless" in str(message.prompt):
-                    self._endless[client] = Chunk(
-                        message.request_id, 0, "ab", pack_ids([1, 2]), [0.0, 0.0], None
-                    )
+                    self._endless[client] = make_chunk(message.request_id, 0, "ab", [1, 2], at=0.0)
             for client, chunk in self._endless.items():
                 self._socket.send_multipart([client, sockets.encode(Chunks([chunk]))])
                 self._endless[client] = msgspec.structs.replace(
@@ -97,5 +95,17 @@ class FakeServer(threading.Thread):
         if "refuse" in str(request.prompt):
             return Refused(request.request_id, ErrorInfo("queue_full", "no room"))
         moment = now()
-        end = End("length", Usage(4, 2, 0), StageTimes(moment, moment, moment, moment, moment))
-        return Chunks([Chunk(request.request_id, 0, "ab", pack_ids([1, 2]), [moment, moment], end)])
+        end = make_end(2, "length", num_prompt_tokens=4, at=moment)
+        return Chunks([make_chunk(request.request_id, 0, "ab", [1, 2], end, at=moment)])
+
+
+@contextmanager
+def running_fake_server(keys: Path | None = None) -> Iterator[FakeServer]:
+    """Run a FakeServer at a free port until the block ends."""
+    server = FakeServer(f"tcp://127.0.0.1:{free_port()}", keys)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stopping = True
+        server.join()

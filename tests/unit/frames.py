@@ -26,12 +26,12 @@ from quadriga.wire.sockets import encode
 
 GOLDEN = Path(__file__).parent / "golden" / "frames.json"
 LINKS: dict[str, Any] = {
-    "client to front door": ClientMessage,
-    "front door to client, as read": ServerMessage,
-    "front door to client, as sent": SentChunks | SentReplay,
+    "client to frontend": ClientMessage,
+    "frontend to client, as read": ServerMessage,
+    "frontend to client, as sent": SentChunks | SentReplay,
     "to scheduler": SchedulerMessage,
     "scheduler to detokenizer": DetokMessage,
-    "detokenizer to front door": Delivered,
+    "detokenizer to frontend": Delivered,
     "ended request in memory": StreamReplay,
     "scheduler to worker": WorkerMessage,
     "worker to scheduler": ResultMessage,

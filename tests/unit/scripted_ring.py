@@ -1,7 +1,7 @@
 """A gateway in the test's process, in front of a scripted ring."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.public import Usage
 
 FACTS = {"ready": True, "context_length": 100, "chat": True, "tool_format": "hermes", "pids": {}}
+TIMEOUT_S = 60.0
 
 
 class ScriptedHandle:
@@ -92,3 +93,18 @@ async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tupl
     finally:
         server.close()
         await runner.cleanup()
+
+
+def run_at_gateway(
+    ring: ScriptedRing,
+    test: Callable[[Gateway], Awaitable[None]],
+    run_loop: Any = asyncio.run,
+    **flags: Any,
+) -> None:
+    """Run a test with a gateway in front of a ring, within TIMEOUT_S."""
+
+    async def run() -> None:
+        async with gateway_before(ring, **flags) as (_, gateway):
+            await test(gateway)
+
+    run_loop(asyncio.wait_for(run(), TIMEOUT_S))

@@ -27,12 +27,11 @@ from quadriga.wire.messages.public import (
     Refused,
     Replay,
     ServerGone,
-    StageTimes,
     Tokenize,
     Tokens,
-    Usage,
 )
 from quadriga.wire.sockets import encode
+from tests.unit.public_messages import make_chunk, make_end
 from tests.unit.scripted_network import Network
 
 # A request with this word in its prompt is accepted and never answered.
@@ -60,14 +59,11 @@ class Request:
         made, code = self.made[index], letter(str(self.message.prompt), index)
         end = None
         if index in self.ends:
-            end = End(self.ends[index], Usage(1, made), StageTimes(1, 1, 1, 1, 1))
+            end = make_end(made, self.ends[index])
         elif not self.message.stream:
             made = first
         ids = [code] * (made - first)
-        return Chunk(
-            self.message.request_id, first, chr(code) * len(ids), pack_ids(ids), [1.0] * len(ids),
-            end, index,
-        )  # fmt: skip
+        return make_chunk(self.message.request_id, first, chr(code) * len(ids), ids, end, index)
 
 
 class Server:
@@ -213,8 +209,7 @@ class Door:
                 server.say(client, Refused(message.request_id, error))
                 return
             server.say(client, Replay(_empty(message, None)))
-            end = End("error", Usage(1, 0), StageTimes(1.0, 1.0, 0.0, 0.0, 1.0), None, error)
-            server.say(client, Chunks(_empty(message, end)))
+            server.say(client, Chunks(_empty(message, make_end(0, error=error))))
         else:
             if message.resent:
                 server.say(client, Replay(_empty(message, None)))
@@ -224,5 +219,5 @@ class Door:
 def _empty(message: Generate, end: End | None) -> list[Chunk]:
     """Return a chunk without tokens for each choice."""
     return [
-        Chunk(message.request_id, 0, "", b"", [], end, index) for index in range(message.params.n)
+        make_chunk(message.request_id, 0, "", [], end, index) for index in range(message.params.n)
     ]

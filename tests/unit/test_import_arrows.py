@@ -1,12 +1,13 @@
 """Arrows run one way: the processes meet only in quadriga/, and torch lives in the worker."""
 
-import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc")
@@ -20,19 +21,8 @@ BENCHES_OF_THE_WORKER = {
 """They compute beside the worker's own code, in one process."""
 
 
-def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in the file."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
 def roots_of(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports_of(path)}
+    return {name.split(".")[0] for name in imported_names(path)}
 
 
 def files(folder: str) -> list[Path]:
@@ -91,7 +81,9 @@ LAYERS = {
 def test_layers_inside_quadriga(layer: str) -> None:
     paths = files(f"quadriga/{layer}") or [ROOT / "quadriga" / f"{layer}.py"]
     for path in paths:
-        parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("quadriga.")}
+        parts = {
+            name.split(".")[1] for name in imported_names(path) if name.startswith("quadriga.")
+        }
         assert parts <= LAYERS[layer] | {layer}, path
 
 
@@ -99,7 +91,7 @@ def test_no_modules_of_quadriga_import_each_other() -> None:
     paths = {path.relative_to(ROOT).with_suffix(""): path for path in files("quadriga")}
     modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
     graph = {
-        name: imports_of(path) & (modules.keys() - {name, "quadriga"})
+        name: imported_names(path) & (modules.keys() - {name, "quadriga"})
         for name, path in modules.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError

@@ -12,6 +12,8 @@ from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan
+from worker_proc.loading.loader import load_model
+from worker_proc.models.base import Model
 from worker_proc.runner import Runner
 from worker_proc.startup.build import make_runner
 
@@ -29,6 +31,11 @@ def runner_of(directory: Path, **flags: Any) -> Runner:
     }
     config = ServerConfig().replace(**{**defaults, **flags})
     return make_runner(config, resolve_model(ModelArgs(model=str(directory))))
+
+
+def load_on_cpu(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+    """Load the model of a directory."""
+    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, torch.device("cpu"))
 
 
 @dataclass

@@ -61,7 +61,7 @@ def test_a_step_costs_the_sum_of_its_work() -> None:
     assert model.step_ms(features_of(ints(1), ints(99), 1)) == pytest.approx(20 + 0.5 + 1.0)
 
 
-def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+def test_a_saved_cost_model_is_loaded_unchanged(tmp_path: Path) -> None:
     model = CostModel(ms=MS, measured_on=MEASURED_ON, delays_ms=Delays(gap=0.5))
     cost_model.save(tmp_path / "model.json", model)
     assert cost_model.load(tmp_path / "model.json") == model

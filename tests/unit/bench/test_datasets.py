@@ -60,7 +60,9 @@ def test_only_what_has_two_turns_is_an_exchange(tmp_path: Path) -> None:
     ("content", "message"),
     [("{", "is no list of"), ('[{"conversations": [5]}]', "is no list of"), ("[]", "of two turns")],
 )
-def test_a_file_that_is_none_says_what_is_wrong(tmp_path: Path, content: str, message: str) -> None:
+def test_an_invalid_dataset_file_is_refused_with_the_reason(
+    tmp_path: Path, content: str, message: str
+) -> None:
     (tmp_path / "f.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_sharegpt(tmp_path / "f.json")

@@ -10,7 +10,7 @@ from bench.gpu import blocks, decode_floor, transformers_batching
 from tests.tiny_models import tiny_llama
 
 
-def test_the_floor_of_decode_steps_is_told(
+def test_the_floor_of_decode_steps_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {

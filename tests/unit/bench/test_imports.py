@@ -1,8 +1,9 @@
 """Imports inside bench/ form no circle, and the installed commands need no developer tool."""
 
-import ast
 from collections import defaultdict
 from pathlib import Path
+
+from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVELOPER_TOOLS = {"roofline", "quality", "simulate", "peers", "gpu"}
@@ -17,13 +18,7 @@ def imports_of(module: str) -> set[str]:
     """Return the modules of bench that a module imports, in functions and for types too."""
     path = ROOT / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return (names & MODULES) - {module, "bench"}
+    return set(imported_names(path) & MODULES) - {module, "bench"}
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:

@@ -22,4 +22,6 @@ def test_every_question_has_four_different_answers_of_which_one_is_right(tmp_pat
     write(tmp_path, asked)
     task = json.loads((tmp_path / f"{NAME}.yaml").read_text())
     lines = Path(task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
-    assert [json.loads(line)["question"] for line in lines] == [one.question for one in asked]
+    assert [json.loads(line)["question"] for line in lines] == [
+        question.question for question in asked
+    ]

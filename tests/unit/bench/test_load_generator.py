@@ -157,7 +157,7 @@ def test_the_next_turn_has_the_prompt_and_the_answer_of_the_one_before_in_front(
     )
 
 
-def test_one_that_follows_is_due_after_the_end_of_the_other() -> None:
+def test_a_following_request_is_due_after_the_end_of_the_one_before() -> None:
     result = run([job([7]), job([8], at=0.25, follows=0)], gap_s=None)
     assert result.records[1].due == pytest.approx(3.25)
 
@@ -216,7 +216,7 @@ def test_a_bug_in_reading_is_not_swallowed() -> None:
         run(["x", "y"], Broken())
 
 
-def test_what_arrives_is_read_while_the_rest_is_being_sent() -> None:
+def test_answers_are_read_while_further_requests_are_being_sent() -> None:
     ended_before: list[int] = []
     client = FakeClient()
     prompts: list[Prompt] = ["x"] * 50

@@ -190,7 +190,7 @@ def test_fields_are_added_and_taken_out_for_servers_that_differ() -> None:
     assert (body["top_k"], body["model"]) == (1, "mine")
 
 
-def test_without_usage_chunks_are_counted_and_that_is_told() -> None:
+def test_without_usage_the_chunks_are_counted_and_the_request_is_reported() -> None:
     (record,), info = asyncio.run(measure(FakeServer(no_usage), "x"))
     assert (record.error, record.completion_tokens, info["requests_without_usage"]) == (None, 2, 1)
 
@@ -231,7 +231,7 @@ def test_a_refusal_stays_with_its_request() -> None:
     ]
 
 
-def test_nobody_at_the_address_is_unreachable() -> None:
+def test_an_address_without_server_is_unreachable() -> None:
     async def ask() -> None:
         async with OpenAIClient(OpenAIServer("http://127.0.0.1:9"), 1.0) as client:
             await client.info()
@@ -258,7 +258,7 @@ def test_the_command_measures_it_like_any_server(
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 6
 
 
-def test_the_command_tells_of_failures_by_its_exit_code() -> None:
+def test_the_command_reports_failures_by_its_exit_code() -> None:
     flags = ["--backend", "openai", "--num-requests", "1", "--warmup-runs", "0", "--base-url"]
     with FakeServer(no_end).in_a_thread() as server:
         assert main([*flags, server.url]) == EXIT_FAILED

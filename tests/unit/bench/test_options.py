@@ -172,7 +172,7 @@ def test_an_unreachable_endpoint_is_one_line_and_exit_code_3(
 
 
 @pytest.mark.parametrize("command", [["-m", "bench.serving"], ["bench/serving.py"]])
-def test_both_ways_to_start_it_work(command: list[str]) -> None:
+def test_the_bench_starts_as_a_module_and_as_a_script(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, *command, "--help-all"],
         cwd=ROOT,

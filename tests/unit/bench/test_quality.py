@@ -78,7 +78,7 @@ def test_a_coarser_variant_diverges_a_little(
     assert coarse.perplexity == pytest.approx(reference.perplexity, rel=0.01)
 
 
-def test_what_is_measured_is_what_transformers_makes_of_the_text(
+def test_measured_logprobs_equal_those_of_transformers(
     model: ServerConfig, texts: ScoredTexts, tmp_path: Path
 ) -> None:
     import torch
@@ -112,7 +112,7 @@ def test_flags_before_the_variants_go_for_all_and_not_for_the_reference() -> Non
     assert (reference.dtype, reference.worker_threads, reference.page_size) == ("float32", 1, 16)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_variants_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ConfigError, match="is no variant"):
         parse(["--variant", "--dtype bfloat16"])
     with pytest.raises(ConfigError, match="on one model"):

@@ -113,7 +113,7 @@ def test_the_figures_are_in_ms() -> None:
         assert line in lines
 
 
-def test_what_the_server_does_not_tell_is_not_made_up() -> None:
+def test_figures_that_the_server_does_not_report_are_shown_as_n_a() -> None:
     options = parse(["--endpoint", "tcp://127.0.0.1:7777"])
     lines = block(options, result(info={})).splitlines()
     assert "Model: n/a" in lines

@@ -163,7 +163,7 @@ def test_steps_of_a_real_worker_are_timed_part_by_part(
                 assert step.parts == {}
 
 
-def test_what_cannot_be_measured_is_told_in_one_line(
+def test_a_model_that_cannot_be_measured_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert roofline.main(["--model", "./nowhere"]) == EXIT_USAGE

@@ -15,6 +15,7 @@ from bench.client import server as bench_server
 from bench.client.server import OwnServer
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ServerFailed, ServerUnreachable
+from tests.server import is_alive
 from tests.waiting import wait_until
 
 TIMEOUT_S = 10.0
@@ -49,15 +50,7 @@ def is_up(log: Path) -> Callable[[], bool]:
     return lambda: log.exists() and "up" in (text := log.read_text()) and text.endswith("\n")
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs and is no zombie."""
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
+def test_a_server_gets_the_flags_and_is_stopped_by_sigint_first(tmp_path: Path) -> None:
     server, log = own_server(tmp_path, POLITE, max_batch_size=3)
     with server:
         wait_until(is_up(log), TIMEOUT_S)
@@ -66,7 +59,7 @@ def test_it_gets_the_flags_and_is_asked_to_stop_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_one_that_does_not_stop_is_killed_with_its_children(
+def test_a_server_that_does_not_stop_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_server, "STOP_TIMEOUT_S", 0.1)
@@ -79,7 +72,7 @@ def test_one_that_does_not_stop_is_killed_with_its_children(
     wait_until(lambda: not is_alive(child), TIMEOUT_S)
 
 
-def test_one_that_ends_at_the_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
+def test_a_server_that_exits_at_the_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     async def no_answer() -> dict[str, Any]:
         raise ServerUnreachable("no answer")
 
@@ -97,7 +90,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
         asyncio.run(server.wait_ready(starting))
 
 
-def test_it_is_ready_when_it_says_so(tmp_path: Path) -> None:
+def test_a_server_is_ready_when_its_info_says_ready(tmp_path: Path) -> None:
     answers: list[dict[str, Any]] = [{"ready": False}, {"ready": True, "model": "m"}]
 
     async def attempt() -> dict[str, Any]:
@@ -109,7 +102,7 @@ def test_it_is_ready_when_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses the parent death signal")
-def test_it_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+def test_a_server_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     launcher, log = tmp_path / "launcher.py", tmp_path / "server.log"
     launcher.write_text(f"import os; print('pid', os.getpid(), flush=True)\n{POLITE}")
     program = (

@@ -26,7 +26,7 @@ from bench.serving import as_sent, main
 from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
-from tests.unit.fake_server import FakeServer
+from tests.unit.fake_server import FakeServer, running_fake_server
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,11 +46,8 @@ class ByteTokenizer:
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    fake = FakeServer(f"tcp://127.0.0.1:{free_port()}")
-    fake.start()
-    yield fake
-    fake.stopping = True
-    fake.join()
+    with running_fake_server() as fake:
+        yield fake
 
 
 def bench(server: FakeServer, flags: str) -> int:
@@ -187,7 +184,7 @@ def test_pretok_without_the_tokenizer_library_says_what_to_install(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_order(server: FakeServer, number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_cleanly(server: FakeServer, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "bench.serving", "--endpoint", server.endpoint]
     process = subprocess.Popen(
         [*command, "--prompt", "silent", "--num-requests", "2"],

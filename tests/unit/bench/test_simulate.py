@@ -89,8 +89,8 @@ def test_every_request_gets_all_its_tokens() -> None:
     found = run(world_of(), sent)
     assert found.failed == 0
     assert found.requests == 300
-    assert found.prompt_tokens == sum(one.num_own_tokens for one in sent)
-    assert found.completion_tokens == sum(one.max_new_tokens for one in sent)
+    assert found.prompt_tokens == sum(request.num_own_tokens for request in sent)
+    assert found.completion_tokens == sum(request.max_new_tokens for request in sent)
     assert found.itl is not None
     assert found.itl.count == found.completion_tokens - 300
 
@@ -135,7 +135,7 @@ def test_a_chat_ends_with_the_turn_that_is_too_long() -> None:
     assert run(world_of(), sent).errors == {"prompt_too_long": 1, "not_sent": 1}
 
 
-def test_a_long_prompt_can_be_cut_as_the_front_door_does_it() -> None:
+def test_a_long_prompt_can_be_truncated_as_the_frontend_does_it() -> None:
     world = world_of(allow_auto_truncate=True)
     found = run(world, [request(prompt=300), request(segment=1, follows=0)])
     assert found.failed == 0
@@ -277,7 +277,7 @@ def test_a_run_is_compared_with_the_medians_of_measured_ones(
     call(model_file, "--num-requests", "20", "--json", str(out))
     summary = json.loads(out.read_text())["summary"]
     runs = [summary | {"throughput": summary["throughput"] * factor} for factor in (1, 2, 9)]
-    measured.write_text(json.dumps({"runs": [{"summary": one} for one in runs]}))
+    measured.write_text(json.dumps({"runs": [{"summary": summary} for summary in runs]}))
     assert call(model_file, "--num-requests", "20", "--compare", str(measured)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("throughput")).endswith("ratio 0.500")

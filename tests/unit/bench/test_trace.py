@@ -84,7 +84,7 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
 
 
 @given(traces())
-def test_what_is_written_is_read(
+def test_a_written_trace_is_read_unchanged(
     tmp_path_factory: pytest.TempPathFactory, trace: list[TraceRequest]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
@@ -118,7 +118,7 @@ GOOD = '{"at": 0, "segments": [[1, 4]], "max_new_tokens": 2}\n'
         ("", "malformed|truncated"),
     ],
 )
-def test_what_is_wrong_is_named_with_file_line_and_field(
+def test_errors_of_a_trace_name_file_line_and_field(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = tmp_path / "t.jsonl"

@@ -43,7 +43,7 @@ def test_prompts_of_other_runs_differ_from_the_first_letter_on() -> None:
     assert texts(2, 2) == ["b Hello"] * 2
 
 
-def test_where_it_is_asked_for_every_run_sends_the_same_prompts() -> None:
+def test_on_request_every_run_sends_the_same_prompts() -> None:
     workload = Workload([TraceRequest(0.0, (), 1)] * 3, "Hi", repeat=True)
     assert workload.jobs(5) == workload.jobs(0)
 

@@ -291,7 +291,7 @@ def test_a_request_that_was_accepted_waits_for_room_at_a_server_that_does_not_kn
 
 
 @pytest.mark.parametrize("in_the_ring", [False, True])
-def test_it_does_not_wait_longer_than_for_a_server_that_is_away(
+def test_a_refused_resend_waits_no_longer_than_a_reconnect(
     play: Callable[[Play], None], in_the_ring: bool
 ) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
@@ -304,7 +304,9 @@ def test_it_does_not_wait_longer_than_for_a_server_that_is_away(
     play(test)
 
 
-def test_it_waits_as_long_as_its_own_timeout_says(play: Callable[[Play], None]) -> None:
+def test_a_refused_resend_waits_no_longer_than_its_own_timeout(
+    play: Callable[[Play], None],
+) -> None:
     async def test(client: AsyncClient, server: Server) -> None:
         began = now()
         handle = await refused_when_sent_again(client, server, timeout=20)

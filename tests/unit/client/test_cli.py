@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import quadriga
-from bench.client.server import free_port
 from quadriga.cli import chat
 from quadriga.cli import main as cli
 from quadriga.cli.main import main
 from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
 from quadriga.sampling.params import SamplingParams
-from tests.unit.fake_server import FakeServer
+from tests.unit.fake_server import FakeServer, running_fake_server
 
 
 class FakeClient:
@@ -140,14 +139,11 @@ def test_an_installation_that_does_not_register_a_command_says_what_to_do(
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    server = FakeServer(f"tcp://127.0.0.1:{free_port()}")
-    server.start()
-    yield server
-    server.stopping = True
-    server.join()
+    with running_fake_server() as server:
+        yield server
 
 
-@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("nobody reads", 141)])
+@pytest.mark.parametrize(("end", "code"), [("ctrl-c", 130), ("closed pipe", 141)])
 def test_an_answer_that_is_left_is_aborted_without_a_word(
     server: FakeServer, end: str, code: int
 ) -> None:
@@ -199,7 +195,9 @@ def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> N
     assert server.aborts == 1
 
 
-def test_nobody_at_the_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_without_server_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for command in (["ask", "Hi"], ["chat"]):
         assert main([*command, "--endpoint", "nowhere"]) == 1
         assert capsys.readouterr().err.count("\n") == 1

@@ -49,7 +49,7 @@ async def listen(endpoint: str, gone: threading.Thread) -> list[str]:
     return heard
 
 
-def test_what_came_before_the_connection_broke_is_taken_in_before_it_counts_as_broken() -> None:
+def test_messages_received_before_a_disconnect_are_handled_before_it() -> None:
     with zmq.Context() as context:
         router = context.socket(zmq.ROUTER)
         port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -93,7 +93,7 @@ def test_results_and_errors_come_back(loop: LoopThread) -> None:
     assert numbers == list(range(100))
 
 
-def test_what_is_left_early_is_ended(loop: LoopThread) -> None:
+def test_closing_an_iterator_early_ends_its_coroutine(loop: LoopThread) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
     numbers = loop.iterate(count(1 << 40, ended))
     assert next(numbers) == 0

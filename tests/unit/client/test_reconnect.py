@@ -12,15 +12,12 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, Completion, connection
 from quadriga.errors import AddressInUse, RequestFailed, ServerStopping, ServerUnreachable
-from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
-    Chunk,
     Chunks,
     ClientMessage,
-    End,
     ErrorInfo,
     Generate,
     GetInfo,
@@ -29,10 +26,9 @@ from quadriga.wire.messages.public import (
     Pong,
     Replay,
     ServerGone,
-    StageTimes,
-    Usage,
 )
 from quadriga.wire.sockets import AsyncPort, bind_public, encode
+from tests.unit.public_messages import make_chunk, make_end
 
 PATIENCE = 20.0
 
@@ -72,15 +68,6 @@ class ScriptedDoor:
 
     def close(self) -> None:
         self._port.close(linger_s=0.5)
-
-
-def chunk(request_id: str, offset: int, text: str, ids: list[int], end: End | None = None) -> Chunk:
-    return Chunk(request_id, offset, text, pack_ids(ids), [1.0] * len(ids), end)
-
-
-def the_end(tokens: int, error: ErrorInfo | None = None) -> End:
-    reason = "stop" if error is None else "error"
-    return End(reason, Usage(1, tokens), StageTimes(1, 1, 1, 1, 1), None, error)
 
 
 Script = Callable[[ScriptedDoor, Callable[[], Awaitable[ScriptedDoor]], Generate], Awaitable[None]]
@@ -123,18 +110,19 @@ def served_by(script: Script, **options: Any) -> tuple[Completion, list[str]]:
     return asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
 
 
-def test_a_stream_goes_on_at_a_new_front_door_and_shows_nothing_twice() -> None:
+def test_a_stream_goes_on_at_a_new_frontend_and_shows_nothing_twice() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         name = message.request_id
-        door.say(Chunks([chunk(name, 0, "He", [1])]))
+        door.say(Chunks([make_chunk(name, 0, "He", [1])]))
         await asyncio.sleep(0.05)
         door = await replace()
         again = await door.next()
         assert again == msgspec.structs.replace(message, resent=True)
         assert message.params.seed is not None, "a second run must give the same"
-        door.say(Chunks([chunk(name, 3, "lo", [3])]))  # what it may have missed is told again
-        door.say(Replay([chunk(name, 0, "Hello", [1, 2, 3])]))
-        door.say(Chunks([chunk(name, 5, " you", [4], the_end(4))]))
+        # A chunk that may have been missed is sent again.
+        door.say(Chunks([make_chunk(name, 3, "lo", [3])]))
+        door.say(Replay([make_chunk(name, 0, "Hello", [1, 2, 3])]))
+        door.say(Chunks([make_chunk(name, 5, " you", [4], make_end(4))]))
 
     completion, pieces = served_by(script)
     assert completion.text == "Hello you"
@@ -146,10 +134,10 @@ def test_a_stream_goes_on_at_a_new_front_door_and_shows_nothing_twice() -> None:
 def test_a_replay_may_come_unasked_and_lag_behind_what_is_known() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         name = message.request_id
-        door.say(Chunks([chunk(name, 0, "Hello", [1, 2, 3])]))
-        door.say(Replay([chunk(name, 0, "He", [1])]))
-        door.say(Chunks([chunk(name, 2, "ll", [2])]))
-        door.say(Chunks([chunk(name, 4, "o you", [3, 4], the_end(4))]))
+        door.say(Chunks([make_chunk(name, 0, "Hello", [1, 2, 3])]))
+        door.say(Replay([make_chunk(name, 0, "He", [1])]))
+        door.say(Chunks([make_chunk(name, 2, "ll", [2])]))
+        door.say(Chunks([make_chunk(name, 4, "o you", [3, 4], make_end(4))]))
 
     completion, pieces = served_by(script)
     assert completion.text == "Hello you"
@@ -161,12 +149,12 @@ def test_a_request_that_runs_anew_is_compared_with_what_it_gave_before() -> None
     def script_that_gives(second: list[int]) -> Script:
         async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
             name = message.request_id
-            door.say(Chunks([chunk(name, 0, "ab", [1, 2])]))
+            door.say(Chunks([make_chunk(name, 0, "ab", [1, 2])]))
             await asyncio.sleep(0.05)
             door = await replace()
             await door.next()
-            door.say(Replay([chunk(name, 0, "", [])]))
-            door.say(Chunks([chunk(name, 0, "abc", second, the_end(3))]))
+            door.say(Replay([make_chunk(name, 0, "", [])]))
+            door.say(Chunks([make_chunk(name, 0, "abc", second, make_end(3))]))
 
         return script
 
@@ -175,23 +163,23 @@ def test_a_request_that_runs_anew_is_compared_with_what_it_gave_before() -> None
         served_by(script_that_gives([1, 9, 3]))
 
 
-def test_what_was_lost_without_anybody_noticing_is_asked_for_again() -> None:
+def test_a_chunk_that_was_lost_is_requested_again() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         name = message.request_id
-        door.say(Chunks([chunk(name, 0, "a", [1])]))
-        door.say(Chunks([chunk(name, 2, "c", [3])]))
+        door.say(Chunks([make_chunk(name, 0, "a", [1])]))
+        door.say(Chunks([make_chunk(name, 2, "c", [3])]))
         assert (await door.next()).resent
-        door.say(Replay([chunk(name, 0, "abc", [1, 2, 3])]))
-        door.say(Chunks([chunk(name, 3, "", [5], the_end(5))]))  # where is token 4?
+        door.say(Replay([make_chunk(name, 0, "abc", [1, 2, 3])]))
+        door.say(Chunks([make_chunk(name, 3, "", [5], make_end(5))]))  # where is token 4?
         assert (await door.next()).resent
-        door.say(Replay([chunk(name, 0, "abc", [1, 2, 3, 4, 5], the_end(5))]))
+        door.say(Replay([make_chunk(name, 0, "abc", [1, 2, 3, 4, 5], make_end(5))]))
 
     completion, pieces = served_by(script)
     assert completion.token_ids == [1, 2, 3, 4, 5]
     assert "".join(pieces) == completion.text == "abc"
 
 
-def test_who_gives_up_says_what_happened_and_that_the_outcome_is_unknown() -> None:
+def test_the_error_after_giving_up_names_the_cause_and_the_unknown_outcome() -> None:
     async def script(door: ScriptedDoor, replace: Any, message: Generate) -> None:
         door.close()
 
@@ -221,7 +209,7 @@ def test_questions_are_asked_again_and_a_farewell_is_believed_at_once() -> None:
     asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
 
 
-def test_a_request_that_nobody_wants_any_more_is_aborted_when_the_server_is_back() -> None:
+def test_a_request_cancelled_while_the_server_was_away_is_aborted_when_it_is_back() -> None:
     async def run() -> None:
         async with client_and_door() as (client, door):
             handle = client.submit("x")
@@ -229,7 +217,7 @@ def test_a_request_that_nobody_wants_any_more_is_aborted_when_the_server_is_back
             door.close()
             door = await ScriptedDoor.open(client.endpoint)
             assert (await door.next()).request_id == handle.request_id
-            door.say(Chunks([chunk("another", 0, "a", [1])]))
+            door.say(Chunks([make_chunk("another", 0, "a", [1])]))
             message = await door.next()
             assert message == Abort(PROTOCOL_VERSION, "another")
             handle.abort()
@@ -255,7 +243,7 @@ def test_a_socket_that_has_stopped_reconnecting_is_replaced(
             socket.disconnect(client.endpoint)  # whatever happens, this one does not come back
             door = await ScriptedDoor.open(client.endpoint)
             assert await door.next() == msgspec.structs.replace(message, resent=True)
-            door.say(Replay([chunk(message.request_id, 0, "ab", [1, 2], the_end(2))]))
+            door.say(Replay([make_chunk(message.request_id, 0, "ab", [1, 2], make_end(2))]))
             assert (await handle.completion()).text == "ab"
             assert socket.closed
             door.close()

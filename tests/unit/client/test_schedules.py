@@ -32,13 +32,13 @@ NUM_SEEDS = 100
 
 
 def check(completion: Completion, prompt: str, params: SamplingParams) -> None:
-    """It has the right text: all of it, or its beginning where the request was aborted."""
-    for one in (completion, *completion.others):
+    """Check that each choice has its whole text, or its beginning if the request was aborted."""
+    for choice in (completion, *completion.others):
         most = params.max_new_tokens or 0
-        expected = chr(letter(prompt, one.index)) * most
-        assert one.text == expected[: len(one.token_ids)]
-        assert one.finish_reason in ("length", "abort")
-        assert one.finish_reason == "abort" or one.text == expected
+        expected = chr(letter(prompt, choice.index)) * most
+        assert choice.text == expected[: len(choice.token_ids)]
+        assert choice.finish_reason in ("length", "abort")
+        assert choice.finish_reason == "abort" or choice.text == expected
     assert len(completion.others) == params.n - 1
 
 

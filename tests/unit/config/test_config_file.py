@@ -58,7 +58,7 @@ def test_the_command_line_wins(file: Path) -> None:
     assert (found.http.port, found.scheduler.max_batch_size) == (9001, 8)
 
 
-def test_an_empty_file_says_nothing(file: Path) -> None:
+def test_an_empty_file_changes_no_default(file: Path) -> None:
     assert read(file, "") == ServerConfig()
 
 
@@ -78,7 +78,7 @@ def test_an_empty_file_says_nothing(file: Path) -> None:
         ("a: [", "server.yaml is no YAML: while parsing"),
     ],
 )
-def test_what_cannot_be_is_named_with_file_key_and_remedy(
+def test_invalid_entries_are_reported_with_file_key_and_remedy(
     file: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

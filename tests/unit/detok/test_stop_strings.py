@@ -141,7 +141,7 @@ def test_only_what_a_match_has_begun_with_is_held_back() -> None:
     assert stops.push(":z") == ("", r"\n\nQ\d+:")
 
 
-def test_what_stopped_the_text_is_kept_where_that_is_asked_for() -> None:
+def test_the_stop_string_is_kept_in_the_text_on_request() -> None:
     assert StopStrings(["b"], ["c+"], keeps_stop=True).push("abc") == ("ab", "b")
     assert StopStrings(["x"], ["b+c"], keeps_stop=True).push("abbcd") == ("abbc", "b+c")
 

@@ -100,7 +100,7 @@ def test_fp8_keeps_keys_and_values_in_a_byte(llama_dir: Path) -> None:
         ({"device": "cuda"}, "CUDA devices here"),
     ],
 )
-def test_what_a_gpu_alone_can_do_is_refused_without_one(
+def test_features_of_a_gpu_are_refused_without_one(
     flags: dict[str, object], complaint: str, gpt2_dir: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):

@@ -60,7 +60,7 @@ def test_it_gives_the_tokens_of_the_kernel(tmp_path: Path, with_graphs: bool) ->
         ({}, torch.bfloat16, "needs FlashAttention-3 beside torch"),
     ],
 )
-def test_what_it_cannot_do_is_said(
+def test_unsupported_settings_are_refused_with_the_reason(
     flags: dict[str, Any], dtype: torch.dtype, complaint: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

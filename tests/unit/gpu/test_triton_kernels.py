@@ -225,7 +225,7 @@ def test_embedding_looks_up_what_is_known_of_a_slot(
     assert x[2].eq(0).all()
 
 
-def test_what_was_chosen_is_noted_behind_its_position() -> None:
+def test_a_sampled_token_is_stored_behind_its_position() -> None:
     known = torch.zeros(3, 8, device=DEVICE, dtype=torch.int32)
     store_tokens(known, ints([7, 8, 9]), ints([2, -1, 0]), ints([1, 3, 6]))
     assert known.nonzero().tolist() == [[0, 7], [2, 2]]

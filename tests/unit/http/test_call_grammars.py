@@ -10,8 +10,9 @@ from llguidance import LLTokenizer
 from http_proc.protocol.call_grammars import strict_calls
 from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
 from http_proc.protocol.tool_calls import ToolFormat, make_parser
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import SamplingParams, grammar_of
+from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -59,11 +60,7 @@ def llama3(*calls: Any) -> str:
 @pytest.fixture(scope="module", params=[(), ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")])
 def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
     """A vocabulary without special tokens for calls, and one with some."""
-    tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
-    for number, text in enumerate(request.param, start=512):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        tokenizer["added_tokens"].append({"id": number, "content": text, **flags})
-    return load_vocabulary(json.dumps(tokenizer), 520, frozenset({0}))
+    return tiny_vocabulary(llama_dir, 520, *request.param)
 
 
 @pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])

@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 import subprocess
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,9 @@ from http_proc import listener
 from http_proc.endpoints import request_body
 from http_proc.middleware import request_scope, slow_client
 from http_proc.observe.request_metrics import RequestMetrics
-from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before, run_at_gateway
 
-Test = Callable[[Any], Coroutine[Any, Any, None]]
 ASK = {"prompt": "a secret", "max_tokens": 4}
-
-
-def run(ring: ScriptedRing, test: Test, run_loop: Any = asyncio.run, **flags: Any) -> None:
-    async def whole() -> None:
-        async with gateway_before(ring, **flags) as (_, gateway):
-            await test(gateway)
-
-    run_loop(asyncio.wait_for(whole(), 20))
 
 
 def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
@@ -85,7 +75,7 @@ def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_cou
         assert ring.handles[0].aborted
         client.close()
 
-    run(ring, test)
+    run_at_gateway(ring, test)
 
 
 def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
@@ -100,7 +90,7 @@ def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
             await asyncio.sleep(0.01)
         client.close()
 
-    run(ring, test)
+    run_at_gateway(ring, test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -114,7 +104,7 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
             client.close()
         assert gateway.num_open == 0
 
-    run(ScriptedRing(["a"]), test)
+    run_at_gateway(ScriptedRing(["a"]), test)
 
 
 def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +137,7 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
         assert num_checks > 10
         client.close()
 
-    run(ring, test)
+    run_at_gateway(ring, test)
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
@@ -187,7 +177,7 @@ def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
         silent = await connect(gateway)
         assert await answer(slow) == await answer(silent) == b""
 
-    run(ScriptedRing([]), test)
+    run_at_gateway(ScriptedRing([]), test)
 
 
 def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +190,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
         assert gateway.body_bytes == 0
         client.close()
 
-    run(ScriptedRing([]), test)
+    run_at_gateway(ScriptedRing([]), test)
 
 
 def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +208,7 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
         first.close()
         second.close()
 
-    run(ScriptedRing([]), test, max_body_bytes=1000)
+    run_at_gateway(ScriptedRing([]), test, max_body_bytes=1000)
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
@@ -234,7 +224,7 @@ def test_connections_over_the_limit_get_a_503_and_are_counted(run_loop: Any) -> 
         first.close()
 
     ring = ScriptedRing(["a"])
-    run(ring, test, run_loop, max_http_connections=1)
+    run_at_gateway(ring, test, run_loop=run_loop, max_http_connections=1)
     assert not ring.handles
 
 
@@ -257,7 +247,7 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
         while gateway.num_open:
             await asyncio.sleep(0)
 
-    run(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
+    run_at_gateway(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
     lines = [record.getMessage() for record in caplog.records if record.name == "root"]
     whole, streamed, wrong, left = lines
     for line in (whole, streamed):

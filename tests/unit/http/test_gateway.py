@@ -248,7 +248,7 @@ def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
     run(ring, test)
 
 
-def test_while_it_stops_it_answers_what_is_open_and_takes_nothing_new() -> None:
+def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None:
     ring = ScriptedRing(["a", "b"])
     ring.leaves_open = True
 

@@ -2,16 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from http_proc import gateway
 from quadriga.errors import DeadlineExceeded
-from tests.unit.scripted_ring import ScriptedRing, gateway_before
+from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
-Test = Callable[[Any], Coroutine[Any, Any, None]]
 KEY = "kö"
 HEADERS = [
     "Accept",
@@ -78,14 +76,6 @@ BODIES = [
 ]
 
 
-def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
-    async def whole() -> None:
-        async with gateway_before(ring, **flags) as (_, gateway):
-            await test(gateway)
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
-
-
 async def ask(gateway: Any, request: bytes) -> tuple[int, bytes]:
     """Return the status and the bytes of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.args.port)
@@ -127,7 +117,7 @@ def test_a_key_of_other_bytes_is_a_401_and_the_right_one_is_compared_as_bytes(
             assert b"invalid_api_key" in answer
         assert (await ask(gateway, request(b"GET", b"/v1/models")))[0] == 200
 
-    run(ScriptedRing(["a"]), test, api_key=KEY)
+    run_at_gateway(ScriptedRing(["a"]), test, api_key=KEY)
     check_log(log)
 
 
@@ -150,7 +140,7 @@ def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> 
                 assert status in (200, 204, 400, 405, 417), line[:40]
 
     flags = {"api_key": KEY, "allowed_origins": "https://a.example", "log_requests": True}
-    run(ScriptedRing(["a"]), test, **flags)
+    run_at_gateway(ScriptedRing(["a"]), test, **flags)
     check_log(log)
 
 
@@ -167,7 +157,7 @@ def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
             assert status == 400, body[:40]
             assert b"invalid_request_error" in answer
 
-    run(ScriptedRing(["a"]), test, api_key=KEY, log_requests=True)
+    run_at_gateway(ScriptedRing(["a"]), test, api_key=KEY, log_requests=True)
     check_log(log)
 
 
@@ -197,7 +187,7 @@ def test_the_start_is_over_once_a_probe_would_say_so() -> None:
         assert ring.num_asked == 4
         assert (await ask(gateway, request(b"GET", b"/readyz")))[0] == 200
 
-    run(ring, test)
+    run_at_gateway(ring, test)
 
 
 def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
@@ -210,4 +200,4 @@ def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
         statuses = [(await ask(gateway, request(b"GET", b"/readyz")))[0] for _ in range(5)]
         assert statuses == [503, 503, 200, 200, 200]
 
-    run(ring, test)
+    run_at_gateway(ring, test)

@@ -30,7 +30,7 @@ def test_the_newer_name_of_the_limit_wins_in_a_chat() -> None:
     assert take_sampling(dict(body), CHAT, {}).params.max_new_tokens == 3
 
 
-def test_what_is_left_out_takes_the_endpoints_default() -> None:
+def test_omitted_parameters_take_the_endpoints_defaults() -> None:
     assert take_sampling({}, OPENAI, {"max_new_tokens": 16}).params.max_new_tokens == 16
 
 

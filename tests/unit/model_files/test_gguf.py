@@ -128,7 +128,7 @@ def test_the_header_says_whether_a_text_begins_with_bos(
         ({"scaling": "yarn"}, "rotary"),
     ],
 )
-def test_what_would_be_wrong_is_refused_by_name(
+def test_unsupported_gguf_options_are_refused_by_name(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     path = write_tiny_gguf(tmp_path / "odd.gguf", **options)

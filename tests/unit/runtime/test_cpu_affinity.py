@@ -115,7 +115,7 @@ def test_this_machine_has_shares() -> None:
     assert bool(found.worker) == bool(found.others)
 
 
-def test_where_processes_cannot_keep_to_cpus_none_is_told_to(
+def test_without_cpu_pinning_the_plan_names_no_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))

@@ -61,7 +61,7 @@ def test_near_the_limit_a_warning_comes_once_a_minute_and_then_connections_are_e
     assert len(caplog.messages) == 2
 
 
-def test_the_front_door_is_told_the_descriptor_of_each_connection(tmp_path: Path) -> None:
+def test_the_frontend_gets_the_descriptor_of_each_connection(tmp_path: Path) -> None:
     taken: list[int] = []
 
     async def run() -> None:
@@ -105,7 +105,7 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
     assert len(asyncio.run(asyncio.wait_for(run(), 5))) <= 64, "at most a greeting"
 
 
-def test_what_is_no_connection_is_not_touched(tmp_path: Path) -> None:
+def test_descriptors_of_files_are_not_shut_down(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
         open_files._shut_down(file.fileno())
         open_files._shut_down(10**6)

@@ -61,7 +61,7 @@ class Watch:
         self.now += seconds
 
 
-def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> None:
+def test_only_the_process_that_does_not_answer_within_the_timeout_is_found() -> None:
     watch = Watch()
     found: list[Any] = []
     while not found:
@@ -72,7 +72,7 @@ def test_who_does_not_answer_within_the_timeout_is_found_and_nobody_else() -> No
     assert 104.0 <= watch.now <= 106.0
 
 
-def test_who_was_suspended_together_with_the_watchdog_is_not_to_blame() -> None:
+def test_a_process_suspended_together_with_the_watchdog_is_not_found_hung() -> None:
     watch = Watch()
     for _ in range(20):
         assert watch.check() == []
@@ -93,7 +93,7 @@ def test_a_child_that_stays_silent_after_a_suspension_is_found_within_the_timeou
     assert watch.now - went_on_at <= 5.0
 
 
-def test_a_watchdog_without_timeout_asks_nobody() -> None:
+def test_a_watchdog_without_timeout_sends_no_heartbeat() -> None:
     child = PingedChild()
     assert Watchdog(0.0).seconds_to_next() is None
     assert Watchdog(0.0).check([child]) == []  # type: ignore[list-item]

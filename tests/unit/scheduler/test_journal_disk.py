@@ -192,7 +192,7 @@ def test_a_journal_that_cannot_be_removed_does_not_keep_a_server_from_its_end(
     release_journal(run.journal)
 
 
-def test_what_fails_at_random_leaves_nothing_half_done(
+def test_random_disk_errors_leave_no_half_written_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMPACT_BYTES", 400)

@@ -131,7 +131,7 @@ every_queue = pytest.mark.parametrize(
     count=2,
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_whatever_happens_the_first_are_distinct_members_and_asking_again_says_the_same(
+def test_the_first_requests_are_distinct_members_and_the_same_when_asked_for_again(
     policy: str, fair: bool, actions: list[tuple[str, int]], count: int
 ) -> None:
     queue = queue_of(policy, fair, spread(Tree()))
@@ -258,7 +258,7 @@ def test_of_requests_that_came_together_the_shortest_goes_first(
     assert list(drain(queue)) == expected
 
 
-def test_what_a_retracted_request_has_generated_makes_it_shorter() -> None:
+def test_tokens_generated_before_a_retraction_shorten_a_requests_estimate() -> None:
     back, other = make_request(0, 10, 90, received=0.0), make_request(1, 10, 50, received=0.0)
     back.tokens.extend([1] * 60)
     back.num_known_tokens += 60
@@ -269,7 +269,7 @@ def test_what_a_retracted_request_has_generated_makes_it_shorter() -> None:
     assert list(drain(queue)) == [1, 0]
 
 
-def test_waiting_makes_shorter() -> None:
+def test_waiting_shortens_a_requests_estimate() -> None:
     queue = ShortestFirst()
     queue.push(make_request(0, 10, 500, received=0.0))
     queue.push(make_request(1, 10, 10, received=4.0))

@@ -95,7 +95,7 @@ def test_a_request_that_asks_for_nothing_carries_no_slot_params() -> None:
     assert bench.plan().new[0].rules is None
 
 
-def test_sampledreach_the_detokenizer_with_the_places_of_their_tokens() -> None:
+def test_logprobs_reach_the_detokenizer_with_the_positions_of_their_tokens() -> None:
     bench = Bench(chunked_prefill_size=12)
     bench.submit(logprobs=0, prompt_logprobs=0)
     first = bench.plan()

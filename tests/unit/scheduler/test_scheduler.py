@@ -375,7 +375,7 @@ def test_cached_pages_make_room_for_running_requests() -> None:
     assert kv_of(world).num_cached > 0
 
 
-def test_switched_off_it_finds_nothing() -> None:
+def test_a_disabled_prefix_cache_finds_nothing() -> None:
     world = World(args(disable_radix_cache=True))
     for name in "ab":
         world.send(submit(name, [9] * 9, 2))

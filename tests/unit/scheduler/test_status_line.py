@@ -36,7 +36,7 @@ class Shown:
         return self.line.wake_at
 
 
-def test_it_says_what_the_server_does() -> None:
+def test_the_status_line_shows_requests_throughput_and_cache() -> None:
     shown = Shown()
     shown.at(100.0, running=1)
     shown.at(102.0, running=3, waiting=12, pages_held=74, generation_tokens_total=824,
@@ -96,7 +96,7 @@ def test_the_cursor_stays_at_the_lines_beginning_and_nothing_is_left_in_the_end(
     assert received == expected
 
 
-def test_a_terminal_that_takes_nothing_holds_up_nobody(terminal: tuple[int, str]) -> None:
+def test_a_blocked_terminal_delays_no_request(terminal: tuple[int, str]) -> None:
     line = TransientLine(terminal[1])
     for number in range(10_000):
         line.show(f"{number} running")

@@ -52,7 +52,7 @@ def test_template_arguments_may_replace_no_messages(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-def test_the_template_tells_how_the_model_writes_tool_calls(
+def test_the_template_determines_the_format_of_tool_calls(
     tmp_path: Path, source: str | None, expected: str
 ) -> None:
     assert template(tmp_path, source).tool_format == expected
@@ -126,7 +126,7 @@ def test_the_date_in_a_template_is_todays(tmp_path: Path) -> None:
         "{{ messages.append(1) }}",
     ],
 )
-def test_whatever_goes_wrong_in_a_template_refuses_the_request(tmp_path: Path, source: str) -> None:
+def test_every_error_in_a_template_refuses_the_request(tmp_path: Path, source: str) -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]

@@ -1,13 +1,13 @@
 """What becomes of the messages to a client that does not read, or that is gone."""
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from quadriga.wire.messages.public import ServerGone
 from quadriga.wire.sockets import Unreachable
+from tests.waiting import wait_until_async
 from tokenizer_proc import clients as module
 from tokenizer_proc.clients import Clients
 
@@ -32,14 +32,6 @@ class SlowPort:
         return True
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        while not holds():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(wait(), TIMEOUT_S)
-
-
 def make(room: int) -> tuple[Clients, SlowPort, list[bytes]]:
     lost: list[bytes] = []
     clients, port = Clients(lost.append), SlowPort(room)
@@ -56,11 +48,11 @@ def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
             clients.deliver(b"c", message)
         assert port.sent == messages[:2]
         port.room = 5
-        await until(lambda: len(port.sent) == 7)
+        await wait_until_async(lambda: len(port.sent) == 7, TIMEOUT_S)
         for message in messages[30:]:
             clients.deliver(b"c", message)
         port.room = 100
-        await until(lambda: len(port.sent) == 50)
+        await wait_until_async(lambda: len(port.sent) == 50, TIMEOUT_S)
         assert port.sent == messages
         clients.deliver(b"c", b"at once")
         assert port.sent[-1] == b"at once"
@@ -72,7 +64,7 @@ def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
 @pytest.mark.parametrize(
     ("bound", "value", "size"), [("MAX_UNREAD_BYTES", 1000, 101), ("MAX_UNREAD_MESSAGES", 9, 1)]
 )
-def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_it_reads(
+def test_a_client_that_does_not_read_is_disconnected_at_a_bound_and_notified_when_it_reads(
     bound: str, value: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, bound, value)
@@ -87,7 +79,7 @@ def test_a_client_that_does_not_read_is_cut_off_at_a_bound_and_hears_of_it_when_
         assert lost == [b"c"]
         clients.deliver(b"c", b"is dropped")
         port.room = 1
-        await until(lambda: bool(port.sent))
+        await wait_until_async(lambda: bool(port.sent), TIMEOUT_S)
         (payload,) = port.sent
         gone = msgspec.msgpack.decode(payload, type=ServerGone)
         assert gone.error.code == "slow_reader"
@@ -102,7 +94,7 @@ def test_a_message_over_the_bound_may_wait_alone(monkeypatch: pytest.MonkeyPatch
         clients, port, lost = make(room=0)
         clients.deliver(b"c", bytes(5000))
         port.room = 1
-        await until(lambda: port.sent == [bytes(5000)])
+        await wait_until_async(lambda: port.sent == [bytes(5000)], TIMEOUT_S)
         assert lost == []
 
     asyncio.run(run())
@@ -113,7 +105,7 @@ def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
         clients, port, lost = make(room=0)
         clients.deliver(b"c", b"1")
         port.is_gone = True
-        await until(lambda: lost == [b"c"])
+        await wait_until_async(lambda: lost == [b"c"], TIMEOUT_S)
         port.is_gone, port.room = False, 10
         clients.mark_seen(b"c")
         clients.deliver(b"c", b"2")

@@ -74,7 +74,7 @@ def test_a_request_that_is_cancelled_leaves_the_check_to_others() -> None:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_of_too_many_different_ones_the_last_is_refused_unless_it_was_let_in_before(
+def test_only_a_new_grammar_beyond_the_limit_of_pending_checks_is_refused(
     is_new: bool,
 ) -> None:
     async def run() -> None:

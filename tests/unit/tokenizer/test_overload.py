@@ -239,7 +239,7 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     assert world.scheduler.sent == [Drain()]
 
 
-def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
+def test_only_the_absence_of_a_lost_client_is_remembered() -> None:
     world = FrontendWorld(max_queued=100)
     world.ask("a", params=SamplingParams(n=2))
     world.deliver(ended=("a",))
@@ -261,7 +261,7 @@ def test_nothing_is_kept_of_a_client_that_is_gone_but_that_it_is() -> None:
 
 
 @in_loop
-async def test_what_is_encoded_when_its_client_is_lost_is_not_run_and_can_be_sent_again() -> None:
+async def test_a_request_that_loses_its_client_in_encoding_is_dropped_and_may_be_resent() -> None:
     world = FrontendWorld(max_queued=100, limit=1)
     world.ask("a", late=True)
     world.ask("a", late=True)  # it is under way
@@ -321,7 +321,7 @@ async def test_a_request_whose_grammar_is_refused_is_answered_and_forgotten() ->
 
 
 @in_loop
-async def test_what_is_sent_again_while_it_is_being_encoded_is_replayed() -> None:
+async def test_a_request_sent_again_while_it_is_being_encoded_is_replayed() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
     world.ask("a", late=True, resent=True)  # over a new connection
@@ -332,7 +332,7 @@ async def test_what_is_sent_again_while_it_is_being_encoded_is_replayed() -> Non
 
 
 @in_loop
-async def test_what_is_aborted_while_it_is_being_encoded_is_aborted_when_it_is_known() -> None:
+async def test_a_request_aborted_while_it_is_being_encoded_is_aborted_afterwards() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
     world.frontend.on_public([b"c", encode(Abort(1, "a"))])
@@ -465,7 +465,7 @@ def test_a_frontend_that_replaces_another_leaves_what_is_sent_again_to_the_sched
 
 
 @in_loop
-async def test_what_is_not_prepared_at_the_end_of_a_stop_is_refused_and_the_stop_goes_on() -> None:
+async def test_requests_unprepared_at_the_end_of_a_stop_are_refused_and_the_stop_goes_on() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
     world.frontend.intake.drain()

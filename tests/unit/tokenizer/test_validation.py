@@ -93,7 +93,7 @@ def test_a_wrong_message_is_refused_by_the_name_of_what_is_wrong(wrong: Any, nam
     assert named in str(caught.value)
 
 
-def test_the_sender_of_a_wrong_message_hears_of_it_under_its_own_id() -> None:
+def test_the_sender_of_an_invalid_message_gets_an_error_under_its_own_id() -> None:
     frame = msgspec.msgpack.encode(["generate", 1, "my-id", "x", {"temperature": "hot"}])
     assert validation.peek(frame) == ("generate", "my-id")
 
@@ -326,7 +326,7 @@ def test_the_clients_options_travel_with_the_request() -> None:
         assert submit.deadline == submit.received_at + 20
 
 
-def test_a_client_that_says_nothing_leaves_it_to_the_server() -> None:
+def test_options_that_a_client_omits_keep_their_defaults() -> None:
     for message in sent_by_the_client():
         assert (message.priority, message.queue_timeout, message.timeout) == (0, None, None)
 

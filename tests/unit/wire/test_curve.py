@@ -79,7 +79,7 @@ def test_files_that_come_and_go_count_at_once(keys: Path) -> None:
     assert load_pair(keys, SERVER).public in allowed
 
 
-def test_what_is_no_key_allows_nobody_and_disturbs_nobody(keys: Path) -> None:
+def test_unreadable_key_files_allow_no_client_and_valid_keys_still_work(keys: Path) -> None:
     allowed = AllowList(keys)
     file_of(keys, "broken").write_bytes(b"\xff no key")
     file_of(keys, "empty").touch()
@@ -109,7 +109,7 @@ def test_only_what_has_changed_is_read_again(keys: Path, monkeypatch: pytest.Mon
     assert read == [str(file_of(keys, "carl"))]
 
 
-def test_without_its_directory_nobody_is_allowed_until_it_is_back(keys: Path) -> None:
+def test_without_the_key_directory_no_client_is_allowed_until_it_is_back(keys: Path) -> None:
     allowed, ann = AllowList(keys), key_of(keys, "ann")
     assert ann in allowed
     (keys / ALLOWED).rename(keys / "elsewhere")

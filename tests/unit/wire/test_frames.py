@@ -39,5 +39,5 @@ def test_fields_have_their_names_and_places() -> None:
 def test_the_types_of_fields_are_those_of_the_frames() -> None:
     for link, tag, frames in listed(KNOWN):
         drawn = [Values(turn).of(messages(link)[tag]) for turn in range(3)]
-        sent = {recode(link, msgspec.msgpack.encode(one)).hex() for one in drawn}
+        sent = {recode(link, msgspec.msgpack.encode(message)).hex() for message in drawn}
         assert sent == set(frames["whole"]), f"{link}: {tag}"

@@ -10,8 +10,9 @@ import pytest
 import regex
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tokenizer_proc.grammars.sandbox import _check_grammar
 
 VOCAB_SIZE = 512
@@ -20,8 +21,7 @@ SEEDS = 12
 
 @pytest.fixture(scope="module")
 def vocabulary(llama_dir: Path) -> LLTokenizer:
-    text = (llama_dir / "tokenizer.json").read_text()
-    return load_vocabulary(text, VOCAB_SIZE, frozenset({0}))
+    return tiny_vocabulary(llama_dir, VOCAB_SIZE)
 
 
 def walk(matcher: LLMatcher, chance: random.Random, most: int = 60) -> tuple[list[int], str]:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 END, THINK, CALL, CALL_END = 0, 512, 513, 514
 CITY = {
@@ -21,11 +22,7 @@ CITY = {
 @pytest.fixture(scope="module")
 def vocabulary(llama_dir: Path) -> LLTokenizer:
     """With special tokens for calls, as some models have them."""
-    tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
-    for number, text in ((THINK, "<think>"), (CALL, "<call>"), (CALL_END, "</call>")):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        tokenizer["added_tokens"].append({"id": number, "content": text, **flags})
-    return load_vocabulary(json.dumps(tokenizer), 520, frozenset({END}))
+    return tiny_vocabulary(llama_dir, 520, "<think>", "<call>", "</call>")
 
 
 def matcher(vocabulary: LLTokenizer, trigger: str, end: str) -> LLMatcher:
@@ -62,7 +59,7 @@ def test_text_is_free_until_a_trigger_and_again_after_its_structure(
     assert not obeys(call.removesuffix(end)), "what has begun must be ended"
 
 
-def test_what_is_no_structural_tag_is_refused_with_a_reason(vocabulary: LLTokenizer) -> None:
+def test_an_invalid_structural_tag_is_refused_with_a_reason(vocabulary: LLTokenizer) -> None:
     structure = {"begin": "<a>", "end": "</a>"}
     for tag, why in [
         ("{", "truncated"),

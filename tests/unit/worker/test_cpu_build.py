@@ -16,11 +16,11 @@ from tests.unit.worker.test_cpu_kernels import (
     TOLERANCE,
     Compared,
     drive,
-    load,
     native,
     reference,
     round_weights,
 )
+from tests.unit.worker_driver import load_on_cpu
 from worker_proc.cpu import build
 from worker_proc.cpu import engine as kernels_engine
 from worker_proc.cpu.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
@@ -130,7 +130,7 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
 ) -> None:
     monkeypatch.delenv(COMPILER_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
-    model = load(tiny_llama(tmp_path / "model"), torch.float32)
+    model = load_on_cpu(tiny_llama(tmp_path / "model"), torch.float32)
     with caplog.at_level(logging.WARNING):
         engine = make_engine(WorkerArgs(), model, 64, torch.float32, CPU)
     assert isinstance(engine, TorchEngine)
@@ -140,7 +140,7 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
 
 
 def test_quantised_weights_need_the_kernels(tmp_path: Path) -> None:
-    model = load(tiny_llama(tmp_path), torch.float32)
+    model = load_on_cpu(tiny_llama(tmp_path), torch.float32)
     args = WorkerArgs(attention_backend="torch", quantization="int8")
     with pytest.raises(ConfigError, match="quantization int8 needs the native kernels"):
         make_engine(args, model, 64, torch.float32, CPU)

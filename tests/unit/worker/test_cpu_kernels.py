@@ -9,19 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quadriga.config.server_config import ModelArgs
 from quadriga.errors import ModelError
-from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
-from tests.unit.worker_driver import Driver, prompts_of
+from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
 from worker_proc.cpu.weights import interleave, to_panels, to_quantised_panels
-from worker_proc.loading.loader import load_model
-from worker_proc.models.base import Model
 from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.step.engine_base import Engine
@@ -75,10 +71,6 @@ class Compared(Engine):
         assert difference <= self.within
 
 
-def load(directory: Path, dtype: torch.dtype) -> Model:
-    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, CPU)
-
-
 def native(
     directory: Path,
     dtype: torch.dtype,
@@ -87,14 +79,14 @@ def native(
     bits: int | None = None,
     int8: bool = False,
 ) -> NativeEngine:
-    pages, model = NUM_SLOTS * CONTEXT // page_size, load(directory, dtype)
+    pages, model = NUM_SLOTS * CONTEXT // page_size, load_on_cpu(directory, dtype)
     return NativeEngine(model, pages, page_size, dtype, threads, bits, int8)
 
 
 @torch.inference_mode()
 def reference(directory: Path, dtype: torch.dtype, page_size: int) -> TorchEngine:
     """Return plain torch in float32, with weights rounded to dtype."""
-    model = load(directory, dtype).float()
+    model = load_on_cpu(directory, dtype).float()
     pages = NUM_SLOTS * CONTEXT // page_size
     attention = TorchAttention(model.attention_shape, pages, page_size, torch.float32, CPU)
     return TorchEngine(model, attention)
@@ -203,7 +195,7 @@ def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
         assert (ours == theirs).all()
 
 
-def test_whatever_is_no_plain_decode_step_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_step_that_is_no_plain_decode_step_is_declined_without_effect(tmp_path: Path) -> None:
     engine = native(tiny_llama(tmp_path), torch.float32, 4)
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_SLOTS * CONTEXT // 4, 4, CPU)
     driver = Driver(Runner(engine, table, torch.float32))

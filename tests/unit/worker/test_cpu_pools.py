@@ -2,13 +2,12 @@
 
 import ctypes
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 from torch import Tensor
 
+from tests.waiting import wait_until
 from worker_proc.cpu.memory import LARGE_PAGE, PREFAULT_AHEAD_BYTES, KVPools
 
 pytestmark = pytest.mark.skipif(
@@ -19,6 +18,7 @@ LAYERS, PAGE_BYTES = 16, 1 << 16
 AHEAD = PREFAULT_AHEAD_BYTES // LAYERS
 NUM_PAGES = 3 * AHEAD // PAGE_BYTES
 SYSTEM_PAGE = 4096
+TIMEOUT_S = 30.0
 
 
 def resident_bytes(layer: Tensor) -> int:
@@ -32,13 +32,6 @@ def resident_bytes(layer: Tensor) -> int:
     return SYSTEM_PAGE * (len(resident) if 0 not in resident else resident.index(0))
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.timeout(60)
 def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
     pools = KVPools(LAYERS, NUM_PAGES, PAGE_BYTES)
@@ -47,10 +40,12 @@ def test_memory_is_taken_a_little_ahead_of_the_highest_page() -> None:
     for pages in (0, NUM_PAGES // 2, NUM_PAGES // 3):
         pools.reach(pages)
         least = max(pages, NUM_PAGES // 2 if pages else 0) * PAGE_BYTES + AHEAD
-        wait_until(partial(_all_resident, pools, least))
+        wait_until(partial(_all_resident, pools, least), TIMEOUT_S)
         assert resident_bytes(pools.layers[-1]) < least + 2 * LARGE_PAGE
     pools.reach(NUM_PAGES)
-    wait_until(lambda: all(resident_bytes(layer) >= layer.numel() for layer in pools.layers))
+    wait_until(
+        lambda: all(resident_bytes(layer) >= layer.numel() for layer in pools.layers), TIMEOUT_S
+    )
     assert not any(bool(layer.any()) for layer in pools.layers[:2])
 
 

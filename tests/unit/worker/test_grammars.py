@@ -7,8 +7,9 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary, to_library_form
+from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from tests.unit.tiny_vocabulary import tiny_vocabulary
 from worker_proc.sampling.grammar_mask import (
     MASKED,
     Constrained,
@@ -22,8 +23,7 @@ VOCAB_SIZE = 515  # some more ids than the tokenizer has, and not a multiple of 
 
 @pytest.fixture(scope="module")
 def vocabulary(llama_dir: Path) -> LLTokenizer:
-    text = (llama_dir / "tokenizer.json").read_text()
-    return load_vocabulary(text, VOCAB_SIZE, frozenset({0}))
+    return tiny_vocabulary(llama_dir, VOCAB_SIZE)
 
 
 def slot(
@@ -57,7 +57,7 @@ def test_a_stop_token_of_the_text_itself_ends_it_only_there_too(vocabulary: LLTo
     assert allowed(slot(vocabulary, "[XY]X", x, x, stop=y)) == [{0, y}]
 
 
-def test_what_was_known_before_and_what_came_since_lead_to_the_same_place(
+def test_tokens_known_at_the_start_and_tokens_added_later_give_the_same_state(
     vocabulary: LLTokenizer,
 ) -> None:
     (x,), (y,) = ids(vocabulary, "X"), ids(vocabulary, "Y")
@@ -75,7 +75,7 @@ def test_a_row_whose_token_is_barred_fails_alone(vocabulary: LLTokenizer) -> Non
     assert allowed(rows[0].grammar, rows[1].grammar) == [{0, x}, set()]
 
 
-def test_what_must_follow_is_forced_as_the_tokenizer_writes_it(vocabulary: LLTokenizer) -> None:
+def test_forced_text_becomes_the_tokens_of_the_tokenizer(vocabulary: LLTokenizer) -> None:
     (a,), (b,) = ids(vocabulary, "A"), ids(vocabulary, "B")
     jumping = slot(vocabulary, "(A|B) quick brown fox[XY]", jump_forward=True)
     assert jumping.take_forced(32) == [], "both letters are allowed"

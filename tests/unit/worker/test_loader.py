@@ -19,10 +19,9 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.gguf_checkpoint import gguf_of
-from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
-from worker_proc.models.base import Model
 from worker_proc.runner import Runner
 from worker_proc.startup.memory_profile import num_pool_pages
 from worker_proc.step.slot_table import SlotTable
@@ -30,10 +29,6 @@ from worker_proc.system.devices import choose_device, choose_dtype, take_cores
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8)
-
-
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
-    return load_model(resolve_model(ModelArgs(model=str(directory))), dtype, CPU)
 
 
 def generated(runner: Runner) -> list[list[int]]:
@@ -59,21 +54,21 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     change_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
     with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.self_attn\.k_proj"):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
 
 
 def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     change_tensors(tmp_path, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
     with pytest.raises(ModelError, match=r"unexpected 1 tensors: model\.layers\.0\.self_attn\.q_n"):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     tiny_gpt2(tmp_path)
     change_tensors(tmp_path, **{"transformer.ln_f.bias": torch.ones(47)})
     with pytest.raises(ModelError, match=r"ln_f\.bias is \[47\].*\[48\]"):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
 
 
 def test_constants_and_tied_copies_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
@@ -109,7 +104,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
     tiny_llama(tmp_path)
     change_config(tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
     with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: gpt2, llama"):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +121,7 @@ def test_a_config_beyond_what_the_model_does_is_refused(
     tiny_llama(tmp_path)
     change_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
 
 
 def dummy_files(directory: Path) -> ModelFiles:
@@ -151,7 +146,7 @@ def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
 ) -> None:
     directory = build(tmp_path / "hf")
     loaded = load_model(gguf_of(directory), torch.float32, CPU).state_dict()
-    for name, expected in load(directory).state_dict().items():
+    for name, expected in load_on_cpu(directory).state_dict().items():
         assert (loaded[name] - expected).abs().max() < 0.004, name
 
 
@@ -169,7 +164,7 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
 def test_a_window_shorter_than_the_context_is_refused_with_the_remedy(tmp_path: Path) -> None:
     tiny_mistral(tmp_path, sliding_window=64)
     with pytest.raises(ModelError, match=r"last 64 tokens only.*take --context-length 64"):
-        load(tmp_path)
+        load_on_cpu(tmp_path)
     files = resolve_model(ModelArgs(model=str(tmp_path), context_length=64))
     assert load_model(files, torch.float32, CPU).vocab_size == 512
 
@@ -185,7 +180,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_remedy() -> None:
         choose_device("cuda")
 
 
-def test_a_device_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_device_is_refused() -> None:
     for name in ("gpu", "meta"):
         with pytest.raises(ConfigError, match="must be auto, cpu, cuda"):
             choose_device(name)

@@ -36,7 +36,7 @@ def test_a_long_step_is_cut_at_the_context() -> None:
     assert len(plan.new[0].token_ids) == 4 * 63
 
 
-def test_what_steps_need_is_no_room_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_steps_need_is_not_given_to_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "free_memory", lambda _: 100 * 2**20)
     args = WorkerArgs(page_size=4096, mem_fraction_static=0.5)
     assert num_pool_pages(args, SHAPE, torch.float32, CPU, 10**6, step_bytes=80 * 2**20) == 10
