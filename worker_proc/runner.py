@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from msgspec.structs import asdict
 
 from quadriga.wire.messages.worker import StepPlan, StepResult
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
@@ -53,7 +52,15 @@ class Runner:
             output = pending.wait()
             began, ended = times()
             return StepResult(
-                step=plan.step, began=began, ended=ended, session=plan.session, **asdict(output)
+                step=plan.step,
+                token_ids=output.token_ids,
+                began=began,
+                ended=ended,
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                failed=output.failed,
+                session=plan.session,
+                forced=output.forced,
             )
 
         if pending.blocks_next:

@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import sys
 import threading
-from functools import partial
 
 import numpy as np
 import torch
@@ -84,8 +83,7 @@ class KVPools:
         """Start the thread that prefaults memory, on these CPUs; if empty, on any."""
         if sys.platform == "linux" and self._layer_bytes >= MIN_MAPPING_BYTES:
             self._grown.set()
-            prefault = partial(self._prefault, cpus)
-            threading.Thread(target=prefault, name="pools", daemon=True).start()
+            threading.Thread(target=self._prefault, args=(cpus,), name="pools", daemon=True).start()
 
     def _prefault(self, cpus: Cpus) -> None:
         pin_to(cpus)
