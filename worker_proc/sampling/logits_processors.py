@@ -171,9 +171,8 @@ def _repeated(values: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
 
 def _column(rows: Sequence[RowLogits], name: str, device: torch.device) -> Tensor:
     """Return a parameter of each row, [rows, 1]."""
-    return torch.tensor([getattr(row.rules.params, name) for row in rows], device=device).unsqueeze(
-        1
-    )
+    values = [getattr(row.rules.params, name) for row in rows]
+    return torch.tensor(values, device=device).unsqueeze(1)
 
 
 def _ids(packed: bytes, device: torch.device) -> Tensor:
