@@ -6,7 +6,6 @@ The launcher does no work of its own and imports no torch. Each child holds one 
 (quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
 """
 
-import argparse
 import sys
 import time
 from importlib.util import find_spec
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from quadriga.clock import Countdown
-from quadriga.config import server_config as configuration
-from quadriga.config.server_config import ServerConfig
+from quadriga.config.parser import ServerParser
+from quadriga.config.server_config import DEFAULT_ENDPOINT, ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.runtime import terminal
@@ -115,7 +114,7 @@ class Launcher:
             f" zmq {endpoint}"
             + ("" if self._config.http.no_http else f" · {self._config.http.url}")
         )
-        where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
+        where = "" if endpoint == DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
         say(f'ask it: {sys.executable} -m quadriga ask{where} "Name the capital of France."')
 
     # --- serve ------------------------------------------------------------------------------------
@@ -257,17 +256,9 @@ def serve(arguments: list[str]) -> NoReturn:
 
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     """Parse the flags, find the model, and run a server."""
-    parser = argparse.ArgumentParser(
-        program,
-        usage="%(prog)s [FLAGS]",
-        description="Serve a language model in four processes.",
-        allow_abbrev=False,
-    )
-    configuration.add_flags(parser)
     terminal.open_if_closed()
-    namespace = parser.parse_args(arguments)
     try:
-        config = configuration.from_namespace(namespace)
+        config = ServerParser(program).parse(arguments)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE)
     packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
