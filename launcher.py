@@ -52,7 +52,7 @@ class Launcher:
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
         self._model_seconds = time.monotonic() - STARTED_AT
         self._config = config
-        location = {"model": model.location, "served_model_name": config.model.shown_name}
+        location = {**model.location_flags, "served_model_name": config.model.shown_name}
         quiet = config.launch.no_status_line or not terminal.is_foreground()
         self._flags = config.replace(**location, no_status_line=quiet).to_argv()
         self._supervisor = Supervisor(

@@ -42,6 +42,7 @@ FOREIGN_FLAGS = {
     "--uvicorn-log-level": ForeignFlag(VLLM, "--log-level"),
     "--trust-remote-code": ForeignFlag(f"{VLLM} and {SGLANG}", NO_REMOTE_CODE),
     "--model-path": ForeignFlag(SGLANG, "--model"),
+    "--tokenizer-path": ForeignFlag(SGLANG, "--tokenizer"),
     "--tokenizer-worker-num": ForeignFlag(SGLANG, "--tokenize-workers"),
     "--tp-size": ForeignFlag(SGLANG, "--tp"),
     "--max-prefill-tokens": ForeignFlag(SGLANG, "--prefill-max-tokens"),
@@ -71,6 +72,7 @@ FOREIGN_FLAGS = {
     "--cont-batching": ForeignFlag(
         LLAMA_CPP, "always on here; --batching static is for comparison"
     ),
+    "--chat-template-file": ForeignFlag(LLAMA_CPP, "--chat-template"),
     "--ssl-key-file": ForeignFlag(LLAMA_CPP, "--ssl-keyfile"),
     "--ssl-cert-file": ForeignFlag(LLAMA_CPP, "--ssl-certfile"),
 }

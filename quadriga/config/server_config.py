@@ -34,6 +34,16 @@ class ModelArgs:
         basic=True,
     )
     served_model_name: str = flag("", "name that clients see (default: --model)")
+    revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
+    tokenizer: str = flag(
+        "",
+        "Hub id, directory, .gguf file or built-in name whose tokenizer replaces the model's own"
+        " (default: --model)",
+        unit="MODEL",
+    )
+    chat_template: str = flag(
+        "", "Jinja file that replaces the model's own chat template", unit="PATH"
+    )
     load_format: str = flag(
         "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
     )
