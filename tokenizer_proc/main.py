@@ -90,7 +90,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     frontend.open(port)
     delivery_port = AsyncPort(deliveries, frontend.on_delivery)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
-    child.ready()
+    child.ready(chat=loaded.static_info["chat"])
     gc.freeze()
     child.control.answer_in_loop()
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them

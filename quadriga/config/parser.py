@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import NoReturn
 
 from quadriga.config import server_config
 from quadriga.config.flags import flag_name
@@ -16,7 +15,7 @@ MAX_SUGGESTIONS = 3
 MIN_SIMILARITY = 0.7
 
 
-class ServerParser:
+class ServerParser(argparse.ArgumentParser):
     """Parse the command line of `quadriga serve` or launcher.py.
 
     Args:
@@ -24,37 +23,33 @@ class ServerParser:
     """
 
     def __init__(self, program: str) -> None:
-        self._parser = argparse.ArgumentParser(
+        super().__init__(
             program,
             usage="%(prog)s [MODEL] [FLAGS]",
             description="Serve a language model in four processes. MODEL is short for --model.",
             epilog="--help-all shows the other flags; docs/configuration.md has a table of them.",
             allow_abbrev=False,
         )
-        server_config.add_flags(self._parser)
+        server_config.add_flags(self)
 
-    def parse(self, arguments: Sequence[str] | None) -> ServerConfig:
-        """Return the validated config. Exit with usage and advice for an unknown flag.
+    def parse_flags(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Return the flags, for `server_config.from_namespace`; MODEL becomes --model.
+
+        For an unknown flag or a second model print usage and advice, and exit.
 
         Args:
             arguments: the command line without the program; None: that of this process.
-
-        Raises:
-            ConfigError: a value cannot work.
         """
-        namespace, others = self._parser.parse_known_args(arguments)
+        namespace, others = self.parse_known_args(arguments)
         unknown = [word.partition("=")[0] for word in others if word.startswith("-")]
         if unknown:
-            self._fail("; ".join(map(_advice, unknown)))
+            self.error("; ".join(map(_advice, unknown)))
         if others:
             if len(others) > 1 or getattr(namespace, "model", others[0]) != others[0]:
                 models = [*others, *filter(None, [getattr(namespace, "model", "")])]
-                self._fail(f"one server serves one model, but there are {', '.join(models)}")
+                self.error(f"one server serves one model, but there are {', '.join(models)}")
             namespace.model = others[0]
-        return server_config.from_namespace(namespace)
-
-    def _fail(self, message: str) -> NoReturn:
-        self._parser.error(message)
+        return namespace
 
 
 def _advice(flag: str) -> str:

@@ -7,11 +7,11 @@ import pytest
 from quadriga.config.flags import flag_name
 from quadriga.config.foreign_flags import FOREIGN_FLAGS
 from quadriga.config.parser import ServerParser
-from quadriga.config.server_config import ServerConfig
+from quadriga.config.server_config import ServerConfig, from_namespace
 
 
 def parse(line: str) -> ServerConfig:
-    return ServerParser("quadriga serve").parse(line.split())
+    return from_namespace(ServerParser("quadriga serve").parse_flags(line.split()))
 
 
 def flags_of_the_server() -> set[str]:
