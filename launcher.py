@@ -6,7 +6,6 @@ The launcher does no work of its own and imports no torch. Each child holds one 
 (quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
 """
 
-import argparse
 import sys
 import time
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
+from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
@@ -28,6 +28,7 @@ from quadriga.runtime.child import (
     Command,
 )
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
+from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
 
@@ -53,9 +54,9 @@ class Launcher:
     def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
         self._model_seconds = time.monotonic() - STARTED_AT
         self._config = config
-        location = {"model": model.location, "served_model_name": config.model.shown_name}
-        quiet = config.launch.no_status_line or not terminal.is_foreground()
-        self._flags = config.replace(**location, no_status_line=quiet).to_argv()
+        location = {**model.location_flags, "served_model_name": config.model.shown_name}
+        self._quiet = config.launch.no_status_line or not terminal.is_foreground()
+        self._flags = config.replace(**location, no_status_line=self._quiet).to_argv()
         self._supervisor = Supervisor(
             self._flags,
             [str(ROOT)],
@@ -78,7 +79,9 @@ class Launcher:
     def _wait_until_ready(self) -> int:
         """Return EXIT_OK once every process has reported that it serves."""
         timeout = Countdown(self._config.launch.start_timeout)
+        line = first_screen.PhaseLine(shown=not self._quiet)
         while self._supervisor.not_ready:
+            line.show(self._supervisor, time.monotonic())
             event = self._supervisor.next_event(timeout)
             match event:
                 case Death():
@@ -94,29 +97,21 @@ class Launcher:
                         f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
                     )
                     return EXIT_START_FAILED
+        line.close()
         self._announce()
         return EXIT_OK
 
     def _announce(self) -> None:
-        info = self._supervisor["worker_proc"].info
-        endpoint = self._config.frontend.endpoint
-        say(f"  launcher: find model {self._model_seconds:.1f} s")
-        for child in self._supervisor:
-            if child.phases:
-                say(f"  {child.name}: {', '.join(child.phases)}")
-        cpus = f" on CPUs {info['cpus']}, reserved for the worker" if info.get("cpus") else ""
-        say(
-            f"  KV pool {info.get('tokens')} tokens · {info.get('backend')} backend ·"
-            f" {info.get('threads')} worker threads{cpus}"
-        )
-        say(
-            f"quadriga ready in {time.monotonic() - STARTED_AT:.1f} s ·"
-            f" {self._config.model.shown_name} {info.get('dtype')} {info.get('device')} ·"
-            f" zmq {endpoint}"
-            + ("" if self._config.http.no_http else f" · {self._config.http.url}")
-        )
-        where = "" if endpoint == configuration.DEFAULT_ENDPOINT else f" --endpoint {endpoint}"
-        say(f'ask it: {sys.executable} -m quadriga ask{where} "Name the capital of France."')
+        worker, endpoint = self._supervisor["worker_proc"], self._config.frontend.endpoint
+        if self._config.launch.log_level == "debug":
+            for text in first_screen.start_details(self._model_seconds, self._supervisor):
+                say(text)
+        seconds = time.monotonic() - STARTED_AT
+        say(first_screen.ready_line(self._config, worker.info, seconds, endpoint))
+        say(first_screen.start_summary(self._model_seconds, worker))
+        has_chat = self._supervisor["tokenizer_proc"].info.get("chat", True)
+        for text in first_screen.usage_lines(self._config, has_chat, endpoint):
+            say(text)
 
     # --- serve ------------------------------------------------------------------------------------
 
@@ -257,15 +252,8 @@ def serve(arguments: list[str]) -> NoReturn:
 
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     """Parse the flags, find the model, and run a server."""
-    parser = argparse.ArgumentParser(
-        program,
-        usage="%(prog)s [FLAGS]",
-        description="Serve a language model in four processes.",
-        allow_abbrev=False,
-    )
-    configuration.add_flags(parser)
     terminal.open_if_closed()
-    namespace = parser.parse_args(arguments)
+    namespace = ServerParser(program).parse_flags(arguments)
     try:
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import uvloop
 
 from quadriga.client.connection_watch import ConnectionWatch
-from quadriga.errors import ServerFailed
+from quadriga.errors import ModelError, ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, Command, run_child
@@ -59,8 +59,15 @@ def _load(child: Child) -> Loaded:
     began_at = time.monotonic()
     config = child.config
     model = resolve_model(config.model)
-    chat = ChatTemplate(model.tokenizer_dir)
-    encoder = Encoder(load_tokenizer(model.tokenizer_dir), chat)
+    chat = ChatTemplate(model.tokenizer_dir, model.chat_template)
+    tokenizer = load_tokenizer(model.tokenizer_dir)
+    num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
+    if not model.own_tokenizer and num_ids > model.vocab_size:
+        raise ModelError(
+            f"--tokenizer {model.tokenizer_dir} has {num_ids} ids, but the model only"
+            f" {model.vocab_size}: it is the tokenizer of another model"
+        )
+    encoder = Encoder(tokenizer, chat)
     preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
@@ -83,7 +90,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     frontend.open(port)
     delivery_port = AsyncPort(deliveries, frontend.on_delivery)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
-    child.ready()
+    child.ready(chat=loaded.static_info["chat"])
     gc.freeze()
     child.control.answer_in_loop()
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them

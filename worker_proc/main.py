@@ -120,6 +120,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         The runner, and the message for the scheduler.
     """
     clock = _PhaseClock(child)
+    clock.begin("import torch")
     files = resolve_model(child.config.model)
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
@@ -127,16 +128,15 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     from worker_proc.system.devices import take_cores
 
     cores = take_cores(child.config.worker)
-    clock.end_phase("import torch")
     part = TPRank(0, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, store)
-    clock.end_phase("load weights")
+    runner = make_runner(child.config, files, part, store, clock.begin)
+    clock.begin("warm up")
     runner.warm_up()
-    clock.end_phase("warm up")
+    clock.begin("find the size of a prefill")
     prefill_tokens = (
         tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
     )
-    clock.end_phase("find the size of a prefill")
+    clock.end()
     table = runner.table
     ready = WorkerReady(
         num_pages=table.num_pages,
@@ -162,13 +162,21 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
 
 
 class _PhaseClock:
-    """Reports how long each phase of the start took."""
+    """Reports the begin and the duration of each phase of the start."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._phase_began_at = time.perf_counter()
+        self._phase = ""
+        self._phase_began_at = 0.0
 
-    def end_phase(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._child.phase(phase, now - self._phase_began_at)
-        self._phase_began_at = now
+    def begin(self, phase: str) -> None:
+        """Report the begin of a phase, and the duration of the one before."""
+        self.end()
+        self._child.begin_phase(phase)
+        self._phase, self._phase_began_at = phase, time.perf_counter()
+
+    def end(self) -> None:
+        """Report the duration of the phase that is under way."""
+        if self._phase:
+            self._child.phase(self._phase, time.perf_counter() - self._phase_began_at)
+        self._phase = ""

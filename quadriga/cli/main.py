@@ -5,6 +5,7 @@
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,15 +27,18 @@ REGISTERED_COMMANDS = {
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
 }
 
+COMMANDS = (chat, ask, keygen)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
     `serve` and `bench` take the flags of launcher.py and bench.serving.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in REGISTERED_COMMANDS:
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if arguments[0] in REGISTERED_COMMANDS:
         return _registered_command(arguments[0])(arguments[1:])
+    _check_command(arguments[0])
     try:
         namespace = _parser().parse_args(arguments)
         namespace.run(namespace)
@@ -52,6 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
+
+
+def _check_command(word: str) -> None:
+    """Exit with usage, and the command that was meant, unless this is a command or a flag."""
+    names = [*REGISTERED_COMMANDS, *(module.NAME for module in COMMANDS)]
+    if word in names or word.startswith("-"):
+        return
+    near = difflib.get_close_matches(word, names, 1)
+    remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
+    _parser().error(f"there is no command {word}; {remedy}")
 
 
 def _registered_command(name: str) -> Callable[[list[str]], int]:
@@ -96,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True)
     for name, text in REGISTERED_COMMANDS.items():
         commands.add_parser(name, help=text)
-    for module in (chat, ask, keygen):
+    for module in COMMANDS:
         command = commands.add_parser(
             module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False
         )

@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from quadriga.config.flags import flag_name
+from quadriga.config.environment import READ_BY_LIBRARIES, READ_HERE, EnvironmentVariable
+from quadriga.config.flags import flag_name, metavar
 from quadriga.config.server_config import ServerConfig, help_text
 
 HEADER = """\
@@ -18,13 +19,27 @@ them.
 `--config server.yaml` reads flags from a file: `max-batch-size: 32`, one per line, without the \
 dashes; a list stands for comma-separated items. The command line takes precedence. A key that is \
 no flag is an error that names similar flags.
+
+`quadriga serve MODEL` is short for `--model MODEL`. For a flag of vLLM, SGLang or llama.cpp the \
+error names the flag here.
 """
 
 
 def markdown() -> str:
     """Return the page of all flags."""
     tables = [_table(group) for group in ServerConfig().groups()]
-    return "\n".join([HEADER, *tables])
+    environment = [
+        "## Environment variables\n",
+        _variables("The project reads:", READ_HERE),
+        _variables("Libraries read, with an effect on a server:", READ_BY_LIBRARIES),
+    ]
+    return "\n".join([HEADER, *tables, *environment])
+
+
+def _variables(title: str, variables: tuple[EnvironmentVariable, ...]) -> str:
+    rows = [f"| `{v.name}` | {v.default} | {v.meaning} |" for v in variables]
+    head = [f"{title}\n", "| variable | default | meaning |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
 
 
 def _table(group: Any) -> str:
@@ -38,7 +53,8 @@ def _row(field: "dataclasses.Field[Any]") -> str:
     names = [field.name]
     if field.metadata["alias"] and not field.metadata["alias_value"]:
         names.append(field.metadata["alias"])
-    flags = ", ".join(f"`{flag_name(name)}`" for name in names)
+    value = "" if field.type is bool or field.metadata["choices"] else f" {metavar(field)}"
+    flags = ", ".join(f"`{flag_name(name)}{value}`" for name in names)
     flags = f"**{flags}**" if field.metadata["basic"] else flags
     default = "" if field.default in (None, "", False) else f"`{field.default}`"
     text = help_text(field)

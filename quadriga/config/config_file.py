@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quadriga.config.flags import flag_name, value_type
+from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.errors import ConfigError
 
 MAX_SUGGESTIONS = 3
@@ -67,6 +68,8 @@ def _read_map(path: Path) -> dict[Any, Any]:
 
 
 def _suggestions(name: str, fields: Mapping[str, Any]) -> str:
+    if (advice := foreign_flag_advice(flag_name(name))) is not None:
+        return f"; {advice}"
     near = difflib.get_close_matches(name, fields, MAX_SUGGESTIONS)
     return f"; near it: {', '.join(flag_name(n)[2:] for n in near)}" if near else ""
 

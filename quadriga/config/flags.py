@@ -7,12 +7,15 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 
+TYPE_METAVARS: dict[Any, str] = {int: "N", float: "FACTOR", str: "NAME"}
+
 
 def flag(
     default: Any,
     text: str,
     choices: tuple[str, ...] = (),
     *,
+    unit: str = "",
     basic: bool = False,
     alias: str = "",
     alias_value: str = "",
@@ -23,11 +26,13 @@ def flag(
         default: value of a flag that is not given.
         text: help text, without the default.
         choices: values that the flag may have; empty: any.
+        unit: unit or kind of the value, which --help shows in its place, such as SECONDS; "": by
+            the flag's type.
         basic: shown by --help; the other flags are shown by --help-all only.
         alias: another name of the flag, as a field name.
         alias_value: value that the alias, which then takes none itself, gives the flag.
     """
-    metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic}
+    metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "unit": unit}
     metadata |= {"alias": alias, "alias_value": alias_value}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -42,6 +47,12 @@ def value_type(annotation: Any) -> Any:
     if isinstance(annotation, types.UnionType):
         return next(t for t in typing.get_args(annotation) if t is not types.NoneType)
     return annotation
+
+
+def metavar(field: "dataclasses.Field[Any]") -> str:
+    """Return the word that stands for a flag's value in the help: its unit, or its type's word."""
+    unit: str = field.metadata["unit"]
+    return unit or TYPE_METAVARS.get(value_type(field.type), "")
 
 
 def check_positive(flags: Any, *names: str) -> None:

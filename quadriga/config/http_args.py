@@ -16,27 +16,29 @@ class HttpArgs:
 
     no_http: bool = flag(False, "start no web gateway")
     host: str = flag(
-        "127.0.0.1", "address of the web gateway; 0.0.0.0 for all networks", basic=True
+        "127.0.0.1", "address of the web gateway; 0.0.0.0 for all networks", unit="HOST", basic=True
     )
-    port: int = flag(8000, "port of the web gateway", basic=True)
+    port: int = flag(8000, "port of the web gateway", unit="PORT", basic=True)
     api_key: str = flag(
         "",
         "comma-separated keys that HTTP clients must use one of; the environment variable"
         " QUADRIGA_API_KEY takes the same, and no process list shows it (default: no key is"
         " needed)",
+        unit="KEYS",
         basic=True,
     )
     allowed_origins: str = flag(
         "",
         "comma-separated origins of web pages that may call the gateway, or * (default: none)",
+        unit="ORIGINS",
     )
     max_body_bytes: int = flag(
-        16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused"
+        16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused", unit="BYTES"
     )
     max_http_connections: int = flag(4096, "open HTTP connections; more are refused")
     log_requests: bool = flag(False, "log a line for each request at its end")
-    ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS")
-    ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it")
+    ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
+    ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""

@@ -19,11 +19,14 @@ class SchedulerArgs:
     prefill_max_batch_size: int | None = flag(
         None, "waiting requests that one step may admit (default: --max-batch-size)"
     )
-    prefill_max_tokens: int = flag(16384, "prompt tokens that one prefill step may hold")
+    prefill_max_tokens: int = flag(
+        16384, "prompt tokens that one prefill step may hold", unit="TOKENS"
+    )
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens of one step; a longer prompt is computed in chunks of this size. -1: prompts"
         " are never cut (default: 8192 on a GPU; measured at the start on a CPU)",
+        unit="TOKENS",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; further ones are refused at once")
@@ -68,6 +71,7 @@ class SchedulerArgs:
         "",
         "directory of the journal, from which a restarted scheduler recovers all requests; a"
         " directory that is given is synced and survives the server (default: the run directory)",
+        unit="DIR",
         basic=True,
     )
     no_journal: bool = flag(False, "keep no journal: requests are lost if the scheduler dies")

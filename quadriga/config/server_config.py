@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config.config_file import read_config
-from quadriga.config.flags import check_positive, flag, flag_name, value_type
+from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.worker_args import WorkerArgs
@@ -30,14 +30,25 @@ class ModelArgs:
     model: str = flag(
         BUILTIN_MODEL,
         "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name",
+        unit="MODEL",
         basic=True,
     )
     served_model_name: str = flag("", "name that clients see (default: --model)")
+    revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
+    tokenizer: str = flag(
+        "",
+        "Hub id, directory, .gguf file or built-in name whose tokenizer replaces the model's own"
+        " (default: --model)",
+        unit="MODEL",
+    )
+    chat_template: str = flag(
+        "", "Jinja file that replaces the model's own chat template", unit="PATH"
+    )
     load_format: str = flag(
         "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
     )
     context_length: int | None = flag(
-        None, "tokens of context, if shorter than the model's own", basic=True
+        None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
     )
 
     def validate(self) -> None:
@@ -54,10 +65,13 @@ class ModelArgs:
 class FrontendArgs:
     """Frontend, text to token ids (tokenizer_proc)."""
 
-    endpoint: str = flag(DEFAULT_ENDPOINT, "public ZeroMQ socket", basic=True)
+    endpoint: str = flag(
+        DEFAULT_ENDPOINT, "public ZeroMQ socket", unit="tcp://HOST:PORT", basic=True
+    )
     curve_dir: str = flag(
         "",
         "directory of keys, made by quadriga keygen: only clients whose key is there may connect",
+        unit="DIR",
         basic=True,
     )
     insecure: bool = flag(
@@ -72,10 +86,10 @@ class FrontendArgs:
         ("model", "openai"),
     )
     queue_timeout: float | None = flag(
-        None, "seconds within which a request must be admitted (default: no limit)"
+        None, "seconds within which a request must be admitted (default: no limit)", unit="SECONDS"
     )
     request_timeout: float | None = flag(
-        None, "seconds within which a request must end (default: no limit)"
+        None, "seconds within which a request must end (default: no limit)", unit="SECONDS"
     )
 
     def validate(self) -> None:
@@ -108,7 +122,9 @@ def _is_loopback(endpoint: str) -> bool:
 class DetokArgs:
     """Detokenization, token ids to text (detok_proc)."""
 
-    stream_interval: int = flag(1, "tokens between two pieces of text; the first is sent at once")
+    stream_interval: int = flag(
+        1, "tokens between two pieces of text; the first is sent at once", unit="TOKENS"
+    )
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
@@ -119,8 +135,12 @@ class DetokArgs:
 class LaunchArgs:
     """Start, stop and logging (launcher.py)."""
 
-    start_timeout: float = flag(600.0, "seconds within which every process must be ready")
-    shutdown_timeout: float = flag(30.0, "seconds that open requests may go on after a signal")
+    start_timeout: float = flag(
+        600.0, "seconds within which every process must be ready", unit="SECONDS"
+    )
+    shutdown_timeout: float = flag(
+        30.0, "seconds that open requests may go on after a signal", unit="SECONDS"
+    )
     max_restarts: int = flag(
         10,
         "restarts of one process within five minutes; 0: the first death ends the server",
@@ -129,6 +149,7 @@ class LaunchArgs:
         120.0,
         "seconds after which a process that does not answer, or a step that does not end, is killed"
         " and restarted; 0: never",
+        unit="SECONDS",
     )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
     no_status_line: bool = flag(False, "show no live status line on a terminal")
@@ -247,7 +268,7 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
         if data["choices"]:
             keywords["choices"] = data["choices"]
         else:
-            keywords["metavar"] = field.name.rsplit("_", 1)[-1].upper()
+            keywords["metavar"] = metavar(field)
     action: argparse.Action = section.add_argument(*names, **keywords)
     return action
 

@@ -10,18 +10,19 @@ from quadriga.errors import ConfigError
 class WorkerArgs:
     """Computation (worker_proc)."""
 
-    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", basic=True)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", unit="DEVICE", basic=True)
     dtype: str = flag(
         "auto",
         "auto: bfloat16 where it is multiplied fast (on a CPU by the native kernels), else float32",
         ("auto", "float32", "bfloat16", "float16"),
         basic=True,
     )
-    page_size: int = flag(16, "tokens in one KV page")
-    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens")
+    page_size: int = flag(16, "tokens in one KV page", unit="TOKENS")
+    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens", unit="TOKENS")
     mem_fraction_static: float | None = flag(
         None,
         "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on CUDA, 0.2 elsewhere)",
+        unit="FRACTION",
         basic=True,
     )
     attention_backend: str = flag(
@@ -32,7 +33,9 @@ class WorkerArgs:
         ("auto", "native", "triton", "flash", "torch"),
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "largest decode step, in rows, that runs as a CUDA graph (default: --max-batch-size)"
+        None,
+        "largest decode step, in rows, that runs as a CUDA graph (default: --max-batch-size)",
+        unit="ROWS",
     )
     disable_cuda_graph: bool = flag(False, "launch every kernel by itself in decode steps, too")
     enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")

@@ -9,14 +9,20 @@ from quadriga.errors import ModelError
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
-def find_problem(directory: Path, weights: bool) -> str | None:
-    """Return what is missing and the remedy, worded to follow the directory's name; or None."""
+def find_problem(directory: Path, weights: bool, tokenizer: bool = True) -> str | None:
+    """Return what is missing and the remedy, worded to follow the directory's name; or None.
+
+    Args:
+        directory: the model's directory.
+        weights: it must have weights.
+        tokenizer: it must have a tokenizer.
+    """
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if ggufs:
             return f"has no config.json; to serve its GGUF type --model {ggufs[0]}"
         return "has no config.json: it is not a model's directory"
-    if not (directory / "tokenizer.json").is_file():
+    if tokenizer and not (directory / "tokenizer.json").is_file():
         return _tokenizer_problem(directory)
     return _weights_problem(directory) if weights else None
 
@@ -37,7 +43,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _tokenizer_problem(directory: Path) -> str:
     slow = [name for name in _SLOW_TOKENIZERS if (directory / name).is_file()]
     if not slow:
-        return "has no tokenizer.json"
+        return (
+            "has no tokenizer.json; name one with --tokenizer, a directory or a Hub id that has it"
+        )
     return (
         f"has a slow tokenizer only ({slow[0]}) and no tokenizer.json; make one with transformers:"
         " AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"

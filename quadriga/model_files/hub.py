@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from quadriga.errors import ModelError
-from quadriga.model_files.directory import find_problem
 from quadriga.model_files.gpt2_sizes import find_size
 
 # Bounds the Hub's answer whether it has a model, name resolution included.
@@ -17,19 +16,27 @@ _IGNORED_FILES = ["*/*", "consolidated*", "*.h5", "*.msgpack"]
 ResultT = TypeVar("ResultT")
 
 
-def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
+def snapshot(
+    model: str,
+    weights: bool,
+    show_progress: bool,
+    is_complete: Callable[[Path], bool],
+    revision: str = "",
+) -> Path:
     """Return the directory of a Hub model's snapshot; a cached one is used without the network.
 
     Args:
         model: Hub id.
         weights: fetch *.safetensors, too.
         show_progress: show the library's progress bars.
+        is_complete: whether a cached directory has all files that are needed.
+        revision: branch, tag or commit; "": main.
 
     Raises:
         ModelError: the Hub does not answer in time, or has no such model.
     """
-    cached = cached_snapshot(model)
-    if cached is not None and find_problem(cached, weights) is None:
+    cached = cached_snapshot(model, revision)
+    if cached is not None and is_complete(cached):
         return cached
     try:
         from huggingface_hub import HfApi, snapshot_download
@@ -42,11 +49,18 @@ def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
     if not show_progress:
         disable_progress_bars()
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    name = f"{model} at revision {revision}" if revision else model
     try:
-        _within(ANSWER_TIMEOUT_S, lambda: HfApi().model_info(model, timeout=ANSWER_TIMEOUT_S / 2))
+        _within(
+            ANSWER_TIMEOUT_S,
+            lambda: HfApi().model_info(
+                model, revision=revision or None, timeout=ANSWER_TIMEOUT_S / 2
+            ),
+        )
         return Path(
             snapshot_download(
                 model,
+                revision=revision or None,
                 allow_patterns=patterns,
                 ignore_patterns=_IGNORED_FILES,
                 etag_timeout=ANSWER_TIMEOUT_S,
@@ -54,12 +68,17 @@ def snapshot(model: str, weights: bool, show_progress: bool) -> Path:
         )
     except Exception as error:  # the type depends on the HTTP library
         raise ModelError(
-            f"cannot get {model!r}: it is no directory, .gguf file or built-in name, it is not in"
+            f"cannot get {name!r}: it is no directory, .gguf file or built-in name, it is not in"
             f" the Hub's local cache, and the Hub says: {_one_line(error)}; {_remedy(model)}"
         ) from None
 
 
-def cached_snapshot(model: str) -> Path | None:
+def looks_like_a_path(model: str) -> bool:
+    """Return whether this can only be meant as a path, and not as a Hub id."""
+    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1
+
+
+def cached_snapshot(model: str, revision: str = "") -> Path | None:
     """Return the snapshot in the local cache, complete or not; None if there is none."""
     try:
         from huggingface_hub import snapshot_download
@@ -67,7 +86,7 @@ def cached_snapshot(model: str) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision or None, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
 

@@ -15,7 +15,8 @@ from quadriga.model_files.builtin import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
-from quadriga.model_files.hub import cached_snapshot, snapshot
+from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
+from quadriga.model_files.overrides import find_chat_template, find_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ModelFiles:
         weights: directory of *.safetensors or a .gguf file; None: random weights.
         tensor_index: for a .gguf, the tensors.json of gguf_header.header_files.
         context_limit: the value of --context-length.
+        own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
+        chat_template: Jinja file in place of the model's own template; None: the model's own.
         notes: lines to print at the start of the server.
     """
 
@@ -42,7 +45,19 @@ class ModelFiles:
     weights: Path | None
     tensor_index: Path | None = None
     context_limit: int | None = None
+    own_tokenizer: bool = True
+    chat_template: Path | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def location_flags(self) -> dict[str, Any]:
+        """Values of ModelArgs that resolve to the same files without a network."""
+        return {
+            "model": self.location,
+            "revision": "",
+            "tokenizer": "" if self.own_tokenizer else str(self.tokenizer_dir),
+            "chat_template": str(self.chat_template or ""),
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -92,9 +107,14 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
 
     Raises:
         ModelError: the model cannot be found, fetched or used.
-        ConfigError: --context-length is longer than the model's own.
+        ConfigError: --context-length is longer than the model's own, or --revision has no effect.
     """
     files = replace(_find(args, show_progress), context_limit=args.context_length)
+    if args.tokenizer:
+        directory = find_tokenizer(args.tokenizer, show_progress)
+        files = replace(files, tokenizer_dir=directory, own_tokenizer=False)
+    if args.chat_template:
+        files = replace(files, chat_template=find_chat_template(args.chat_template))
     _check_config(files)
     return files
 
@@ -102,24 +122,32 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
 def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
     dummy = args.load_format == "dummy"
     size = gpt2_sizes.find_size(args.model)
+    path = Path(args.model).expanduser()
+    is_local = args.model == BUILTIN_MODEL or path.exists() or (dummy and size is not None)
+    if args.revision and is_local:
+        raise ConfigError(
+            f"--revision is {args.revision}, but --model {args.model} is not fetched from the Hub;"
+            " leave the flag out"
+        )
     if dummy and size is not None:
-        return _dummy_gpt2(args.model, size, show_progress)
+        return _dummy_gpt2(args, size, show_progress)
     if args.model == BUILTIN_MODEL:
         return _from_gguf(args.model, builtin_weights(show_progress), dummy)
-    path = Path(args.model).expanduser()
     if path.is_dir():
-        return _from_directory(args.model, path, dummy, show_progress)
+        return _from_directory(args, path, show_progress)
     if path.is_file():
         return _from_gguf(args.model, path, dummy)
-    if _looks_like_a_path(args.model):
+    if looks_like_a_path(args.model):
         raise ModelError(f"--model {args.model}: there is no such file or directory")
     hub_id = size.hub_id if size is not None else args.model
-    directory = snapshot(hub_id, weights=not dummy, show_progress=show_progress)
-    return _from_directory(args.model, directory, dummy, show_progress)
-
-
-def _looks_like_a_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1
+    directory = snapshot(
+        hub_id,
+        weights=not dummy,
+        show_progress=show_progress,
+        is_complete=lambda cached: find_problem(cached, not dummy, not args.tokenizer) is None,
+        revision=args.revision,
+    )
+    return _from_directory(args, directory, show_progress)
 
 
 def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
@@ -137,14 +165,14 @@ def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
     )
 
 
-def _from_directory(name: str, path: Path, dummy: bool, show_progress: bool) -> ModelFiles:
-    path = path.absolute()
-    problem = find_problem(path, weights=not dummy)
+def _from_directory(args: ModelArgs, path: Path, show_progress: bool) -> ModelFiles:
+    path, dummy = path.absolute(), args.load_format == "dummy"
+    problem = find_problem(path, weights=not dummy, tokenizer=not args.tokenizer)
     config_is_enough = dummy and (path / "config.json").is_file()
     if problem and not config_is_enough:
         raise ModelError(f"{path} {problem}")
     files = ModelFiles(
-        name=name,
+        name=args.model,
         location=str(path),
         config=read_json(path / "config.json"),
         generation_config=read_json(path / "generation_config.json"),
@@ -154,7 +182,8 @@ def _from_directory(name: str, path: Path, dummy: bool, show_progress: bool) -> 
     return _with_stand_in_tokenizer(files, show_progress) if problem else files
 
 
-def _dummy_gpt2(name: str, size: gpt2_sizes.Gpt2Size, show_progress: bool) -> ModelFiles:
+def _dummy_gpt2(args: ModelArgs, size: gpt2_sizes.Gpt2Size, show_progress: bool) -> ModelFiles:
+    name = args.model
     files = ModelFiles(
         name=name,
         location=name,
@@ -163,6 +192,8 @@ def _dummy_gpt2(name: str, size: gpt2_sizes.Gpt2Size, show_progress: bool) -> Mo
         tokenizer_dir=Path(),
         weights=None,
     )
+    if args.tokenizer:
+        return files
     for repository in (size.hub_id, name):
         cached = cached_snapshot(repository)
         if cached is not None and (cached / "tokenizer.json").is_file():

@@ -178,6 +178,10 @@ class Child:
         """Report that this process serves; `info` is shown in the launcher's start lines."""
         self.control.report("ready", pid=os.getpid(), **info)
 
+    def begin_phase(self, what: str) -> None:
+        """Report the begin of a phase of the start, which a terminal shows."""
+        self.control.report("begin", what=what)
+
     def phase(self, what: str, seconds: float) -> None:
         """Report the end of a phase of the start."""
         self.control.report("phase", what=what, seconds=round(seconds, 3))

@@ -69,6 +69,7 @@ class ChildProcess:
         is_restart: it takes the place of one that died.
         info: what it reported when it was ready.
         phases: the phases of its start, with their durations.
+        phase: the phase of its start that is under way, since `phase_began_at`; "": none.
         pinged_at: watchdog time of the ping that it has not answered; None: it owes no answer.
     """
 
@@ -79,6 +80,8 @@ class ChildProcess:
     state: ChildState = ChildState.STARTING
     info: dict[str, Any] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
+    phase: str = ""
+    phase_began_at: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
     pinged_at: float | None = None
     _error: str = ""
@@ -124,7 +127,10 @@ class ChildProcess:
                     self._error = report["message"]
             case "beat":
                 self.pinged_at = None
+            case "begin":
+                self.phase, self.phase_began_at = report["what"], time.monotonic()
             case "phase":
+                self.phase = ""
                 self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
             case "stuck":
                 return StuckReport(report["process"], report["why"])

@@ -250,6 +250,12 @@ def _has_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line on standard error; a full disk or a closed pipe must not end the server."""
+    """Print a line on standard error; a full disk or a closed pipe must not end the server.
+
+    Off a terminal it has the time, process and severity of the other processes' log lines.
+    """
     with contextlib.suppress(OSError):
+        if not sys.stderr.isatty():
+            severity = "ERROR" if text.startswith("error: ") else "INFO"
+            text = f"{time.strftime('%H:%M:%S')} launcher {severity} {text.removeprefix('error: ')}"
         print(f"{line_start()}{text}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ def run_dirs() -> set[str]:
 @pytest.mark.parametrize(
     ("flags", "code", "named"),
     [
-        (["--no-such-flag"], EXIT_USAGE, "unrecognized arguments: --no-such-flag"),
+        (["--no-such-flag"], EXIT_USAGE, "there is no flag --no-such-flag"),
         (["--max-batch-size", "0"], EXIT_USAGE, "max_batch_size must be positive"),
         (["--prefill-max-batch-size", "-3"], EXIT_USAGE, "prefill_max_batch_size must be positive"),
         (["--max-batch-size", "many"], EXIT_USAGE, "invalid int value: 'many'"),

@@ -26,6 +26,10 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ChatTemplate:
     """The chat template of a tokenizer directory (tokenizer_config.json, chat_template.jinja).
 
+    Args:
+        tokenizer_dir: the directory; its special tokens are variables of the template.
+        file: Jinja file in place of the directory's template; None: the directory's.
+
     Attributes:
         tool_format: a name of TOOL_FORMATS; "" if the template takes no tools.
 
@@ -33,13 +37,17 @@ class ChatTemplate:
         ConfigError: it is no Jinja template.
     """
 
-    def __init__(self, tokenizer_dir: Path) -> None:
+    def __init__(self, tokenizer_dir: Path, file: Path | None = None) -> None:
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
         self._tokens = {
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
         }
-        source = _template_source(tokenizer_dir, config)
-        self._template = None if source is None else _compile(source, tokenizer_dir)
+        source = (
+            _template_source(tokenizer_dir, config)
+            if file is None
+            else file.read_text(encoding="utf-8")
+        )
+        self._template = None if source is None else _compile(source, file or tokenizer_dir)
         self.tool_format = _tool_format(source or "")
 
     @property
@@ -51,7 +59,8 @@ class ChatTemplate:
         """Return the prompt that asks for the assistant's next turn. Raise InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
-                "prompt is a chat, but this model has no chat template; send a plain string",
+                "prompt is a chat, but this model has no chat template; send a plain string, or"
+                " start the server with --chat-template",
                 "prompt",
             )
         if options.tools and not self.tool_format:
@@ -109,14 +118,14 @@ def _template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
     return template
 
 
-def _compile(source: str, tokenizer_dir: Path) -> jinja2.Template:
+def _compile(source: str, origin: Path) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"the model's chat template cannot be read: {reason}; correct it in {tokenizer_dir}, or"
-            " remove it to serve plain prompts only"
+            f"the chat template cannot be read: {reason}; correct it in {origin}, or remove it to"
+            " serve plain prompts only"
         ) from None
 
 

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    config: ServerConfig, files: ModelFiles, part: TPRank = WHOLE, store: Path | None = None
+    config: ServerConfig,
+    files: ModelFiles,
+    part: TPRank = WHOLE,
+    store: Path | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> Runner:
     """Load the model, or the part of one rank, and size the KV pool.
 
@@ -40,6 +44,7 @@ def make_runner(
         files: The model.
         part: The rank, whose part of each layer is loaded.
         store: File by which the ranks find each other; None for a single rank.
+        on_phase: Called with the name of each phase at its begin.
 
     Raises:
         ConfigError: A device, dtype or size that cannot work.
@@ -47,9 +52,12 @@ def make_runner(
     """
     args = config.worker
     device = choose_device(args.device, part.rank)
+    if device.type == "cpu":
+        on_phase("compile kernels")
     dtype = choose_dtype(args.dtype, device, native_kernels_compute(args, device))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
+    on_phase("load weights")
     ranks = None if store is None else _join(part, store, device)
     if device.type == "cuda":
         empty = build_model(files.config, dtype, tp_size=part.count)
@@ -65,8 +73,10 @@ def make_runner(
 
     step_bytes = 0
     if device.type == "cuda":
+        on_phase("compile kernels and measure a step")
         step_bytes = _measure_step(config, context_length, with_pages)
         torch.cuda.empty_cache()
+    on_phase("make the KV pool")
     kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
         args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes

@@ -117,6 +117,18 @@ def test_help_shows_what_most_need_and_help_all_every_flag(
     assert flags <= help_of("--help-all", capsys)
 
 
+def test_the_help_shows_units_and_types_for_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help-all")
+    text = capsys.readouterr().out
+    for shown in (
+        "--max-batch-size N", "--request-timeout SECONDS", "--context-length TOKENS",
+        "--mem-fraction-static FRACTION", "--max-body-bytes BYTES", "--ssl-keyfile PATH",
+        "--schedule-conservativeness FACTOR", "--served-model-name NAME", "--journal DIR",
+    ):  # fmt: skip
+        assert shown in text
+
+
 def test_the_page_of_all_flags_is_current() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
     assert page.read_text() == markdown(), "python -m quadriga.config --markdown writes it"

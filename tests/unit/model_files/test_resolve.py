@@ -25,8 +25,8 @@ from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 @pytest.fixture(autouse=True)
 def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "cached_snapshot", lambda model: None)
-    monkeypatch.setattr(model_source, "cached_snapshot", lambda model: None)
+    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: None)
+    monkeypatch.setattr(model_source, "cached_snapshot", lambda *_: None)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin: Path, na
 def test_dummy_gpt2_prefers_its_own_cached_tokenizer(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_source, "cached_snapshot", lambda model: directory)
+    monkeypatch.setattr(model_source, "cached_snapshot", lambda *_: directory)
     files = resolve_model(ModelArgs("gpt2", load_format="dummy"))
     assert files.tokenizer_dir == directory
     assert files.eos_token_ids == {50256}
@@ -264,7 +264,7 @@ def test_a_complete_cached_snapshot_needs_no_network(
 ) -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(hub, "cached_snapshot", lambda model: directory)
+    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: directory)
     monkeypatch.setattr(
         huggingface_hub.HfApi, "model_info", lambda *a, **k: pytest.fail("asked the Hub")
     )

@@ -252,8 +252,10 @@ def children() -> Iterator[Children]:
 def test_a_child_goes_from_start_to_exit_through_its_reports(children: Children) -> None:
     child, reports = next(children)
     assert child.is_running and not child.is_ready
+    reports.sendall(b'{"report": "begin", "what": "load"}\n')
+    assert child.receive() == [] and child.phase == "load"
     reports.sendall(b'{"report": "phase", "what": "load", "seconds": 1.5}\n{"report": "rea')
-    assert child.receive() == []
+    assert child.receive() == [] and child.phase == ""
     reports.sendall(b'dy", "tokens": 9}\n')
     assert child.receive() == [] and child.is_ready
     assert (child.info, child.phases) == ({"tokens": 9}, ["load 1.5 s"])

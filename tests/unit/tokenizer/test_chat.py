@@ -36,6 +36,13 @@ def test_tools_calls_answers_and_template_arguments_reach_the_template(tmp_path:
     )
 
 
+def test_a_file_takes_the_place_of_the_models_template(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own {{ messages[0].content }}")
+    template(tmp_path, WITH_TOOLS)
+    chat = ChatTemplate(tmp_path, tmp_path / "own.jinja")
+    assert chat.render([ChatMessage("user", "Hi")], ChatOptions()) == "own Hi"
+
+
 def test_template_arguments_may_replace_no_messages(tmp_path: Path) -> None:
     options = ChatOptions(template_args={"messages": [], "add_generation_prompt": False})
     assert template(tmp_path, WITH_TOOLS).render([ChatMessage("user", "Hi")], options) == "[user]Hi"

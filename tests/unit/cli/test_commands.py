@@ -103,12 +103,13 @@ def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "shown"),
     [
         (["--help"], ["chat", "ask", "serve", "bench"]),
+        ([], ["chat", "ask", "serve", "bench"]),
         (["chat", "--help"], ["the server:", "the answer:", "--system"]),
         (["ask", "--help"], ["--plain", "--temperature"]),
         (["bench", "--help"], ["requests:", "schedule:", "output:"]),
         (
             ["serve", "--help"],
-            ["quadriga serve [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
+            ["quadriga serve [MODEL] [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
         ),
     ],
 )
@@ -120,6 +121,22 @@ def test_help_is_in_groups(
     text = capsys.readouterr().out
     assert stop.value.code == 0
     assert all(word in text for word in shown), text
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("serv", "there is no command serv; did you mean serve?"),
+        ("xyz", "there is no command xyz; the commands are serve, bench, chat, ask, keygen"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_an_error_with_a_remedy(
+    word: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([word])
+    assert stop.value.code == 2
+    assert remedy in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,87 @@
+"""Flags of other servers, and what they are called here."""
+
+from typing import NamedTuple
+
+
+class ForeignFlag(NamedTuple):
+    """A flag of another server.
+
+    Attributes:
+        servers: whose flag it is.
+        here: the flag of this server, or a sentence's end that says why there is none.
+    """
+
+    servers: str
+    here: str
+
+
+VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
+NO_REMOTE_CODE = "not needed here: no code of a model's repository is run"
+ALWAYS_CHUNKED = "always on here; --chunked-prefill-size sets the size of a chunk"
+ALWAYS_CACHED = "always on here; --disable-radix-cache switches it off"
+ALL_LAYERS = "not needed here: --device has all layers"
+METRICS_ARE_ON = "always on here, at /metrics"
+
+FOREIGN_FLAGS = {
+    "--max-model-len": ForeignFlag(VLLM, "--context-length"),
+    "--max-num-seqs": ForeignFlag(VLLM, "--max-running-requests"),
+    "--max-num-batched-tokens": ForeignFlag(VLLM, "--prefill-max-tokens"),
+    "--max-num-queued-reqs": ForeignFlag(VLLM, "--max-queued-requests"),
+    "--gpu-memory-utilization": ForeignFlag(VLLM, "--mem-fraction-static"),
+    "--tensor-parallel-size": ForeignFlag(f"{VLLM} and {SGLANG}", "--tp"),
+    "-tp": ForeignFlag(VLLM, "--tp"),
+    "--block-size": ForeignFlag(VLLM, "--page-size"),
+    "--scheduling-policy": ForeignFlag(VLLM, "--schedule-policy"),
+    "--generation-config": ForeignFlag(VLLM, "--sampling-defaults"),
+    "--enforce-eager": ForeignFlag(VLLM, "--disable-cuda-graph"),
+    "--max-cudagraph-capture-size": ForeignFlag(VLLM, "--cuda-graph-max-bs"),
+    "--no-enable-prefix-caching": ForeignFlag(VLLM, "--disable-radix-cache"),
+    "--enable-prefix-caching": ForeignFlag(VLLM, ALWAYS_CACHED),
+    "--enable-chunked-prefill": ForeignFlag(VLLM, ALWAYS_CHUNKED),
+    "--enable-log-requests": ForeignFlag(VLLM, "--log-requests"),
+    "--uvicorn-log-level": ForeignFlag(VLLM, "--log-level"),
+    "--trust-remote-code": ForeignFlag(f"{VLLM} and {SGLANG}", NO_REMOTE_CODE),
+    "--model-path": ForeignFlag(SGLANG, "--model"),
+    "--tokenizer-path": ForeignFlag(SGLANG, "--tokenizer"),
+    "--tokenizer-worker-num": ForeignFlag(SGLANG, "--tokenize-workers"),
+    "--tp-size": ForeignFlag(SGLANG, "--tp"),
+    "--max-prefill-tokens": ForeignFlag(SGLANG, "--prefill-max-tokens"),
+    "--enable-mixed-chunk": ForeignFlag(SGLANG, "--batch-mode"),
+    "--enable-priority-scheduling": ForeignFlag(SGLANG, "--schedule-policy"),
+    "--enable-metrics": ForeignFlag(SGLANG, METRICS_ARE_ON),
+    "--metrics": ForeignFlag(LLAMA_CPP, METRICS_ARE_ON),
+    "--ctx-size": ForeignFlag(LLAMA_CPP, "--context-length"),
+    "-c": ForeignFlag(LLAMA_CPP, "--context-length"),
+    "-m": ForeignFlag(LLAMA_CPP, "--model"),
+    "--hf-repo": ForeignFlag(LLAMA_CPP, "--model"),
+    "--alias": ForeignFlag(LLAMA_CPP, "--served-model-name"),
+    "-a": ForeignFlag(LLAMA_CPP, "--served-model-name"),
+    "--n-gpu-layers": ForeignFlag(LLAMA_CPP, ALL_LAYERS),
+    "--gpu-layers": ForeignFlag(LLAMA_CPP, ALL_LAYERS),
+    "-ngl": ForeignFlag(LLAMA_CPP, ALL_LAYERS),
+    "--parallel": ForeignFlag(LLAMA_CPP, "--max-running-requests"),
+    "-np": ForeignFlag(LLAMA_CPP, "--max-running-requests"),
+    "--threads": ForeignFlag(LLAMA_CPP, "--worker-threads"),
+    "-t": ForeignFlag(LLAMA_CPP, "--worker-threads"),
+    "--batch-size": ForeignFlag(LLAMA_CPP, "--prefill-max-tokens"),
+    "-b": ForeignFlag(LLAMA_CPP, "--prefill-max-tokens"),
+    "--ubatch-size": ForeignFlag(LLAMA_CPP, "--chunked-prefill-size"),
+    "-ub": ForeignFlag(LLAMA_CPP, "--chunked-prefill-size"),
+    "--cache-type-k": ForeignFlag(LLAMA_CPP, "--kv-cache-dtype"),
+    "--cache-type-v": ForeignFlag(LLAMA_CPP, "--kv-cache-dtype"),
+    "--cont-batching": ForeignFlag(
+        LLAMA_CPP, "always on here; --batching static is for comparison"
+    ),
+    "--chat-template-file": ForeignFlag(LLAMA_CPP, "--chat-template"),
+    "--ssl-key-file": ForeignFlag(LLAMA_CPP, "--ssl-keyfile"),
+    "--ssl-cert-file": ForeignFlag(LLAMA_CPP, "--ssl-certfile"),
+}
+
+
+def foreign_flag_advice(flag: str) -> str | None:
+    """Return what another server's flag is called here, as a sentence; None for an unknown flag."""
+    foreign = FOREIGN_FLAGS.get(flag)
+    if foreign is None:
+        return None
+    here = f"{foreign.here} here" if foreign.here.startswith("--") else foreign.here
+    return f"{foreign.servers}'s {flag} is {here}"

@@ -1,0 +1,58 @@
+"""Resolution of --tokenizer and --chat-template, which replace files of the model."""
+
+from pathlib import Path
+
+from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.errors import ModelError
+from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.gguf_header import header_files
+from quadriga.model_files.hub import looks_like_a_path, snapshot
+
+
+def find_tokenizer(source: str, show_progress: bool) -> Path:
+    """Return a directory of tokenizer.json and tokenizer_config.json.
+
+    Args:
+        source: directory or file in it, .gguf file, Hub id, or the built-in model's name.
+        show_progress: draw progress bars on stderr.
+
+    Raises:
+        ModelError: the tokenizer cannot be found or fetched.
+    """
+    if source == BUILTIN_MODEL:
+        return header_files(builtin_weights(show_progress))
+    path = Path(source).expanduser().absolute()
+    if path.name == "tokenizer.json" and path.is_file():
+        return path.parent
+    if path.is_file():
+        return header_files(path)
+    if path.is_dir():
+        if not _has_tokenizer(path):
+            raise ModelError(f"--tokenizer {source}: the directory has no tokenizer.json")
+        return path
+    if looks_like_a_path(source):
+        raise ModelError(f"--tokenizer {source}: there is no such file or directory")
+    try:
+        directory = snapshot(
+            source, weights=False, show_progress=show_progress, is_complete=_has_tokenizer
+        )
+    except ModelError as error:
+        raise ModelError(f"--tokenizer {source}: {error}") from None
+    if not _has_tokenizer(directory):
+        raise ModelError(f"--tokenizer {source}: the Hub's repository has no tokenizer.json")
+    return directory
+
+
+def find_chat_template(file: str) -> Path:
+    """Return the absolute path of a chat template. Raise ModelError if it cannot be read."""
+    path = Path(file).expanduser().absolute()
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ModelError(f"--chat-template {file} cannot be read: {reason}") from None
+    return path
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file()

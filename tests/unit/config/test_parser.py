@@ -1,0 +1,70 @@
+"""MODEL without --model, and the advice for flags that this server does not have."""
+
+import dataclasses
+
+import pytest
+
+from quadriga.config.flags import flag_name
+from quadriga.config.foreign_flags import FOREIGN_FLAGS
+from quadriga.config.parser import ServerParser
+from quadriga.config.server_config import ServerConfig, from_namespace
+
+
+def parse(line: str) -> ServerConfig:
+    return from_namespace(ServerParser("quadriga serve").parse_flags(line.split()))
+
+
+def flags_of_the_server() -> set[str]:
+    fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
+    return {flag_name(field.name) for field in fields}
+
+
+def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(line)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["gpt2 --port 80", "--port 80 gpt2", "--no-http gpt2 --port 80", "--port 80 --model gpt2"],
+)
+def test_the_model_may_stand_anywhere_without_its_flag(line: str) -> None:
+    config = parse(line)
+    assert (config.model.model, config.http.port) == ("gpt2", 80)
+
+
+def test_the_model_may_be_named_twice_but_not_differently(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parse("gpt2 --model gpt2").model.model == "gpt2"
+    assert "one model, but there are gpt2, llama" in complaint("gpt2 --model llama", capsys)
+    assert "one model, but there are a, b" in complaint("a b", capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("--max-bach-size 3", "no flag --max-bach-size; near it: --max-batch-size"),
+        ("--no-prefix-cashe", "near it: --no-prefix-cache"),
+        ("--qqqqqqqq=3", "no flag --qqqqqqqq; --help-all shows all flags"),
+        ("--max-num-seqs 8", "vLLM's --max-num-seqs is --max-running-requests here"),
+        ("--max-model-len=8", "vLLM's --max-model-len is --context-length here"),
+        ("-c 4096 model", "llama.cpp's -c is --context-length here"),
+        ("-ngl 99", "llama.cpp's -ngl is not needed here: --device has all layers"),
+        ("--tp-size 2 --foo", "SGLang's --tp-size is --tp here; there is no flag --foo"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_an_error_that_names_the_right_one(
+    line: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advice in complaint(line, capsys)
+
+
+def test_flags_of_other_servers_lead_to_flags_that_exist_and_are_none_themselves() -> None:
+    ours = flags_of_the_server()
+    named = {word.strip(";") for foreign in FOREIGN_FLAGS.values() for word in foreign.here.split()
+             if word.startswith("--")}  # fmt: skip
+    assert named <= ours
+    assert not ours & FOREIGN_FLAGS.keys()
