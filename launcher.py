@@ -6,17 +6,19 @@ The launcher does no work of its own and imports no torch. Each child holds one 
 (quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
 """
 
+import argparse
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from quadriga import errors
 from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
 from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.runtime import terminal
 from quadriga.runtime.child import (
@@ -30,7 +32,9 @@ from quadriga.runtime.child import (
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
+from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
+from quadriga.wire.endpoints import Endpoints
 
 STARTED_AT = time.monotonic()
 ROOT = Path(__file__).resolve().parent
@@ -51,8 +55,9 @@ ABORT_TIMEOUT_S = 5.0
 class Launcher:
     """One run of a server, from start to exit code."""
 
-    def __init__(self, config: ServerConfig, model: ModelFiles) -> None:
+    def __init__(self, config: ServerConfig, model: ModelFiles, owner: OwnerChannel) -> None:
         self._model_seconds = time.monotonic() - STARTED_AT
+        self._owner = owner
         self._config = config
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
         self._quiet = config.launch.no_status_line or not terminal.is_foreground()
@@ -86,23 +91,37 @@ class Launcher:
             match event:
                 case Death():
                     if not self._restart(event):
-                        say(f"error: {event.name} could not start: {event.reason}")
-                        return EXIT_START_FAILED
+                        reason = f"{event.name} could not start: {event.reason}"
+                        return self._fail_start(reason, event.error_code)
                 case SupervisorEvent.STOP:
-                    say("stopped while starting")
+                    if not self._owner.is_gone:
+                        say("stopped while starting")
                     return EXIT_FORCED
                 case SupervisorEvent.TIMEOUT:
-                    say(
-                        f"error: {', '.join(self._supervisor.not_ready)} not ready within"
+                    return self._fail_start(
+                        f"{', '.join(self._supervisor.not_ready)} not ready within"
                         f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
                     )
-                    return EXIT_START_FAILED
         line.close()
-        self._announce()
+        if self._owner:
+            self._owner.report_ready(self._public_endpoint)
+        else:
+            self._announce()
         return EXIT_OK
 
+    def _fail_start(self, message: str, code: str = ServerFailed.code) -> int:
+        """Report why the server cannot start, and return the exit code."""
+        report(errors.from_code(code, message), self._owner)
+        return EXIT_START_FAILED
+
+    @property
+    def _public_endpoint(self) -> str:
+        endpoint = self._config.frontend.endpoint
+        is_private = endpoint == configuration.PRIVATE_ENDPOINT
+        return Endpoints(self._supervisor.run_dir).public if is_private else endpoint
+
     def _announce(self) -> None:
-        worker, endpoint = self._supervisor["worker_proc"], self._config.frontend.endpoint
+        worker, endpoint = self._supervisor["worker_proc"], self._public_endpoint
         if self._config.launch.log_level == "debug":
             for text in first_screen.start_details(self._model_seconds, self._supervisor):
                 say(text)
@@ -163,7 +182,12 @@ class Launcher:
     # --- stop -------------------------------------------------------------------------------------
 
     def _drain(self) -> int:
-        """Finish or, after --shutdown-timeout, abort open requests; return the exit code."""
+        """Finish or, after --shutdown-timeout, abort open requests; return the exit code.
+
+        Without its owner the server has no client any more, and nothing is worth finishing.
+        """
+        if self._owner.is_gone:
+            return EXIT_FORCED
         timeout = self._config.launch.shutdown_timeout
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
         self._supervisor.cancel_start(GATEWAY)
@@ -238,9 +262,17 @@ class Launcher:
         return [child for child in self._supervisor if child.name in CLIENT_FACING]
 
 
-def fail(error: QuadrigaError, code: int) -> NoReturn:
-    """Print an error and exit with the code."""
-    say(f"error: {error}")
+def report(error: QuadrigaError, owner: OwnerChannel) -> None:
+    """Report an error to the owner, who raises it, or else print it."""
+    if owner:
+        owner.report_failure(error.code, str(error))
+    else:
+        say(f"error: {error}")
+
+
+def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
+    """Report an error and exit with the code."""
+    report(error, owner)
     terminal.drop_unwritten()
     sys.exit(code)
 
@@ -253,29 +285,32 @@ def serve(arguments: list[str]) -> NoReturn:
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     """Parse the flags, find the model, and run a server."""
     terminal.open_if_closed()
-    namespace = ServerParser(program).parse_flags(arguments)
+    parser = ServerParser(program)
+    parser.add_argument("--owner-fd", type=int, help=argparse.SUPPRESS)
+    namespace = parser.parse_flags(arguments)
+    owner = OwnerChannel(namespace.owner_fd)
     try:
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:
-        fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE, owner)
     packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        say(f"error: {', '.join(missing)} not installed; pip install -e '.[serve]'")
-        sys.exit(EXIT_START_FAILED)
+        reason = f"{', '.join(missing)} not installed; pip install -e '.[serve]'"
+        fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
         model = resolve_model(config.model, show_progress=True)
     except QuadrigaError as error:
-        fail(error, EXIT_START_FAILED)
+        fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:
         sys.exit(EXIT_FORCED)
     for note in model.notes:
         say(note)
     allow_open_files(MAX_OPEN_FILES)
     try:
-        code = Launcher(config, model).run()
+        code = Launcher(config, model, owner).run()
     except QuadrigaError as error:
-        fail(error, EXIT_START_FAILED)
+        fail(error, EXIT_START_FAILED, owner)
     terminal.drop_unwritten()
     sys.exit(code)
 

@@ -31,7 +31,7 @@ async def serve(child: Child) -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener, tls = bind(args), tls_context(args)
     began_at = time.monotonic()
-    endpoint, timeout_s = child.config.frontend.endpoint, child.config.launch.start_timeout
+    endpoint, timeout_s = child.public_endpoint, child.config.launch.start_timeout
     keys = child.config.frontend.curve_dir
     async with AsyncClient(endpoint, connect_timeout=timeout_s, curve_dir=keys) as ring:
         gateway = Gateway(child.config, ring)

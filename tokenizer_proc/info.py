@@ -23,6 +23,7 @@ def static_server_info(
     return {
         "protocol": PROTOCOL_VERSION,
         "model": config.model.shown_name,
+        "endpoint": config.frontend.endpoint,
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
         "max_frame_bytes": MAX_FRAME_BYTES,

@@ -79,7 +79,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     """Serve until everything is delivered after a stop, or the clients know of a failure."""
     args = child.config.frontend
     guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
-    public = bind_public(args.endpoint, *([guard.prepare] if guard else []))
+    public = bind_public(child.public_endpoint, *([guard.prepare] if guard else []))
     deliveries = bind_frames(child.endpoints.delivery)
     preparation = _start_preparation(child, loaded)
     frontend = _make_frontend(child, loaded, preparation)

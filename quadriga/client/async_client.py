@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from quadriga.client.arguments import check_options, checked_params, params_of_each
 from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
+from quadriga.client.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
@@ -50,11 +52,17 @@ class AsyncClient:
 
     A connection that breaks is re-established, and open requests continue where they stood.
 
+        async with AsyncClient() as client:
+            print((await client.generate("The capital of France is")).text)
+
     Args:
-        endpoint: the server's public socket.
+        endpoint: the server's public socket, the `zmq` address of its start line.
         connect_timeout: seconds until ServerUnreachable if no server answers.
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.
+
+    Raises:
+        ConfigError: the endpoint is the address of a web server.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class AsyncClient:
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
     ) -> None:
+        check_endpoint(endpoint)
         self.endpoint = endpoint
         self._connect_timeout = connect_timeout
         self._identity = uuid.uuid4()
@@ -90,6 +99,9 @@ class AsyncClient:
     async def connect(self) -> None:
         """Connect to the server; every call does so first. Concurrent calls share one attempt.
 
+            client = AsyncClient()
+            await client.connect()
+
         Raises:
             ServerUnreachable: no answer within connect_timeout, or the connection was lost and the
                 server is not back.
@@ -113,6 +125,8 @@ class AsyncClient:
         """Abort all requests and disconnect: every open call raises RequestAborted.
 
         The next call connects again.
+
+            await client.close()
         """
         if self._inflight.has_requests:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
@@ -138,12 +152,19 @@ class AsyncClient:
             stream: send chunks as tokens come; False: one chunk at the end.
             sink: called on the event loop with each chunk or the error; the handle must then not
                 be iterated.
-            **options: see RequestOptions.
+            **options: timeout, priority, … (see RequestOptions).
+
+                handle = client.submit("Once upon a time")
+                async for chunk in handle:
+                    print(chunk.text, end="", flush=True)
 
         Raises:
-            InvalidRequest: the prompt has a wrong type, or the message exceeds the frame limit.
+            TypeError: a keyword has another name; the message names similar ones.
+            InvalidRequest: the prompt or params have a wrong type, or the message exceeds the frame
+                limit.
             QuadrigaError: the connection is lost, for this reason.
         """
+        check_options("submit", options, RequestOptions.__annotations__)
         return self._submit(prompt, params, _now(), stream, sink, options)
 
     def _submit(
@@ -164,7 +185,7 @@ class AsyncClient:
             PROTOCOL_VERSION,
             request_id,
             wire.prompt,
-            (params or SamplingParams()).with_seed(),
+            checked_params(params).with_seed(),
             stream,
             prompt_token_ids=wire.token_ids,
             **options,
@@ -188,32 +209,46 @@ class AsyncClient:
     async def generate(
         self,
         prompt: Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     async def generate(
         self,
         prompt: Any,
-        params: SamplingParams | None = None,
+        params: Any = None,
         **options: "Unpack[RequestOptions]",
     ) -> Completion | list[Completion]:
-        """Return the completion of a prompt, or those of a list of prompts.
+        """Return the completion of a prompt, or those of a list of prompts in the same order.
 
         Every prompt of a list is run to its end before the first error is raised.
 
+            completion = await client.generate("The capital of France is")
+            first, second = await client.generate(["One,", "Two,"], SamplingParams(seed=1))
+
         Args:
-            prompt: a prompt or a list of prompts.
-            params: sampling and stopping.
-            **options: see RequestOptions; they apply to each prompt of a list.
+            prompt: a text, token ids or a chat (a list of {"role", "content"} maps), or a list of
+                them. `[]` gives `[]`.
+            params: sampling and stopping; a list gives each prompt its own.
+            **options: timeout, priority, … (see RequestOptions), for each prompt of a list.
+
+        Raises:
+            TypeError: a keyword has another name; the message names similar ones.
+            InvalidRequest: the prompt or a parameter is wrong; PromptTooLong is one of them.
+            QueueFull: the server accepts no further request now; `retry_after` has the seconds.
+            DeadlineExceeded: `timeout` or `queue_timeout` is over.
+            RequestAborted: the client was closed, or `abort` was called.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+            QuadrigaError: the server failed; `quadriga.errors` lists the subclasses.
         """
+        check_options("generate", options, RequestOptions.__annotations__)
         began_at = _now()
         await self._connect_within(options.get("timeout"))
         single = not is_list_of_prompts(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
         handles: list[RequestHandle] = []
         try:
-            for item in prompts:
-                handles.append(self._submit(item, params, began_at, False, None, options))
+            for item, of_item in zip(prompts, params_of_each(params, len(prompts)), strict=True):
+                handles.append(self._submit(item, of_item, began_at, False, None, options))
             results = await asyncio.gather(
                 *(handle.completion() for handle in handles), return_exceptions=True
             )
@@ -235,14 +270,22 @@ class AsyncClient:
     ) -> AsyncIterator[StreamChunk]:
         """Yield the chunks of a completion as they come. Leaving the loop early aborts the request.
 
+            async for chunk in client.stream("Once upon a time"):
+                print(chunk.text, end="", flush=True)
+
         Args:
-            prompt: a text, token ids, or a chat.
+            prompt: a text, token ids or a chat (a list of {"role", "content"} maps).
             params: sampling and stopping.
-            **options: see RequestOptions.
+            **options: timeout, priority, … (see RequestOptions).
+
+        Returns:
+            An iterator; the last chunk of each choice has the whole `completion`.
 
         Raises:
-            InvalidRequest: the prompt is a list of prompts, or empty.
+            InvalidRequest: the prompt is a list of prompts, or empty, or a parameter is wrong.
+            QuadrigaError: as `generate`; the iterator raises it.
         """
+        check_options("stream", options, RequestOptions.__annotations__)
         check_is_one_prompt(prompt, "stream")
         began_at = _now()
         await self._connect_within(options.get("timeout"))
@@ -256,18 +299,49 @@ class AsyncClient:
     async def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.
 
-        They end with the finish reason "abort".
+        They end with the finish reason "abort" and the text that they have.
+
+            await client.abort(chunk.request_id)
+
+        Args:
+            request_id: `request_id` of a chunk; an unknown id is ignored.
+
+        Raises:
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
         """
         await self.connect()
         self._inflight.abort(request_id)
 
     async def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Return gauges and counters of the server, collected from all of its processes."""
+        """Return gauges and counters of the server, collected from all of its processes.
+
+            num_running = (await client.info())["running"]
+
+        Args:
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            Values by name; docs/protocol.md lists them.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         info: Info = await self._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), timeout)
         return info.values
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop cached prefixes that no request uses; return the number of pages that this freed."""
+        """Drop cached prefixes that no request uses; return the number of pages that this freed.
+
+            num_pages = await client.flush_cache()
+
+        Args:
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         info: Info = await self._ask(lambda name: FlushCache(PROTOCOL_VERSION, name), timeout)
         pages = info.values["flushed_pages"]
         assert isinstance(pages, int)
@@ -276,7 +350,21 @@ class AsyncClient:
     async def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
     ) -> list[int]:
-        """Return the token ids that `generate` would use for a text or a chat."""
+        """Return the token ids that `generate` would use for a text or a chat.
+
+            ids = await client.tokenize("Hello, world")
+
+        Args:
+            prompt: a text or a chat.
+            chat: tools and variables of the chat template, if the prompt is a chat.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            InvalidRequest: the prompt is neither a text nor a chat, or the model has no chat
+                template.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         check_is_one_prompt(prompt, "tokenize")
         wire = wire_prompt(prompt)
         if wire.token_ids is not None:
@@ -289,7 +377,20 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0
     ) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids.
+
+            text = await client.detokenize([504, 3575, 282])
+
+        Args:
+            token_ids: ids of the model's vocabulary.
+            skip_special_tokens: leave special tokens out of the text.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            InvalidRequest: it is no list of ids, or an id is not in the vocabulary.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         packed = wire_prompt(token_ids).token_ids
         if packed is None:
             raise InvalidRequest("token_ids must be a list of integers", "token_ids")

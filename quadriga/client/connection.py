@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from quadriga.client.http_port import describe_http_port
 from quadriga.client.link import LinkEvents, ServerLink
 from quadriga.client.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
@@ -36,6 +37,8 @@ from quadriga.wire.messages.public import (
 # A search without an answer for so long continues through a new socket, in case the reconnecting of
 # the old one is stuck.
 MAX_SOCKET_SILENCE_S = 5.0
+# A listener that does not answer a first ping for so long is asked whether it is a web server.
+HTTP_PROBE_DELAY_S = 0.5
 
 CLOSED_BY_CALLER = ErrorInfo(RequestAborted.code, "the client was closed")
 _SILENT = (
@@ -102,6 +105,7 @@ class Connection:
         )
         self._link = ServerLink(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
+        self._http_probe: asyncio.Task[None] | None = None
         self._search = Search(self._ping, self._not_found)
         self._connect_timeout = self._renew_at = 0.0
 
@@ -192,6 +196,7 @@ class Connection:
         self._state, self._lost = ConnectionState.CLOSED, None
         self._search.stop()
         self._link.close(linger_s)
+        self._stop_http_probe()
 
     def _end_attempt(self, failure: ErrorInfo | None) -> None:
         for waiter in self._waiters:
@@ -202,6 +207,8 @@ class Connection:
 
     def _on_connect(self) -> None:
         self._refusal = self._refusal or _SILENT
+        if self._state is ConnectionState.CONNECTING and self._http_probe is None:
+            self._http_probe = asyncio.get_running_loop().create_task(self._probe_http())
         if self._search.is_running:
             self._search.hurry()
         elif self._state is ConnectionState.LOST:
@@ -209,6 +216,19 @@ class Connection:
 
     def _on_refusal(self, reason: str) -> None:
         self._refusal = f"{reason}; see docs/security.md"
+
+    async def _probe_http(self) -> None:
+        """End the attempt if the endpoint does not answer soon, and is that of a web server."""
+        await asyncio.sleep(HTTP_PROBE_DELAY_S)
+        reason = await describe_http_port(self.endpoint)
+        if reason and self._state is ConnectionState.CONNECTING:
+            self._shut(linger_s=0)
+            self._end_attempt(_unreachable(reason))
+
+    def _stop_http_probe(self) -> None:
+        if self._http_probe is not None:
+            self._http_probe.cancel()
+            self._http_probe = None
 
     def _on_disconnect(self) -> None:
         """Process messages received before the disconnect first.
@@ -244,6 +264,7 @@ class Connection:
         before, self._state = self._state, ConnectionState.OPEN
         self._lost, self._refusal = None, ""
         self._search.stop()
+        self._stop_http_probe()
         if before is ConnectionState.CONNECTING:
             self._end_attempt(None)
         else:

@@ -16,7 +16,23 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """AsyncClient for programs without an event loop; its methods may be called from any thread."""
+    """One connection to a server, for programs without an event loop. Call it from any thread.
+
+    A connection that breaks is re-established, and open requests continue where they stood. It is
+    made by the first call, or by `with`.
+
+        with Client() as client:
+            print(client.generate("The capital of France is").text)
+
+    Args:
+        endpoint: the server's public socket, the `zmq` address of its start line.
+        connect_timeout: seconds until ServerUnreachable if no server answers.
+        reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
+        curve_dir: directory of this client's keys, if the server requires keys.
+
+    Raises:
+        ConfigError: the endpoint is the address of a web server.
+    """
 
     def __init__(
         self,
@@ -25,8 +41,8 @@ class Client:
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
     ) -> None:
-        self._loop = LoopThread("quadriga-client")
         self._async = AsyncClient(endpoint, connect_timeout, reconnect_timeout, curve_dir)
+        self._loop = LoopThread("quadriga-client")
 
     def __enter__(self) -> "Client":
         try:
@@ -40,7 +56,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Abort all requests, disconnect and end the thread."""
+        """Abort all requests and disconnect: every open and later call raises RequestAborted.
+
+        client.close()
+        """
         self._loop.end(self._async.close)
 
     @overload  # a str is a sequence of str, too, but the first overload wins
@@ -54,13 +73,34 @@ class Client:
     def generate(
         self,
         prompt: Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, **options: "Unpack[RequestOptions]"
+        self, prompt: Any, params: Any = None, **options: "Unpack[RequestOptions]"
     ) -> Completion | list[Completion]:
-        """Return the completion of a prompt or a list of prompts; see AsyncClient.generate."""
+        """Return the completion of a prompt, or those of a list of prompts in the same order.
+
+        Every prompt of a list is run to its end before the first error is raised.
+
+            completion = client.generate("The capital of France is")
+            first, second = client.generate(["One,", "Two,"], SamplingParams(seed=1))
+
+        Args:
+            prompt: a text, token ids or a chat (a list of {"role", "content"} maps), or a list of
+                them. `[]` gives `[]`.
+            params: sampling and stopping; a list gives each prompt its own.
+            **options: timeout, priority, … (see RequestOptions), for each prompt of a list.
+
+        Raises:
+            TypeError: a keyword has another name; the message names similar ones.
+            InvalidRequest: the prompt or a parameter is wrong; PromptTooLong is one of them.
+            QueueFull: the server accepts no further request now; `retry_after` has the seconds.
+            DeadlineExceeded: `timeout` or `queue_timeout` is over.
+            RequestAborted: the client was closed, or `abort` was called.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+            QuadrigaError: the server failed; `quadriga.errors` lists the subclasses.
+        """
         result: Completion | list[Completion] = self._loop.run(
             lambda: self._async.generate(prompt, params, **options)
         )
@@ -72,25 +112,108 @@ class Client:
         params: SamplingParams | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Iterator[StreamChunk]:
-        """Yield the chunks of a completion as they come; see AsyncClient.stream."""
+        """Yield the chunks of a completion as they come. Leaving the loop early aborts the request.
+
+            for chunk in client.stream("Once upon a time"):
+                print(chunk.text, end="", flush=True)
+
+        Args:
+            prompt: a text, token ids or a chat (a list of {"role", "content"} maps).
+            params: sampling and stopping.
+            **options: timeout, priority, … (see RequestOptions).
+
+        Returns:
+            An iterator; the last chunk of each choice has the whole `completion`.
+
+        Raises:
+            InvalidRequest: the prompt is a list of prompts, or empty, or a parameter is wrong.
+            QuadrigaError: as `generate`; the iterator raises it.
+        """
         return self._loop.iterate(self._async.stream(prompt, params, **options))
 
     def abort(self, request_id: str = "") -> None:
-        """Abort a request, or all of them; see AsyncClient.abort."""
+        """Abort a request of this client, or all of them if the id is empty.
+
+        They end with the finish reason "abort" and the text that they have.
+
+            client.abort(chunk.request_id)
+
+        Args:
+            request_id: `request_id` of a chunk; an unknown id is ignored.
+
+        Raises:
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         self._loop.run(lambda: self._async.abort(request_id))
 
     def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Return gauges and counters of the server; see AsyncClient.info."""
+        """Return gauges and counters of the server, collected from all of its processes.
+
+            num_running = client.info()["running"]
+
+        Args:
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            Values by name; docs/protocol.md lists them.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         return self._loop.run(lambda: self._async.info(timeout))
 
     def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop unused cached prefixes; see AsyncClient.flush_cache."""
+        """Drop cached prefixes that no request uses; return the number of pages that this freed.
+
+            num_pages = client.flush_cache()
+
+        Args:
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
         return self._loop.run(lambda: self._async.flush_cache(timeout))
 
-    def tokenize(self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS) -> list[int]:
-        """Return the token ids of a text or a chat; see AsyncClient.tokenize."""
-        return self._loop.run(lambda: self._async.tokenize(prompt, chat))
+    def tokenize(
+        self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
+    ) -> list[int]:
+        """Return the token ids that `generate` would use for a text or a chat.
 
-    def detokenize(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; see AsyncClient.detokenize."""
-        return self._loop.run(lambda: self._async.detokenize(token_ids, skip_special_tokens))
+            ids = client.tokenize("Hello, world")
+
+        Args:
+            prompt: a text or a chat.
+            chat: tools and variables of the chat template, if the prompt is a chat.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            InvalidRequest: the prompt is neither a text nor a chat, or the model has no chat
+                template.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        return self._loop.run(lambda: self._async.tokenize(prompt, chat, timeout))
+
+    def detokenize(
+        self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0
+    ) -> str:
+        """Return the text of token ids.
+
+            text = client.detokenize([504, 3575, 282])
+
+        Args:
+            token_ids: ids of the model's vocabulary.
+            skip_special_tokens: leave special tokens out of the text.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            InvalidRequest: it is no list of ids, or an id is not in the vocabulary.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        return self._loop.run(
+            lambda: self._async.detokenize(token_ids, skip_special_tokens, timeout)
+        )

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, TypeGuard
 
-import msgspec
-
+from quadriga.client.arguments import checked_chat, shown
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import pack_ids
@@ -52,9 +51,16 @@ class Timings:
     """Unix time at which the request reached each stage; 0.0 for a stage that it did not reach.
 
     `submitted` and `delivered` are read from the client's clock, the others from the server's,
-    shifted if the two disagree (see `reconcile`).
+    shifted if the two disagree (see `reconcile`). `ttft`, `queue`, `tpot` and `total` are seconds.
 
     Attributes:
+        submitted: the client sent it.
+        received: the server read it.
+        tokenized: the prompt was encoded.
+        admitted: it left the waiting queue.
+        first_token: the first token was sampled.
+        detokenized: the last text was made.
+        delivered: the client received the end.
         token_times: end of the step that sampled each token.
     """
 
@@ -66,6 +72,27 @@ class Timings:
     detokenized: float = 0.0
     delivered: float = 0.0
     token_times: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """Seconds from submission to the end of the text, at the client."""
+        return self.delivered - self.submitted
+
+    @property
+    def queue(self) -> float | None:
+        """Seconds from the end of tokenization to admission; None if it was never admitted."""
+        return max(0.0, self.admitted - self.tokenized) if self.admitted else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from submission to the first token; None without a token."""
+        return self.first_token - self.submitted if self.first_token else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first one; None with fewer than two tokens."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def reconcile(self) -> None:
         """Shift the server's times to lie between `submitted` and `delivered`.
@@ -93,7 +120,7 @@ class Timings:
         self.token_times = [moved(stamp) for stamp in self.token_times]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Completion:
     """A finished request.
 
@@ -117,6 +144,15 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     others: "list[Completion]" = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the text and the main numbers, without ids, stamps and log-probabilities."""
+        ttft = self.timings.ttft
+        parts = [repr(self.text), self.finish_reason, f"{len(self.token_ids)} tokens"]
+        parts += [f"ttft {ttft:.3f} s"] if ttft is not None else []
+        parts += [f"total {self.timings.total:.3f} s"]
+        parts += [f"choice 0 of {len(self.others) + 1}"] if self.others else []
+        return f"Completion({', '.join(parts)})"
 
 
 @dataclass(slots=True)
@@ -172,17 +208,14 @@ def wire_prompt(prompt: Any) -> WirePrompt:
     if isinstance(prompt, str):
         return WirePrompt(prompt)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
-        try:
-            return WirePrompt(msgspec.convert(list(prompt), list[ChatMessage]))
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"prompt is no chat: {error}", "prompt") from None
+        return WirePrompt(checked_chat(prompt))
     if isinstance(prompt, list | tuple):
         try:
             return WirePrompt("", pack_ids(prompt))
         except (TypeError, OverflowError) as error:
             raise InvalidRequest(f"prompt is no list of token ids: {error}", "prompt") from None
     raise InvalidRequest(
-        f"prompt is a {type(prompt).__name__}: it must be a string, a list of token ids, or a list"
-        " of {role, content} maps",
+        f"prompt is {shown(prompt)}: it must be a string, a list of token ids, or a list of"
+        " {role, content} maps",
         "prompt",
     )

@@ -20,6 +20,8 @@ from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
+# A socket in the private directory of the run, whose path only the launcher's owner learns.
+PRIVATE_ENDPOINT = "ipc"
 BUILTIN_MODEL = "smollm2-135m"
 
 
@@ -66,7 +68,10 @@ class FrontendArgs:
     """Frontend, text to token ids (tokenizer_proc)."""
 
     endpoint: str = flag(
-        DEFAULT_ENDPOINT, "public ZeroMQ socket", unit="tcp://HOST:PORT", basic=True
+        DEFAULT_ENDPOINT,
+        "public ZeroMQ socket; ipc: one that only the program which starts the server can reach",
+        unit="tcp://HOST:PORT",
+        basic=True,
     )
     curve_dir: str = flag(
         "",
@@ -95,7 +100,9 @@ class FrontendArgs:
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "tokenize_workers", "queue_timeout", "request_timeout")
-        # ipc is refused: a second server would silently take the path over.
+        if self.endpoint == PRIVATE_ENDPOINT:
+            return
+        # A path is refused: a second server would silently take it over.
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
             raise ConfigError(

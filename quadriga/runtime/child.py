@@ -29,8 +29,8 @@ from typing import Any
 
 from quadriga import clock
 from quadriga.config import server_config as configuration
-from quadriga.config.server_config import ServerConfig
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
+from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
 from quadriga.runtime.terminal import drop_unwritten, line_start
 from quadriga.wire.endpoints import Endpoints
@@ -174,6 +174,12 @@ class Child:
     control: ControlChannel
     is_restart: bool = False
 
+    @property
+    def public_endpoint(self) -> str:
+        """Address of the public socket."""
+        endpoint = self.config.frontend.endpoint
+        return self.endpoints.public if endpoint == PRIVATE_ENDPOINT else endpoint
+
     def ready(self, **info: Any) -> None:
         """Report that this process serves; `info` is shown in the launcher's start lines."""
         self.control.report("ready", pid=os.getpid(), **info)
@@ -217,7 +223,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     except KeyboardInterrupt:
         pass
     except QuadrigaError as error:
-        _fatal(control, f"{type(error).__name__}: {error}")
+        _fatal(control, f"{type(error).__name__}: {error}", error.code)
     except Exception as error:
         with suppress(OSError):  # the log is on a full disk
             traceback.print_exc()
@@ -240,8 +246,8 @@ def _call_hook(name: str) -> None:
     function(name)
 
 
-def _fatal(control: ControlChannel, message: str) -> None:
-    control.report("fatal", message=message)
+def _fatal(control: ControlChannel, message: str, code: str = ServerFailed.code) -> None:
+    control.report("fatal", message=message, code=code)
     drop_unwritten()
     close_all()
     os._exit(EXIT_START_FAILED)

@@ -6,11 +6,12 @@ limits.py.
 
 import json
 import secrets
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from quadriga.errors import InvalidRequest
+from quadriga.sampling.construction import CheckedConstruction
 from quadriga.sampling.limits import MAX_SEED
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -38,7 +39,12 @@ NEUTRAL = SamplingDefaults()
 
 
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=CheckedConstruction,
 ):
     """Sampling and stopping of one request: a map on the wire, whose absent fields are defaults.
 
@@ -67,6 +73,7 @@ class SamplingParams(
 
         max_new_tokens: largest number of generated tokens (>= 1). None: 128, or what the model's
             context leaves if that is less.
+        max_tokens: the same, by OpenAI's and vLLM's name; give one of the two.
         min_new_tokens: number of generated tokens before which stop tokens are masked and stop
             strings are not searched for.
         stop: strings that end the text; they are not part of it.
@@ -125,6 +132,14 @@ class SamplingParams(
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    if TYPE_CHECKING:
+        max_tokens: int | None = None
+    else:
+
+        @property
+        def max_tokens(self) -> int | None:
+            """`max_new_tokens`; on the wire there is one name only."""
+            return self.max_new_tokens
 
     @property
     def stop_strings(self) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from quadriga import clock
 from quadriga.clock import Countdown
+from quadriga.errors import ServerFailed
 from quadriga.runtime.child import DUMP_SIGNAL, Command
 from quadriga.runtime.parent_death import continue_at_parents_death
 
@@ -54,11 +55,13 @@ class Exit(NamedTuple):
         state: the state in which it ended.
         code: exit code, or a negative signal number.
         reason: its own last report, the watchdog's reason, a signal, or an exit code, in words.
+        error_code: `code` of the QuadrigaError that ended it.
     """
 
     state: ChildState
     code: int
     reason: str
+    error_code: str = ServerFailed.code
 
 
 @dataclass
@@ -85,6 +88,7 @@ class ChildProcess:
     started_at: float = field(default_factory=time.monotonic)
     pinged_at: float | None = None
     _error: str = ""
+    _error_code: str = ServerFailed.code
     _partial_line: bytes = b""
 
     @property
@@ -125,6 +129,7 @@ class ChildProcess:
             case "fatal":
                 if self.state is not ChildState.HUNG:
                     self._error = report["message"]
+                    self._error_code = report.get("code", ServerFailed.code)
             case "beat":
                 self.pinged_at = None
             case "begin":
@@ -169,7 +174,8 @@ class ChildProcess:
             self.process.kill()
             code = self.process.wait()
         killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return Exit(state, code, self._error or killed or f"exited with code {code}")
+        reason = self._error or killed or f"exited with code {code}"
+        return Exit(state, code, reason, self._error_code)
 
     def exits_within(self, countdown: Countdown) -> bool:
         """Wait until it exits or the countdown ends; return whether it has exited."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, ServerFailed
 from quadriga.runtime.child import EXIT_OK, Command
 from quadriga.runtime.terminal import line_start
 from quadriga.supervisor.child_process import ChildProcess, ChildState, Exit, start_child
@@ -49,12 +49,14 @@ class Death:
         reason: how it ended, in words.
         restart_delay_s: seconds until it may be restarted; None: it must not be.
         is_clean: it had finished its work.
+        error_code: `code` of the QuadrigaError that ended it.
     """
 
     name: str
     reason: str
     restart_delay_s: float | None
     is_clean: bool
+    error_code: str = ServerFailed.code
 
 
 class Supervisor:
@@ -107,6 +109,11 @@ class Supervisor:
 
     def __getitem__(self, name: str) -> ChildProcess:
         return self._children[name]
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of the run's sockets."""
+        return self._run_dir
 
     @property
     def not_ready(self) -> list[str]:
@@ -214,7 +221,7 @@ class Supervisor:
             delay_s = self._policy.delay_after_death(name, time.monotonic())
             if delay_s is None and self._policy.max_restarts:
                 reason += f", more than {self._policy.max_restarts} times within five minutes"
-        return Death(name, reason, delay_s, exit_.code == EXIT_OK)
+        return Death(name, reason, delay_s, exit_.code == EXIT_OK, exit_.error_code)
 
     # --- stop -------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ class Endpoints:
     | results    | scheduler_proc | worker_proc                   | ResultMessage      |
     | detok      | detok_proc     | scheduler_proc                | DetokMessage       |
     | delivery   | tokenizer_proc | detok_proc                    | [address, message] |
+    | public     | tokenizer_proc | clients, if it is private     | ClientMessage      |
     """
 
     run_dir: Path
@@ -50,3 +51,8 @@ class Endpoints:
     def delivery(self) -> str:
         """Address of messages to clients, at the frontend."""
         return self._ipc("delivery")
+
+    @property
+    def public(self) -> str:
+        """Address of the public socket of a server that only its owner may reach."""
+        return self._ipc("public")

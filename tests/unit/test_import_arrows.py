@@ -65,13 +65,14 @@ def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
 
 LAYERS = {
     "errors": set(),
-    "sampling": {"errors"},
+    "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
     "config": {"errors"},
     "model_files": {"errors", "config"},
-    "client": {"errors", "clock", "sampling", "wire", "config"},
+    "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
+    "llm": {"errors", "keywords", "sampling", "wire", "config", "client"},
     "cli": {"errors", "sampling", "wire", "config", "client", "__version__"},
 }
 """What each part of quadriga/ may import of the others."""

@@ -264,7 +264,7 @@ def test_a_child_goes_from_start_to_exit_through_its_reports(children: Children)
     reports.close()
     child.process.kill()
     assert child.receive() is None
-    assert child.close() == (ChildState.READY, -signal.SIGKILL, "killed by SIGKILL")
+    assert child.close()[:3] == (ChildState.READY, -signal.SIGKILL, "killed by SIGKILL")
     assert child.has_exited and not child.is_running
 
 
@@ -286,8 +286,9 @@ def test_a_reload_and_a_fatal_error_are_seen_at_the_exit(children: Children) -> 
     child.stop_for_reload()
     assert child.close().state is ChildState.RELOADING
     other, reports = next(children)
-    reports.sendall(b'{"report": "fatal", "message": "ModelError: none"}\n')
+    reports.sendall(b'{"report": "fatal", "message": "ModelError: none", "code": "model"}\n')
     other.receive()
     other.process.kill()
-    state, _, reason = other.close()
-    assert (state, reason) == (ChildState.STARTING, "ModelError: none")
+    end = other.close()
+    assert (end.state, end.reason) == (ChildState.STARTING, "ModelError: none")
+    assert end.error_code == "model"

@@ -1,0 +1,62 @@
+"""Errors for a client that was given the address of the web gateway, the commonest mix-up."""
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+
+from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.errors import ConfigError
+
+PROBE_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 1 << 20
+_REQUEST = b"GET /server_info HTTP/1.0\r\nHost: localhost\r\n\r\n"
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for the address of a web server."""
+    if endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"endpoint is {endpoint!r}, a web address, which OpenAI clients use: this client needs"
+            f" the ZeroMQ endpoint, the `zmq` address of the server's start line"
+            f" ({DEFAULT_ENDPOINT} by default)"
+        )
+
+
+async def describe_http_port(endpoint: str) -> str:
+    """Ask an endpoint for a web page, and return what to say if it answers; else ""."""
+    address = re.fullmatch(r"tcp://(.+):(\d+)", endpoint)
+    if address is None:
+        return ""
+    answer = b""
+    with suppress(OSError, asyncio.TimeoutError):
+        answer = await asyncio.wait_for(
+            _ask(address[1].strip("[]"), int(address[2])), PROBE_TIMEOUT_S
+        )
+    if not answer.startswith(b"HTTP/"):
+        return ""
+    known = _endpoint_in(answer)
+    place = f"is {known}" if known else f"is {DEFAULT_ENDPOINT} by default"
+    return f"{endpoint} is an HTTP port: the ZMQ endpoint of the server {place}"
+
+
+async def _ask(host: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(_REQUEST)
+        answer = b""
+        while len(answer) < MAX_ANSWER_BYTES and (data := await reader.read(65536)):
+            answer += data
+        return answer
+    finally:
+        writer.close()
+
+
+def _endpoint_in(answer: bytes) -> str:
+    """Return the endpoint that a /server_info has; "" if it is another server's or needs a key."""
+    try:
+        info = json.loads(answer.partition(b"\r\n\r\n")[2])
+    except ValueError:
+        return ""
+    endpoint = info.get("endpoint", "") if isinstance(info, dict) else ""
+    return endpoint if isinstance(endpoint, str) else ""

@@ -1,0 +1,115 @@
+"""The flags of a server as keywords of LLM."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from quadriga.config.flags import value_type
+from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
+from quadriga.errors import ConfigError
+from quadriga.keywords import check_keywords
+
+
+class ServerFlags(TypedDict, total=False):
+    """Flags of the server, without those of the endpoint and the web gateway.
+
+    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test holds
+    this list equal to the server's.
+    """
+
+    # Model
+    load_format: Literal["auto", "dummy"]
+    context_length: int | None
+    # Frontend, text to token ids (tokenizer_proc)
+    tokenize_workers: int
+    allow_auto_truncate: bool
+    sampling_defaults: Literal["model", "openai"]
+    queue_timeout: float | None
+    request_timeout: float | None
+    # Scheduling (scheduler_proc)
+    max_batch_size: int
+    prefill_max_batch_size: int | None
+    prefill_max_tokens: int
+    chunked_prefill_size: int | None
+    max_running_requests: int
+    max_queued_requests: int
+    max_requests_per_client: int | None
+    batch_mode: Literal["prefill-first", "mixed", "decode-first", "alternate"]
+    batching: Literal["continuous", "static"]
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest"]
+    pack_lookahead: int | None
+    pack_fifo_every: int | None
+    priority_preemption_threshold: int | None
+    fair_clients: bool
+    schedule_conservativeness: float
+    disable_radix_cache: bool
+    plan_at_once: bool
+    journal: str
+    no_journal: bool
+    resume: bool
+    # Computation (worker_proc)
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    page_size: int
+    max_total_tokens: int | None
+    mem_fraction_static: float | None
+    attention_backend: Literal["auto", "native", "triton", "flash", "torch"]
+    cuda_graph_max_bs: int | None
+    disable_cuda_graph: bool
+    enable_nvtx: bool
+    enable_deterministic_inference: bool
+    quantization: Literal["none", "int8", "int4", "gguf"]
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    tp: int
+    worker_threads: int | None
+    no_affinity: bool
+    # Detokenization, token ids to text (detok_proc)
+    stream_interval: int
+    # Start, stop and logging (launcher.py)
+    start_timeout: float
+    shutdown_timeout: float
+    max_restarts: int
+    watchdog_timeout: float
+    log_level: Literal["debug", "info", "warning", "error"]
+
+
+# Values that differ from the command line's: the program is the only client.
+OWNED_SERVER = {
+    "endpoint": PRIVATE_ENDPOINT,
+    "no_http": True,
+    "no_status_line": True,
+    "log_level": "warning",
+}
+
+
+def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
+    """Return the command line flags of a server that only this program uses.
+
+    Raises:
+        TypeError: there is no such flag; the message names similar ones.
+        ConfigError: a value cannot work.
+    """
+    check_keywords("LLM", flags, ServerFlags.__annotations__)
+    fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    values = {name: _checked(fields[name], value) for name, value in flags.items()}
+    config = ServerConfig().replace(**OWNED_SERVER | values, model=str(model))
+    config.validate()
+    return config.to_argv()
+
+
+def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Return the value of a flag if it has the flag's type; a path stands for its text."""
+    if isinstance(value, Path) and value_type(field.type) is str:
+        value = str(value)
+    try:
+        value = msgspec.convert(value, field.type)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").replace("null", "None").replace("Expected", "expected")
+        raise ConfigError(f"{field.name} is {value!r}: {reason}") from None
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
+    return value
