@@ -52,6 +52,7 @@ READ_HERE = (
         "TRITON_INTERPRET", "", "`1`: run the Triton kernels without a GPU, slowly"
     ),
     EnvironmentVariable("TERM", "", "`dumb`: no live status line"),
+    EnvironmentVariable("NO_COLOR", "", "if set: `quadriga ask` and `chat` print no dim text"),
     EnvironmentVariable(
         "PYTHONPATH", "", "passed on to the processes, after the server's own path"
     ),

@@ -79,7 +79,7 @@ def test_a_death_ends_open_requests_and_is_named(
     os.kill(own_server.pids[victim], signal.SIGKILL)
     thread.join(20)
     assert own_server.process.wait(20) == EXIT_CHILD_DIED
-    assert f"error: {victim} died (killed by SIGKILL)" in own_server.log.read_text()
+    assert f"launcher ERROR {victim} died (killed by SIGKILL)" in own_server.log.read_text()
     wait_until(lambda: not any(map(is_alive, own_server.pids.values())), 5)
     (end,) = ended
     if victim == "worker_proc":

@@ -1,6 +1,7 @@
 """The commands at a terminal, with a client that answers by itself."""
 
 import builtins
+import json
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.unit.fake_server import FakeServer, running_fake_server
 
 
 class FakeClient:
-    """Answers a question with its number; "stop", "long", "fail" and "die" in their own ways."""
+    """Answers a question with its number; some words in their own ways."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -32,19 +33,21 @@ class FakeClient:
         question = prompt[-1]["content"]
         if question == "long":
             raise PromptTooLong("prompt has 9 tokens")
+        if question == "once" and len(self.sent) > 1:
+            raise RequestFailed("broke")
         if question == "stop at once":
             raise KeyboardInterrupt
-        yield SimpleNamespace(text="answer ")
+        yield SimpleNamespace(text="answer ", completion=None)
         if question == "stop":
             raise KeyboardInterrupt
         if question == "fail":
             raise RequestFailed("broke")
         if question == "die":
             raise ServerFailed("gone")
-        yield SimpleNamespace(text=str(len(self.sent)))
+        yield SimpleNamespace(text=str(len(self.sent)), completion=None)
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, *lines: Any, system: str | None = None) -> list[Any]:
+def talk(monkeypatch: pytest.MonkeyPatch, *lines: Any, system: str = "") -> list[Any]:
     """What was sent for these lines; an exception stands for what a key raises."""
     waiting = [*lines, EOFError()]
 
@@ -78,8 +81,55 @@ def test_clear_begins_anew_and_exit_leaves(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_command_is_no_question(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(monkeypatch, "/quit") == []
-    assert "no such command: /quit. /clear begins anew" in capsys.readouterr().err
+    assert talk(monkeypatch, "/foo bar") == []
+    assert "no such command: /foo. /help lists the commands" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, "/help", "/quit", "never") == []
+    shown = capsys.readouterr().err
+    assert all(
+        name in shown for name in ("/system TEXT", "/regen", "/save FILE", "/reset", "/quit")
+    )
+
+
+def test_the_system_prompt_can_change_and_stays_after_a_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = talk(monkeypatch, "/system be brief", "one", "/reset", "two", "/system", "three")
+    assert sent == [["be brief", "one"], ["be brief", "two"], ["two", "answer 2", "three"]]
+
+
+def test_regen_asks_the_last_question_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = talk(monkeypatch, "/regen", "one", "two", "/regen", "three")
+    assert sent[2] == ["one", "answer 1", "two"]
+    assert sent[3] == ["one", "answer 1", "two", "answer 3", "three"]
+
+
+def test_an_answer_stays_if_it_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = talk(monkeypatch, "once", "/regen", "two")
+    assert sent[-1] == ["once", "answer 1", "two"]
+
+
+def test_a_backslash_continues_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(monkeypatch, "one\\", "two\\", "three") == [["one\ntwo\nthree"]]
+
+
+def test_a_chat_is_saved_as_messages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    talk(monkeypatch, "grüße", f"/save {file}", "/save", f"/save {tmp_path}", system="be brief")
+    assert json.loads(file.read_text(encoding="utf-8")) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "grüße"},
+        {"role": "assistant", "content": "answer 1"},
+    ]
+    shown = capsys.readouterr().err
+    assert "/save needs a file" in shown
+    assert f"{tmp_path} cannot be written: Is a directory" in shown
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
