@@ -15,7 +15,7 @@ with LLM(*sys.argv[1:2]) as llm:
     while question := input("> "):
         messages.append({"role": "user", "content": question})
         answer = ""
-        for chunk in llm.stream(messages, params):
+        for chunk in llm.stream(messages, params, clamp_max_new_tokens=True):
             print(chunk.text, end="", flush=True)
             answer += chunk.text
         print()
