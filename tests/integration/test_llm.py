@@ -215,3 +215,37 @@ def test_a_program_that_is_killed_while_it_starts_leaves_nothing(
 
 def _runs(process: psutil.Process) -> bool:
     return is_alive(process.pid)
+
+
+@pytest.mark.timeout(240)
+def test_the_notebook_runs_from_its_first_to_its_last_cell(tmp_path: Path) -> None:
+    """Its kernel runs an event loop, and has another working directory than the checkout."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "examples" / "llm.ipynb", as_version=4)
+    kernel = nbclient.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": tmp_path}}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        kernel.execute()
+    printed = json.dumps(notebook.cells)
+    assert "Paris" in printed
+    assert "LLM('smollm2-135m', pid" in printed
+
+
+@pytest.mark.parametrize("example", ["llm.py", "chat.py"])
+def test_the_examples_run(example: str, llama_dir: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example), str(llama_dir)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input="hello\n\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
