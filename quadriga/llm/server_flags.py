@@ -21,6 +21,9 @@ class ServerFlags(TypedDict, total=False):
     """
 
     # Model
+    revision: str
+    tokenizer: str
+    chat_template: str
     load_format: Literal["auto", "dummy"]
     context_length: int | None
     # Frontend, text to token ids (tokenizer_proc)
