@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest
 PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve format lint typecheck test-unit test check clean
+.PHONY: help setup serve format lint typecheck test-unit test check docs clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,17 @@ test: setup ## run every test, on all cores
 
 check: lint typecheck test-unit ## run what a commit should pass: style, types, unit tests
 
+DOCS_VENV ?= .venv-docs
+
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_VENV)/.installed ## build the documentation's site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --clean
+
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+# A CPU server. The kernels are compiled for the CPU of the host at the first start, so that one
+# image runs on every x86-64 machine; they are kept in the volume /var/cache/quadriga.
+#
+#   docker build -t quadriga .
+#   docker run --init -p 127.0.0.1:8000:8000 -v quadriga-cache:/var/cache/quadriga quadriga
+
+FROM python:3.12-slim
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+# On Linux the torch of PyPI brings gigabytes of CUDA libraries along; this index has CPU builds.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# The layers of the dependencies are rebuilt only if these two files change.
+WORKDIR /build
+COPY pyproject.toml constraints.txt ./
+RUN pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*p['dependencies'], *p['optional-dependencies']['serve'], sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
+
+COPY . .
+RUN pip install --no-deps . && rm -rf build ./*.egg-info
+
+RUN useradd --system --create-home --uid 10001 quadriga \
+    && install --directory --owner quadriga --group quadriga \
+        /var/cache/quadriga /var/lib/quadriga
+USER 10001
+WORKDIR /var/lib/quadriga
+ENV QUADRIGA_CACHE=/var/cache/quadriga HF_HOME=/var/cache/quadriga/huggingface
+VOLUME /var/cache/quadriga
+
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s CMD \
+    ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+ENTRYPOINT ["quadriga", "serve", "--host", "0.0.0.0", "--no-status-line"]

@@ -1,0 +1,48 @@
+"""Every relative link and anchor of the docs leads to something."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
+
+
+def without_code(text: str) -> str:
+    """Return Markdown without its code, in which brackets are no links."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and mkdocs give to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+?)\s*$", text, re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(without_code(page.read_text())):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.is_file():
+            broken.append(f"{link}: no such file")
+        elif anchor and anchor not in anchors(target):
+            broken.append(f"{link}: no such heading")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r": (\S+\.md)$", navigation, re.M))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    own = {path.removeprefix("repository/") for path in listed if path.startswith("repository/")}
+    assert listed - {f"repository/{name}" for name in own} == pages
+    assert all((ROOT / name).is_file() for name in own)
