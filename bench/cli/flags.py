@@ -113,12 +113,6 @@ def _add_target(group: Any) -> None:
         metavar="JSON",
         help="fields to add to the body of every request; null removes a field",
     )
-    group.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="MODEL",
-        help="directory or model whose tokenizer makes the prompts (default: the server's model)",
-    )
 
 
 def _add_load(group: Any) -> None:

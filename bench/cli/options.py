@@ -131,7 +131,7 @@ def _target(arguments: Namespace) -> TargetOptions:
         openai=openai,
         curve_dir=config.frontend.curve_dir if config else given.get("curve_dir", ""),
         model=given.get("model", ""),
-        tokenizer=arguments.tokenizer,
+        tokenizer=given.get("tokenizer", ""),
         server_log=arguments.server_log,
     )
 
@@ -228,11 +228,12 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
     Raises:
         ConfigError, ModelError: No tokenizer is available to count tokens.
     """
-    named = arguments.tokenizer or getattr(arguments, "model", "")
+    given_tokenizer = getattr(arguments, "tokenizer", "")
+    named = given_tokenizer or getattr(arguments, "model", "")
     if not named and config is None:
         raise ConfigError("--dataset-name sharegpt counts tokens: add --tokenizer MODEL")
     model = ModelArgs(model=named) if config is None else config.model
-    tokenizer = tokenizer_of(arguments.tokenizer, model)
+    tokenizer = tokenizer_of(given_tokenizer, model)
     samples = sample(
         read_sharegpt(arguments.dataset_path),
         arguments.num_requests,

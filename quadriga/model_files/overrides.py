@@ -6,6 +6,7 @@ from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.errors import ModelError
 from quadriga.model_files.builtin import builtin_weights
 from quadriga.model_files.gguf_header import header_files
+from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import looks_like_a_path, snapshot
 
 
@@ -32,10 +33,10 @@ def find_tokenizer(source: str, show_progress: bool) -> Path:
         return path
     if looks_like_a_path(source):
         raise ModelError(f"--tokenizer {source}: there is no such file or directory")
+    size = find_size(source)
+    hub_id = source if size is None else size.hub_id
     try:
-        directory = snapshot(
-            source, weights=False, show_progress=show_progress, is_complete=_has_tokenizer
-        )
+        directory = snapshot(hub_id, False, show_progress, is_complete=_has_tokenizer)
     except ModelError as error:
         raise ModelError(f"--tokenizer {source}: {error}") from None
     if not _has_tokenizer(directory):
