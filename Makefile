@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 FLAGS ?=
 # Processes that share the tests; auto: one for each core, 8 at most.
 TEST_WORKERS ?= auto
-PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
 PYTEST = $(BIN)/python -m pytest
 PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
