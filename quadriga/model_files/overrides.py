@@ -9,6 +9,8 @@ from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import looks_like_a_path, snapshot
 
+REMEDY = "give --tokenizer a directory or a .gguf file"
+
 
 def find_tokenizer(source: str, show_progress: bool) -> Path:
     """Return a directory of tokenizer.json and tokenizer_config.json.
@@ -36,7 +38,9 @@ def find_tokenizer(source: str, show_progress: bool) -> Path:
     size = find_size(source)
     hub_id = source if size is None else size.hub_id
     try:
-        directory = snapshot(hub_id, False, show_progress, is_complete=_has_tokenizer)
+        directory = snapshot(
+            hub_id, False, show_progress, is_complete=_has_tokenizer, remedy=REMEDY
+        )
     except ModelError as error:
         raise ModelError(f"--tokenizer {source}: {error}") from None
     if not _has_tokenizer(directory):
