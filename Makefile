@@ -1,16 +1,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Further options: of the launcher for `serve`, of pytest for the tests.
+# Further options: of the command for `serve`, `chat` and `bench`, of pytest for the tests.
 FLAGS ?=
 # Processes that share the tests; auto: one for each core, 8 at most.
 TEST_WORKERS ?= auto
-PIP = $(BIN)/python -m pip --disable-pip-version-check
+PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
 PYTEST = $(BIN)/python -m pytest
 PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve format lint typecheck test-unit test check docs clean
+.PHONY: help setup serve chat bench format lint typecheck test-unit test check docs clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,16 +18,25 @@ help: ## print the targets
 setup: $(VENV)/.for-tests ## make .venv with what serving and the tests need
 
 $(VENV)/.for-serving: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e '.[serve]'
-	touch $@
+	@echo "installing (1/2): a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing (2/2): what a server needs, mostly PyTorch; this takes a minute or more"
+	@$(PIP) install -c constraints.txt -e '.[serve]'
+	@touch $@
 
 $(VENV)/.for-tests: $(VENV)/.for-serving
-	$(PIP) install -c constraints.txt -e '.[serve,test]'
-	touch $@
+	@echo "installing: what the tests need"
+	@$(PIP) install -c constraints.txt -e '.[serve,test]'
+	@touch $@
 
 serve: $(VENV)/.for-serving ## set up, fetch the built-in model, serve it
-	$(BIN)/python launcher.py $(FLAGS)
+	@$(BIN)/python launcher.py $(FLAGS)
+
+chat: $(VENV)/.for-serving ## chat with the server that runs
+	@$(BIN)/quadriga chat $(FLAGS)
+
+bench: $(VENV)/.for-serving ## measure a server; FLAGS="--endpoint tcp://..." one that runs
+	@$(BIN)/quadriga bench $(FLAGS)
 
 format: setup ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix-only --quiet .

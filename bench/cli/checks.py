@@ -12,6 +12,7 @@ from quadriga.sampling.limits import MAX_SEED
 
 # Server flags that are allowed beside a running server.
 CLIENT_SERVER_FLAGS = ("endpoint", "model", "tokenizer", "curve_dir")
+OPENAI_SERVER_FLAGS = ("model", "tokenizer")
 OPENAI_FLAGS = ("base_url", "openai_endpoint", "extra_body")
 TEXT_FLAGS = ("prompt", "prompt_repeats", "unique_prompts", "pretok")
 INTERVAL_FLAGS = ("submit_interval_ms", "submit_schedule")
@@ -116,9 +117,7 @@ def _check_together(arguments: Namespace, given: Collection[str]) -> None:
             choice = " or ".join(flag_name(other) for other in others)
             raise ConfigError(f"{flag_name(name)} has no effect without {choice}: add it")
     if arguments.backend == "openai":
-        _refuse_server_flags(
-            arguments, arguments.base_url or DEFAULT_BASE_URL, ("model", "tokenizer")
-        )
+        _refuse_server_flags(arguments, arguments.base_url or DEFAULT_BASE_URL, OPENAI_SERVER_FLAGS)
     elif idle := [flag_name(name) for name in OPENAI_FLAGS if name in given]:
         raise ConfigError(f"{', '.join(idle)} has no effect without --backend openai: add it")
     elif "endpoint" in arguments:

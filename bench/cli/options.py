@@ -228,12 +228,12 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
     Raises:
         ConfigError, ModelError: No tokenizer is available to count tokens.
     """
-    given = server_flags_in(arguments)
-    named = given.get("tokenizer") or given.get("model", "")
+    given_tokenizer = getattr(arguments, "tokenizer", "")
+    named = given_tokenizer or getattr(arguments, "model", "")
     if not named and config is None:
         raise ConfigError("--dataset-name sharegpt counts tokens: add --tokenizer MODEL")
     model = ModelArgs(model=named) if config is None else config.model
-    tokenizer = tokenizer_of(given.get("tokenizer", ""), model)
+    tokenizer = tokenizer_of(given_tokenizer, model)
     samples = sample(
         read_sharegpt(arguments.dataset_path),
         arguments.num_requests,

@@ -1,6 +1,5 @@
 """Load the tokenizer with which the bench prepares prompts."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.config.server_config import ModelArgs
@@ -18,6 +17,7 @@ def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
         ConfigError: A package that loads it is not installed.
     """
     try:
+        from quadriga.model_files.overrides import find_tokenizer
         from quadriga.model_files.resolve import resolve_model
         from quadriga.model_files.tokenizer import load_tokenizer
     except ImportError as error:
@@ -25,8 +25,6 @@ def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
             f"the bench needs a tokenizer, and {error.name} is not installed:"
             " pip install 'quadriga[serve]', or use --random-input-len with --prompt-form ids"
         ) from None
-    directory = Path(name)
-    if name and (directory / "tokenizer.json").is_file():
-        return load_tokenizer(directory)
-    wanted = ModelArgs(model=name) if name else model
-    return load_tokenizer(resolve_model(wanted, show_progress=True).tokenizer_dir)
+    if name:
+        return load_tokenizer(find_tokenizer(name, show_progress=True))
+    return load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)

@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 from quadriga.config.environment import READ_BY_LIBRARIES, READ_HERE, EnvironmentVariable
 from quadriga.config.flags import flag_name, metavar
+from quadriga.config.foreign_flags import FOREIGN_FLAGS
 from quadriga.config.server_config import ServerConfig, help_text
 
 HEADER = """\
@@ -33,7 +35,21 @@ def markdown() -> str:
         _variables("The project reads:", READ_HERE),
         _variables("Libraries read, with an effect on a server:", READ_BY_LIBRARIES),
     ]
-    return "\n".join([HEADER, *tables, *environment])
+    return "\n".join([HEADER, *tables, _other_servers(), *environment])
+
+
+def _other_servers() -> str:
+    rows = [
+        f"| {foreign.servers} | `{name}` | {_as_code(foreign.here)} |"
+        for name, foreign in FOREIGN_FLAGS.items()
+    ]
+    head = ["## Flags of other servers\n", "| server | flag | here |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def _as_code(text: str) -> str:
+    """Return the text with its flags marked as code."""
+    return re.sub(r"--[a-z-]+", lambda match: f"`{match[0]}`", text)
 
 
 def _variables(title: str, variables: tuple[EnvironmentVariable, ...]) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from quadriga.errors import ModelError
-from quadriga.model_files.gpt2_sizes import find_size
 
 # Bounds the Hub's answer whether it has a model, name resolution included.
 ANSWER_TIMEOUT_S = 8.0
@@ -21,6 +20,7 @@ def snapshot(
     weights: bool,
     show_progress: bool,
     is_complete: Callable[[Path], bool],
+    remedy: str,
     revision: str = "",
 ) -> Path:
     """Return the directory of a Hub model's snapshot; a cached one is used without the network.
@@ -30,6 +30,7 @@ def snapshot(
         weights: fetch *.safetensors, too.
         show_progress: show the library's progress bars.
         is_complete: whether a cached directory has all files that are needed.
+        remedy: end of an error message: what to do instead of fetching it.
         revision: branch, tag or commit; "": main.
 
     Raises:
@@ -44,7 +45,7 @@ def snapshot(
     except ImportError:
         raise ModelError(
             f"{model!r} is not a file, a directory or a built-in name, and the Hub needs a"
-            f" package: pip install huggingface_hub; {_remedy(model)}"
+            f" package: pip install huggingface_hub; {remedy}"
         ) from None
     if not show_progress:
         disable_progress_bars()
@@ -69,7 +70,7 @@ def snapshot(
     except Exception as error:  # the type depends on the HTTP library
         raise ModelError(
             f"cannot get {name!r}: it is no directory, .gguf file or built-in name, it is not in"
-            f" the Hub's local cache, and the Hub says: {_one_line(error)}; {_remedy(model)}"
+            f" the Hub's local cache, and the Hub says: {_one_line(error)}; {remedy}"
         ) from None
 
 
@@ -115,11 +116,3 @@ def _within(timeout_s: float, call: Callable[[], ResultT]) -> ResultT:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-
-
-def _remedy(model: str) -> str:
-    dummy = model.rsplit("/", 1)[-1] if find_size(model) else "gpt2"
-    return (
-        f"type --model {dummy} --load-format dummy for random weights, or leave --model out for"
-        " the built-in smollm2-135m"
-    )

@@ -6,7 +6,10 @@ from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.errors import ModelError
 from quadriga.model_files.builtin import builtin_weights
 from quadriga.model_files.gguf_header import header_files
+from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import looks_like_a_path, snapshot
+
+REMEDY = "give --tokenizer a directory or a .gguf file"
 
 
 def find_tokenizer(source: str, show_progress: bool) -> Path:
@@ -32,9 +35,11 @@ def find_tokenizer(source: str, show_progress: bool) -> Path:
         return path
     if looks_like_a_path(source):
         raise ModelError(f"--tokenizer {source}: there is no such file or directory")
+    size = find_size(source)
+    hub_id = source if size is None else size.hub_id
     try:
         directory = snapshot(
-            source, weights=False, show_progress=show_progress, is_complete=_has_tokenizer
+            hub_id, False, show_progress, is_complete=_has_tokenizer, remedy=REMEDY
         )
     except ModelError as error:
         raise ModelError(f"--tokenizer {source}: {error}") from None

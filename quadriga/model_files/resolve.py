@@ -145,9 +145,20 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         weights=not dummy,
         show_progress=show_progress,
         is_complete=lambda cached: find_problem(cached, not dummy, not args.tokenizer) is None,
+        remedy=_remedy(size),
         revision=args.revision,
     )
     return _from_directory(args, directory, show_progress)
+
+
+def _remedy(size: gpt2_sizes.Gpt2Size | None) -> str:
+    """Return what to do if the Hub does not have a model; `size` is that of a GPT-2."""
+    if size is None:
+        others = "give --model a directory or a .gguf file"
+    else:
+        name = size.hub_id.rsplit("/", 1)[-1]
+        others = f"type --model {name} --load-format dummy for random weights"
+    return f"{others}, or leave --model out for the built-in {BUILTIN_MODEL}"
 
 
 def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
