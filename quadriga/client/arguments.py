@@ -77,21 +77,30 @@ def check_is_chat(messages: Any) -> None:
 
 def checked_chat(chat: Sequence[Any]) -> list[ChatMessage]:
     """Return the turns of a chat. Raise InvalidRequest for a wrong turn or a misspelt role."""
-    turns = []
-    for index, turn in enumerate(chat):
-        try:
-            turns.append(msgspec.convert(turn, ChatMessage))
-        except msgspec.ValidationError as error:
-            reason = str(error).replace("`", "").replace(" - at $.", ", at ")
+    try:
+        turns = msgspec.convert(list(chat), list[ChatMessage])
+    except msgspec.ValidationError:
+        raise _wrong_turn(chat) from None
+    for index, turn in enumerate(turns):
+        if turn.role not in COMMON_ROLES and (near := get_close_matches(turn.role, COMMON_ROLES)):
             raise InvalidRequest(
-                f"prompt is no chat: turn {index} is {shown(turn)}: {reason}", "prompt"
-            ) from None
-        role = turns[-1].role
-        if role not in COMMON_ROLES and (near := get_close_matches(role, COMMON_ROLES, 1)):
-            raise InvalidRequest(
-                f"turn {index} of the chat has the role {role!r}: is it {near[0]!r}?", "prompt"
+                f"turn {index} of the chat has the role {turn.role!r}: is it {near[0]!r}?", "prompt"
             )
     return turns
+
+
+def _wrong_turn(chat: Sequence[Any]) -> InvalidRequest:
+    """Return the error for the first turn that is no {role, content} map."""
+    for index, turn in enumerate(chat):
+        try:
+            msgspec.convert(turn, ChatMessage)
+        except msgspec.ValidationError as error:
+            reason = str(error).replace("`", "").replace(" - at $.", ", at ")
+            reason = reason[0].lower() + reason[1:]
+            return InvalidRequest(
+                f"prompt is no chat: turn {index} is {shown(turn)}: {reason}", "prompt"
+            )
+    raise AssertionError("msgspec refused the chat, but accepts each of its turns")
 
 
 def _is_list(value: Any) -> bool:

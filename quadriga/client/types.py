@@ -15,6 +15,8 @@ Chat = list[dict[str, str]]
 Prompt = str | list[int] | Chat
 
 NO_CHAT_OPTIONS = ChatOptions()
+# Characters of a text that the repr of a Completion shows.
+MAX_REPR_CHARS = 72
 
 
 class RequestOptions(TypedDict, total=False):
@@ -146,9 +148,10 @@ class Completion:
     others: "list[Completion]" = field(default_factory=list)
 
     def __repr__(self) -> str:
-        """Return the text and the main numbers, without ids, stamps and log-probabilities."""
+        """Return the start of the text and the main numbers."""
         ttft = self.timings.ttft
-        parts = [repr(self.text), self.finish_reason, f"{len(self.token_ids)} tokens"]
+        text = self.text[:MAX_REPR_CHARS] + "…" * (len(self.text) > MAX_REPR_CHARS)
+        parts = [repr(text), self.finish_reason, f"{len(self.token_ids)} tokens"]
         parts += [f"ttft {ttft:.3f} s"] if ttft is not None else []
         parts += [f"total {self.timings.total:.3f} s"]
         parts += [f"choice 0 of {len(self.others) + 1}"] if self.others else []

@@ -32,30 +32,33 @@ class CheckedConstruction(StructMeta):
             )
         names = cls.__struct_fields__  # type: ignore[attr-defined]
         check_keywords(cls.__name__, fields, (*names, MAX_TOKENS_ALIAS))
-        _resolve_alias(fields)
         try:
-            return msgspec.convert(fields, cls)
+            return msgspec.convert(_without_alias(fields), cls)
         except msgspec.ValidationError:
             raise _wrong_type(cls, fields) from None
 
 
-def _resolve_alias(fields: dict[str, Any]) -> None:
-    """Replace max_tokens by max_new_tokens."""
-    alias = fields.pop(MAX_TOKENS_ALIAS, None)
+def _without_alias(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with max_new_tokens in place of max_tokens."""
+    if MAX_TOKENS_ALIAS not in fields:
+        return fields
+    fields = dict(fields)
+    alias = fields.pop(MAX_TOKENS_ALIAS)
     if alias is None:
-        return
+        return fields
     if fields.get("max_new_tokens") not in (None, alias):
         raise InvalidRequest(
             f"max_tokens is {alias} and max_new_tokens is {fields['max_new_tokens']}: they are two"
             " names of one limit; give one of them",
             MAX_TOKENS_ALIAS,
         )
-    fields["max_new_tokens"] = alias
+    return fields | {"max_new_tokens": alias}
 
 
 def _wrong_type(cls: type, fields: dict[str, Any]) -> InvalidRequest:
     """Return the error for the first field whose value has the wrong type."""
     types = {field.name: field.type for field in msgspec.structs.fields(cls)}
+    types[MAX_TOKENS_ALIAS] = types["max_new_tokens"]
     for name, value in fields.items():
         try:
             msgspec.convert(value, types[name])

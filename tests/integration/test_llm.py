@@ -81,17 +81,22 @@ class Program:
         self.process.communicate()
 
 
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+def processes(llm: LLM) -> list[psutil.Process]:
+    launcher = psutil.Process(llm._server.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def alive(started: list[psutil.Process]) -> list[int]:
+    return [process.pid for process in started if is_alive(process.pid)]
 
 
 @pytest.fixture(scope="module")
 def llm(llama_dir: Path) -> Iterator[LLM]:
-    before = children()
     with LLM(llama_dir, **FLAGS) as llm:
         yield llm
+        started = processes(llm)
     assert not Path(llm.endpoint.removeprefix("ipc://")).parent.exists()
-    assert not children() - before
+    wait_until(lambda: not alive(started), 5)
     with pytest.raises(RequestAborted):
         llm.generate("a")
 
@@ -142,12 +147,24 @@ def test_it_outlives_the_thread_that_made_it_and_others_run_beside_it(
             other.close()
 
 
+@pytest.mark.parametrize("name", ["tokenizer_proc", "worker_proc"])
+def test_a_stream_goes_on_when_a_process_of_the_server_is_killed(llm: LLM, name: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    expected = llm.generate("a", params).text
+    text = ""
+    for chunk in llm.stream("a", params):
+        if not text:
+            os.kill(llm.client.info()["pids"][name], signal.SIGKILL)
+        text += chunk.text
+    assert text == expected
+
+
 def test_an_llm_that_is_no_longer_used_is_stopped(llama_dir: Path) -> None:
-    before = children()
     llm: Any = LLM(llama_dir, **FLAGS)
-    assert children() - before
+    started = processes(llm)
+    assert len(alive(started)) >= 5
     del llm
-    wait_until(lambda: not children() - before, 20)
+    wait_until(lambda: not alive(started), 20)
 
 
 def test_an_error_of_a_start_is_raised_with_the_servers_sentence(
@@ -210,11 +227,7 @@ def test_a_program_that_is_killed_while_it_starts_leaves_nothing(
         process.kill()
         process.wait()
     assert started
-    wait_until(lambda: not any(tmp_path.iterdir()) and not any(map(_runs, started)), 20)
-
-
-def _runs(process: psutil.Process) -> bool:
-    return is_alive(process.pid)
+    wait_until(lambda: not any(tmp_path.iterdir()) and not alive(started), 20)
 
 
 @pytest.mark.timeout(240)

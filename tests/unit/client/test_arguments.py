@@ -40,7 +40,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
         ({"stop": ["a", 1]}, InvalidRequest, r"stop is \['a', 1\]: expected str, got int, at \[1"),
         ({"temprature": 1}, TypeError, "no keyword 'temprature'; near it: temperature"),
         ({"max_tokens": 5, "max_new_tokens": 6}, InvalidRequest, "two names of one limit"),
-        ({"max_tokens": "5"}, InvalidRequest, "max_new_tokens is '5'"),
+        ({"max_tokens": "5"}, InvalidRequest, "max_tokens is '5': expected int or None"),
     ],
 )
 def test_a_wrong_field_of_sampling_params_is_named(
@@ -79,7 +79,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda c: c.generate([{"role": "usr", "content": "a"}]), InvalidRequest,
      "turn 0 of the chat has the role 'usr': is it 'user'"),
     (lambda c: c.generate([{"content": "a"}]), InvalidRequest,
-     "turn 0 is {'content': 'a'}, a dict: Object missing required field role"),
+     "turn 0 is {'content': 'a'}, a dict: object missing required field role"),
     (lambda c: list(c.stream("a", top_p=1)), TypeError, r"stream\(\) has no keyword 'top_p'"),
     (lambda c: list(c.stream("a", {"seed": 1})), InvalidRequest, "params is"),
 ]  # fmt: skip
@@ -193,4 +193,7 @@ def test_durations_are_derived_from_the_times() -> None:
 def test_the_repr_of_a_completion_is_short() -> None:
     timings = Timings(10.0, 10.1, 10.2, 10.5, 10.75, 11.75, 12.0, [10.75])
     done = Completion("id", "Paris.", [1, 2], "stop", Usage(5, 2), timings)
+    done.text, done.others = "Paris." * 99, [done]
+    assert len(repr(done)) < 160
+    done.text, done.others = "Paris.", []
     assert repr(done) == "Completion('Paris.', stop, 2 tokens, ttft 0.750 s, total 2.000 s)"
