@@ -10,10 +10,9 @@ import argparse
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
-from quadriga import errors
+from quadriga import errors, programs
 from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
 from quadriga.config.parser import ServerParser
@@ -37,7 +36,6 @@ from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, s
 from quadriga.wire.endpoints import Endpoints
 
 STARTED_AT = time.monotonic()
-ROOT = Path(__file__).resolve().parent
 SERVING_PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "uvloop", "psutil", "msgpack",
 )  # fmt: skip
@@ -64,7 +62,7 @@ class Launcher:
         self._flags = config.replace(**location, no_status_line=self._quiet).to_argv()
         self._supervisor = Supervisor(
             self._flags,
-            [str(ROOT)],
+            programs.command_of,
             config.launch,
             no_restart=["scheduler_proc"] if config.scheduler.no_journal else [],
             notify_on_restart="tokenizer_proc",
@@ -296,7 +294,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        reason = f"{', '.join(missing)} not installed; pip install -e '.[serve]'"
+        reason = f"{', '.join(missing)} not installed; {programs.install_command('serve')}"
         fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
         model = resolve_model(config.model, show_progress=True)

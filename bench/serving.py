@@ -29,6 +29,7 @@ from bench.report import report, report_files, sglang_format
 from bench.report.report import Result
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
+from quadriga.programs import install_command
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
@@ -166,7 +167,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
         from bench.report import run_plots
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
+            f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
         ) from None
 
     def draw(result: Result) -> None:

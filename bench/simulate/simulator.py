@@ -41,6 +41,7 @@ from quadriga.config.flags import flag_name
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.programs import install_command
 
 # Defaults of the load flags.
 DEFAULTS = LOAD_DEFAULTS | {
@@ -135,7 +136,7 @@ def _plotter(path: Path | None) -> Callable[[World], None]:
         from bench.simulate import plots
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs {error.name}, which is not installed: pip install 'quadriga[plot]'"
+            f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
         ) from None
     return lambda world: plots.draw(path, world.records, world.samples, START)
 

@@ -1,28 +1,24 @@
 """The command line: `quadriga serve`, `chat`, `ask`, `bench` and `keygen`.
 
-`serve` and `bench` are programs above this package: they register in the entry point group
-`quadriga.commands` of pyproject.toml.
+`serve` and `bench` are programs above this package, which `quadriga/programs.py` finds.
 """
 
 import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
+from collections.abc import Sequence
 
 from quadriga import __version__
 from quadriga.cli import ask, chat, keygen
 from quadriga.errors import QuadrigaError
+from quadriga.programs import load_function
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
-COMMAND_GROUP = "quadriga.commands"
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+PROGRAMS = {"serve": ("launcher", "serve"), "bench": ("bench.serving", "main")}
 DESCRIPTION = "Serve language models in four processes, and talk to them."
-REGISTERED_COMMANDS = {
+HELP_OF_PROGRAMS = {
     "serve": "start a server: quadriga serve --help lists its flags",
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
 }
@@ -36,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     `serve` and `bench` take the flags of launcher.py and bench.serving.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if arguments[0] in REGISTERED_COMMANDS:
-        return _registered_command(arguments[0])(arguments[1:])
+    if arguments[0] in PROGRAMS:
+        return load_function(*PROGRAMS[arguments[0]])(arguments[1:])
     _check_command(arguments[0])
     try:
         namespace = _parser().parse_args(arguments)
@@ -60,43 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_command(word: str) -> None:
     """Exit with usage, and the command that was meant, unless this is a command or a flag."""
-    names = [*REGISTERED_COMMANDS, *(module.NAME for module in COMMANDS)]
+    names = [*HELP_OF_PROGRAMS, *(module.NAME for module in COMMANDS)]
     if word in names or word.startswith("-"):
         return
     near = difflib.get_close_matches(word, names, 1)
     remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
     _parser().error(f"there is no command {word}; {remedy}")
-
-
-def _registered_command(name: str) -> Callable[[list[str]], int]:
-    """Load a command from the entry points of what is installed.
-
-    Raises:
-        SystemExit: the command is not registered.
-    """
-    registered = [*entry_points(group=COMMAND_GROUP, name=name), *_declared_commands(name)]
-    if registered:
-        command: Callable[[list[str]], int] = registered[0].load()
-        return command
-    sys.exit(
-        f"error: this installation does not register the command {name}; install it again, in a"
-        " checkout with: pip install -e ."
-    )
-
-
-def _declared_commands(name: str) -> list[EntryPoint]:
-    """Read a command's entry point from the checkout's pyproject.toml, on Python 3.11 and later.
-
-    A checkout that was updated after `pip install -e` has older metadata than this file.
-    """
-    if sys.version_info >= (3, 11):
-        import tomllib
-
-        with suppress(OSError, KeyError):
-            project = tomllib.loads(PYPROJECT.read_text())["project"]
-            command = project["entry-points"][COMMAND_GROUP][name]
-            return [EntryPoint(name, command, COMMAND_GROUP)]
-    return []
 
 
 def _discard_stdout() -> None:
@@ -108,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("quadriga", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
-    for name, text in REGISTERED_COMMANDS.items():
+    for name, text in HELP_OF_PROGRAMS.items():
         commands.add_parser(name, help=text)
     for module in COMMANDS:
         command = commands.add_parser(

@@ -10,6 +10,7 @@ import msgspec
 from quadriga.config.flags import flag_name, value_type
 from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.errors import ConfigError
+from quadriga.programs import install_command
 
 MAX_SUGGESTIONS = 3
 
@@ -52,7 +53,7 @@ def _read_map(path: Path) -> dict[Any, Any]:
         import yaml
     except ImportError:
         raise ConfigError(
-            "--config needs PyYAML, which is not installed: pip install PyYAML"
+            f"--config needs PyYAML, which is not installed: {install_command('serve')}"
         ) from None
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 
+from quadriga import __version__
 from quadriga.config import server_config
 from quadriga.config.flags import flag_name
 from quadriga.config.foreign_flags import foreign_flag_advice
@@ -30,6 +31,7 @@ class ServerParser(argparse.ArgumentParser):
             epilog="--help-all shows the other flags; docs/configuration.md has a table of them.",
             allow_abbrev=False,
         )
+        self.add_argument("--version", action="version", version=f"quadriga {__version__}")
         server_config.add_flags(self)
 
     def parse_flags(self, arguments: Sequence[str] | None) -> argparse.Namespace:

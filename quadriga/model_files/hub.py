@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from quadriga.errors import ModelError
+from quadriga.programs import install_command
 
 # Bounds the Hub's answer whether it has a model, name resolution included.
 ANSWER_TIMEOUT_S = 8.0
@@ -45,7 +46,7 @@ def snapshot(
     except ImportError:
         raise ModelError(
             f"{model!r} is not a file, a directory or a built-in name, and the Hub needs a"
-            f" package: pip install huggingface_hub; {remedy}"
+            f" package, huggingface_hub: {install_command('serve')}; {remedy}"
         ) from None
     if not show_progress:
         disable_progress_bars()

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,18 +185,24 @@ class ChildProcess:
 
 
 def start_child(
-    name: str, run_dir: Path, flags: list[str], python_path: list[str], is_restart: bool
+    name: str, program: list[str], run_dir: Path, flags: list[str], is_restart: bool
 ) -> ChildProcess:
-    """Start `python -m name` in a session of its own, so that no terminal's signals reach it."""
+    """Start a program in a session of its own, so that no terminal's signals reach it.
+
+    Args:
+        name: name of the process.
+        program: the command that runs it, before its flags.
+        run_dir: directory of the server's sockets.
+        flags: the server's flags.
+        is_restart: it takes the place of one that died.
+    """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", name, "--run-dir", str(run_dir)]
+    command = [*program, "--run-dir", str(run_dir)]
     command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
     command += [*(["--is-restart"] if is_restart else []), *flags]
-    path = os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         command,
         pass_fds=[theirs.fileno()],
-        env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=continue_at_parents_death,

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class Supervisor:
 
     Args:
         flags: command line flags of every process.
-        python_path: directories of the processes' packages.
+        program_of: returns the command that runs a process, before its flags.
         args: limits of restarts and of the watchdog.
         no_restart: processes that are not restarted, since their state cannot be rebuilt.
         notify_on_restart: process that is notified when another one was restarted.
@@ -73,13 +73,13 @@ class Supervisor:
     def __init__(
         self,
         flags: list[str],
-        python_path: list[str],
+        program_of: Callable[[str], list[str]],
         args: LaunchArgs,
         no_restart: list[str],
         notify_on_restart: str,
     ) -> None:
         self._flags = flags
-        self._python_path = python_path
+        self._program_of = program_of
         self._no_restart = no_restart
         self._notify_on_restart = notify_on_restart
         self._children: dict[str, ChildProcess] = {}
@@ -128,7 +128,7 @@ class Supervisor:
     def start(self, name: str) -> None:
         """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
         is_restart = name in self._children
-        child = start_child(name, self._run_dir, self._flags, self._python_path, is_restart)
+        child = start_child(name, self._program_of(name), self._run_dir, self._flags, is_restart)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
 

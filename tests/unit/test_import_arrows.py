@@ -65,15 +65,16 @@ def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
 
 LAYERS = {
     "errors": set(),
+    "programs": set(),
     "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
-    "config": {"errors"},
-    "model_files": {"errors", "config"},
+    "config": {"errors", "programs", "__version__"},
+    "model_files": {"errors", "config", "programs"},
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
     "llm": {"errors", "keywords", "sampling", "wire", "config", "client"},
-    "cli": {"errors", "sampling", "wire", "config", "client", "__version__"},
+    "cli": {"errors", "sampling", "wire", "config", "client", "__version__", "programs"},
 }
 """What each part of quadriga/ may import of the others."""
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from functools import partial
 
 from quadriga.errors import InvalidRequest, RequestFailed
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.programs import command_of
 from quadriga.sampling.params import Grammar
 from tokenizer_proc.overload import check_room
 
@@ -34,8 +34,8 @@ class GrammarValidator:
     def __init__(self, model: ModelFiles) -> None:
         eos = ",".join(str(i) for i in sorted(model.eos_token_ids))
         path = str(model.tokenizer_dir / "tokenizer.json")
-        module = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox"]
-        self._command = [*module, path, str(model.vocab_size), eos]
+        sandbox = command_of("tokenizer_proc.grammars.sandbox")
+        self._command = [*sandbox, path, str(model.vocab_size), eos]
         self._threads = ThreadPoolExecutor(NUM_CHECKERS, thread_name_prefix="grammar")
         self._of_thread = threading.local()
         self._processes: set[subprocess.Popen[str]] = set()

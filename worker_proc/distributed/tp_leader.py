@@ -8,12 +8,12 @@ launcher sees the death of a worker like any other.
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from quadriga import clock
+from quadriga.programs import command_of
 from quadriga.runtime.child import Child
 from quadriga.runtime.parent_death import continue_at_parents_death
 from quadriga.wire.messages.worker import WorkerMessage
@@ -62,7 +62,7 @@ class TPLeader:
 
     def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
         """Start a rank. It reads its standard input, which ends when this process ends."""
-        command = [sys.executable, "-m", "worker_proc.distributed.tp_rank"]
+        command = command_of("worker_proc.distributed.tp_rank")
         command += [str(rank), str(self.store)]
         command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
         return subprocess.Popen(

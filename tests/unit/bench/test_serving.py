@@ -180,7 +180,7 @@ def test_pretok_without_the_tokenizer_library_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "quadriga.model_files.tokenizer", None)
     assert bench(server, "--pretok") == EXIT_USAGE
-    assert "pip install 'quadriga[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

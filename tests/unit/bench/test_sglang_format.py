@@ -126,4 +126,4 @@ def test_a_plot_without_matplotlib_says_what_to_install_before_anything_is_run(
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--plot", "run.png"]) == EXIT_USAGE
-    assert "pip install 'quadriga[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err

@@ -267,7 +267,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(model_file, "--plot", "run.png") == 2
-    assert "pip install 'quadriga[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err
 
 
 def test_a_run_is_compared_with_the_medians_of_measured_ones(

@@ -15,7 +15,6 @@ import pytest
 
 import quadriga
 from quadriga.cli import chat
-from quadriga.cli import main as cli
 from quadriga.cli.main import main
 from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
 from quadriga.sampling.params import SamplingParams
@@ -193,15 +192,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"quadriga {quadriga.__version__}\n"
-
-
-def test_an_installation_that_does_not_register_a_command_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
-    monkeypatch.setattr(cli, "PYPROJECT", tmp_path / "none.toml")
-    with pytest.raises(SystemExit, match=r"command serve; install it again.*pip install -e"):
-        main(["serve", "--help"])
 
 
 @pytest.fixture

@@ -96,5 +96,5 @@ def test_without_the_library_it_says_what_to_install(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match="pip install PyYAML"):
+    with pytest.raises(ConfigError, match="PyYAML, which is not installed: pip install"):
         read(file, "port: 9000")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,13 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
         (tmp_path / f"{name}.py").write_text(FAKE_PROCESS)
     handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
     args = LaunchArgs(max_restarts=1, watchdog_timeout=WATCHDOG_S)
-    supervisor = Supervisor([], [str(tmp_path)], args, ["second"], notify_on_restart="first")
+    supervisor = Supervisor(
+        [],
+        lambda name: [sys.executable, str(tmp_path / f"{name}.py")],
+        args,
+        ["second"],
+        notify_on_restart="first",
+    )
     yield supervisor
     supervisor.clean_up()
     for number, handler in handlers.items():

@@ -1,0 +1,60 @@
+"""Find and start the programs: the launcher, the processes of a server, and the bench.
+
+A checkout has them beside this package. A wheel has them in `quadriga/_programs`, so that no
+`launcher.py` or `bench/` in the user's directory takes their place. Both run a module of them with
+
+    python -m quadriga.programs bench.compare …
+
+Child processes run this file as a script, with which Python leaves the working directory out of
+sys.path. Before `main`, it may import nothing but Python's own modules.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+_IN_WHEEL = _PACKAGE / "_programs"
+IS_CHECKOUT = not _IN_WHEEL.is_dir()
+PROGRAMS_DIR = _PACKAGE.parent if IS_CHECKOUT else _IN_WHEEL
+
+
+def command_of(module: str) -> list[str]:
+    """Return the command that runs a module of the programs in a process of its own."""
+    return [sys.executable, str(Path(__file__).resolve()), module]
+
+
+def load_function(module: str, name: str) -> Callable[[list[str]], int]:
+    """Import the function of a command, and whatever it imports, from the programs."""
+    _search_programs_first()
+    function: Callable[[list[str]], int] = getattr(import_module(module), name)
+    return function
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to this installation."""
+    return f"pip install -e '.[{extra}]'" if IS_CHECKOUT else f"pip install 'quadriga[{extra}]'"
+
+
+def main() -> None:
+    """Run the module that the first argument names, with the further arguments."""
+    if len(sys.argv) < 2:
+        sys.exit(
+            "usage: python -m quadriga.programs MODULE [ARGUMENTS], as in: bench.compare --help"
+        )
+    if sys.path[0] == str(_PACKAGE):  # of a script: it would make quadriga/errors.py `errors`
+        del sys.path[0]
+    _search_programs_first()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _search_programs_first() -> None:
+    if sys.path[0] != str(PROGRAMS_DIR):
+        sys.path.insert(0, str(PROGRAMS_DIR))
+
+
+if __name__ == "__main__":
+    main()
