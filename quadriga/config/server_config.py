@@ -153,11 +153,19 @@ class LaunchArgs:
     )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
     no_status_line: bool = flag(False, "show no live status line on a terminal")
+    log_stats_interval: float = flag(
+        10.0,
+        "seconds between two lines of the log with requests and throughput, while there is work and"
+        " no live status line; 0: never",
+        unit="SECONDS",
+    )
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "start_timeout")
-        for name in ("shutdown_timeout", "max_restarts", "watchdog_timeout"):
+        for name in (
+            "shutdown_timeout", "max_restarts", "watchdog_timeout", "log_stats_interval",
+        ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
 
