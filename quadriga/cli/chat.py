@@ -3,9 +3,6 @@
 import argparse
 import sys
 from contextlib import suppress
-from typing import Any
-
-import msgspec
 
 from quadriga.cli.flags import add_sampling, add_server, sampling
 from quadriga.client import Client
@@ -32,16 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
         import readline  # noqa: F401
     with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
         info = client.info()
-        params = _with_max_tokens(sampling(arguments), info)
         _note(f"{info['model']} at {arguments.endpoint} · {COMMANDS}")
-        Chat(client, params, arguments.system).talk()
-
-
-def _with_max_tokens(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:
-    """Allow an answer as long as the context leaves, unless a flag bounds it."""
-    if params.max_new_tokens is not None:
-        return params
-    return msgspec.structs.replace(params, max_new_tokens=info["context_length"])
+        Chat(client, sampling(arguments), arguments.system).talk()
 
 
 class Chat:

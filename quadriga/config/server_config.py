@@ -78,6 +78,12 @@ class FrontendArgs:
         False, "serve other machines without keys: any client that reaches the socket may use it"
     )
     tokenize_workers: int = flag(2, "processes that encode long texts")
+    default_max_tokens: int = flag(
+        1024,
+        "generated tokens of a request that sets no limit, or what the context leaves if less",
+        unit="TOKENS",
+        basic=True,
+    )
     allow_auto_truncate: bool = flag(False, "cut a prompt that is too long to its last tokens")
     sampling_defaults: str = flag(
         "model",
@@ -94,7 +100,8 @@ class FrontendArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "tokenize_workers", "queue_timeout", "request_timeout")
+        check_positive(self, "tokenize_workers", "default_max_tokens")
+        check_positive(self, "queue_timeout", "request_timeout")
         # ipc is refused: a second server would silently take the path over.
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
