@@ -9,6 +9,7 @@ The launcher does no work of its own and imports no torch. Each child holds one 
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -154,10 +155,14 @@ class Launcher:
         return True
 
     def _stop_at_once(self) -> int:
-        """Stop after a second signal. Clients wait for a server that resumes their requests."""
+        """Stop after a second signal.
+
+        With a journal, clients of the ZeroMQ socket wait for a server that resumes their requests.
+        """
         say("second signal: stopped at once")
-        if not self._config.scheduler.journal:
-            self._notify_clients(STOPPED_AT_ONCE)
+        self._notify_clients(
+            STOPPED_AT_ONCE, (GATEWAY,) if self._config.scheduler.journal else CLIENT_FACING
+        )
         return EXIT_FORCED
 
     def _give_up(self, death: Death) -> int:
@@ -167,10 +172,10 @@ class Launcher:
         say(f"error: {message}. Start the server again; its log above may say why.")
         return EXIT_CHILD_DIED
 
-    def _notify_clients(self, message: str) -> None:
-        """Make frontend and gateway fail all open requests, and exit."""
+    def _notify_clients(self, message: str, names: Iterable[str] = CLIENT_FACING) -> None:
+        """Make frontend and gateway, or those of them in `names`, fail open requests and exit."""
         countdown = Countdown(NOTIFY_TIMEOUT_S)
-        children = [child for child in self._client_facing() if not child.has_exited]
+        children = [c for c in self._supervisor if c.name in names and not c.has_exited]
         for child in children:
             child.send(Command.FAIL, message)
         for child in children:

@@ -4,13 +4,15 @@ import gc
 import time
 
 from quadriga.clock import now
+from quadriga.config.server_config import LaunchArgs
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
 from scheduler_proc.durability.journal_opening import make_header, open_journal
-from scheduler_proc.observe.status_line import status_line
+from scheduler_proc.observe.stats_log import StatsLog
+from scheduler_proc.observe.status_line import NoStatusLine, TerminalStatusLine, status_line
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.step_watchdog import StepWatchdog
@@ -51,7 +53,7 @@ def serve(child: Child) -> None:
     gc.disable()
     poller = Poller(inbox, results, child.control)
     launch = child.config.launch
-    status = status_line(not launch.no_status_line, scheduler.info)
+    status = _status(launch, scheduler)
     watchdog = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
     wake_at: float | None = None
     while not scheduler.stopped:
@@ -66,6 +68,16 @@ def serve(child: Child) -> None:
         status.update(now())
         watchdog.check()
     status.close()
+
+
+def _status(
+    launch: LaunchArgs, scheduler: Scheduler
+) -> TerminalStatusLine | StatsLog | NoStatusLine:
+    """Return the live line of a terminal, or without one the throughput line of the log."""
+    line = status_line(not launch.no_status_line, scheduler.info)
+    if isinstance(line, NoStatusLine) and launch.log_stats_interval:
+        return StatsLog(launch.log_stats_interval, scheduler.info)
+    return line
 
 
 def _seconds_until(*times: float | None) -> float | None:

@@ -31,6 +31,7 @@ def static_server_info(
         "prefill_max_batch_size": config.scheduler.prefill_width,
         "max_running_requests": config.scheduler.max_running_requests,
         "max_queued_requests": config.scheduler.max_queued_requests,
+        "default_max_tokens": config.frontend.default_max_tokens,
         "chat": chat.exists,
         "tool_format": chat.tool_format,
         "tokenize_workers": config.frontend.tokenize_workers,

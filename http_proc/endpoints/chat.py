@@ -36,14 +36,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model_format = ToolFormat(info["tool_format"]) if info["tool_format"] else None
     sampling = with_response_format(sampling, call)
     sampling, tool_format = with_tool_calls(sampling, call, model_format)
-    params = _params(sampling.params, call, model_format, info["context_length"])
+    params = _params(sampling.params, call, model_format)
     prompt, chat = chat_prompt(call.messages), chat_options(call)
-    options: RequestOptions = {
-        "priority": call.priority,
-        "chat": chat,
-        # An answer without a limit may fill the context.
-        "clamp_max_new_tokens": sampling.params.max_new_tokens is None,
-    }
+    options: RequestOptions = {"priority": call.priority, "chat": chat}
     head = gateway.head(request, "chatcmpl")
     names = {**NAMES, **sampling.names}
     with gateway.open_group(head.id, names) as group:
@@ -76,9 +71,9 @@ def _check_template(gateway: Gateway, info: dict[str, Any]) -> None:
 
 
 def _params(
-    params: SamplingParams, call: ChatRequest, model_format: ToolFormat | None, context_length: int
+    params: SamplingParams, call: ChatRequest, model_format: ToolFormat | None
 ) -> SamplingParams:
-    """Return the parameters with logprobs and max_new_tokens.
+    """Return the parameters with logprobs.
 
     Special tokens are kept in the text if they may mark tool calls.
     """
@@ -87,8 +82,6 @@ def _params(
         changes["logprobs"] = call.top_logprobs
     if call.prompt_logprobs is not None:
         changes["prompt_logprobs"] = call.prompt_logprobs
-    if params.max_new_tokens is None:
-        changes["max_new_tokens"] = context_length
     may_call = call.tools and call.tool_choice != "none"
     if may_call and model_format in (ToolFormat.MISTRAL, ToolFormat.LLAMA3):
         changes["skip_special_tokens"] = False

@@ -23,7 +23,8 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+# OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
+DEFAULT_MAX_TOKENS = 16
 TEXT = "@text@"  # placeholder of the text in a chunk
 # The request's name of each field of the ring, beside the sampling fields.
 NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}

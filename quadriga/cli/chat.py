@@ -5,9 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from quadriga.cli.conversation import Conversation
 from quadriga.cli.flags import add_sampling, add_server, sampling
@@ -49,16 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{info['model']} has no chat template, it is a base model: quadriga ask continues"
                 " a text; a server's --chat-template gives it one"
             )
-        params = _with_max_tokens(sampling(arguments), info)
         note(f"{info['model']} at {arguments.endpoint} · {GREETING}")
-        Chat(client, params, arguments.system).talk()
-
-
-def _with_max_tokens(params: SamplingParams, info: dict[str, Any]) -> SamplingParams:
-    """Allow an answer as long as the context leaves, unless a flag bounds it."""
-    if params.max_new_tokens is not None:
-        return params
-    return msgspec.structs.replace(params, max_new_tokens=info["context_length"])
+        Chat(client, sampling(arguments), arguments.system).talk()
 
 
 class ChatCommand(NamedTuple):

@@ -24,7 +24,12 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float | None) -> 
     group = parser.add_argument_group("the answer")
     shown = "the model's own" if temperature is None else f"{temperature:g}, greedy"
     add: Any = group.add_argument
-    add("--max-new-tokens", type=int, metavar="N", help="largest number of tokens of an answer")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="largest number of tokens of an answer (default: the server's)",
+    )
     add("--temperature", type=float, default=temperature, help=f"(default: {shown})")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that reach P")
     add("--seed", type=int, help="the same seed gives the same answer")

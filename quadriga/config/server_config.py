@@ -83,6 +83,12 @@ class FrontendArgs:
         False, "serve other machines without keys: any client that reaches the socket may use it"
     )
     tokenize_workers: int = flag(2, "processes that encode long texts")
+    default_max_tokens: int = flag(
+        1024,
+        "generated tokens of a request that sets no limit, or what the context leaves if less",
+        unit="TOKENS",
+        basic=True,
+    )
     allow_auto_truncate: bool = flag(False, "cut a prompt that is too long to its last tokens")
     sampling_defaults: str = flag(
         "model",
@@ -99,7 +105,8 @@ class FrontendArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "tokenize_workers", "queue_timeout", "request_timeout")
+        check_positive(self, "tokenize_workers", "default_max_tokens")
+        check_positive(self, "queue_timeout", "request_timeout")
         if self.endpoint == PRIVATE_ENDPOINT:
             return
         # A path is refused: a second server would silently take it over.
@@ -160,11 +167,19 @@ class LaunchArgs:
     )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
     no_status_line: bool = flag(False, "show no live status line on a terminal")
+    log_stats_interval: float = flag(
+        10.0,
+        "seconds between two lines of the log with requests and throughput, while there is work and"
+        " no live status line; 0: never",
+        unit="SECONDS",
+    )
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "start_timeout")
-        for name in ("shutdown_timeout", "max_restarts", "watchdog_timeout"):
+        for name in (
+            "shutdown_timeout", "max_restarts", "watchdog_timeout", "log_stats_interval",
+        ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
 

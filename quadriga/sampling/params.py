@@ -14,7 +14,6 @@ from quadriga.errors import InvalidRequest
 from quadriga.sampling.construction import CheckedConstruction
 from quadriga.sampling.limits import MAX_SEED
 
-DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW_TEMPERATURE = 1e-5
 # The fields that hold a grammar; a request may give one of them at most.
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
@@ -71,8 +70,8 @@ class SamplingParams(
 
     Attributes of stopping:
 
-        max_new_tokens: largest number of generated tokens (>= 1). None: 128, or what the model's
-            context leaves if that is less.
+        max_new_tokens: largest number of generated tokens (>= 1). None: the server's
+            --default-max-tokens, or what the model's context leaves if that is less.
         max_tokens: the same, by OpenAI's and vLLM's name; give one of the two.
         min_new_tokens: number of generated tokens before which stop tokens are masked and stop
             strings are not searched for.

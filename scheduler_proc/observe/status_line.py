@@ -45,7 +45,7 @@ class StatusLine:
             self.wake_at = next_at
             return
         info: dict[str, Any] = self._info()
-        values = _values(info)
+        values = status_values(info)
         if values == self._values and self._tokens_per_s == 0:
             self.wake_at = None
             return
@@ -70,7 +70,8 @@ class StatusLine:
         )
 
 
-def _values(info: dict[str, Any]) -> StatusValues:
+def status_values(info: dict[str, Any]) -> StatusValues:
+    """Return the numbers of a line from gauges and counters of the scheduler."""
     return StatusValues(
         info["running"],
         info["waiting"],

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from bench.client.server import free_port
-from quadriga.runtime.child import EXIT_CHILD_DIED, EXIT_OK, EXIT_START_FAILED
+from quadriga.runtime.child import (
+    EXIT_CHILD_DIED,
+    EXIT_FORCED,
+    EXIT_OK,
+    EXIT_START_FAILED,
+)
 from tests.server import Server, is_alive, launch, running_server, wait_until
 
 BODY = {"prompt": [5], "max_tokens": 250, "stream": True, "ignore_eos": True}
@@ -56,6 +61,31 @@ def test_a_signal_lets_open_streams_end_and_a_taken_port_is_named(
     assert whole.endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in whole
     assert own_server.process.wait(20) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGINT, EXIT_FORCED, "the server was stopped at once"),
+        (signal.SIGKILL, -signal.SIGKILL, "the server's launcher was killed"),
+    ],
+)
+def test_a_second_signal_and_a_killed_launcher_end_a_stream_with_an_error_event(
+    own_server: Server, port: int, number: signal.Signals, code: int, reason: str
+) -> None:
+    with post(port, BODY | {"n": 64}) as stream:
+        first = stream.readline()
+        if number is not signal.SIGKILL:
+            own_server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "stopping: open requests" in own_server.log.read_text(), 10)
+        own_server.process.send_signal(number)
+        *_, error, done = (first + stream.read()).strip().split(b"\n\n")
+    assert done == b"data: [DONE]"
+    body = json.loads(error.removeprefix(b"data: "))
+    assert body["error"]["code"] == "server_failed"
+    assert reason in body["error"]["message"]
+    assert own_server.process.wait(20) == code
+    wait_until(lambda: not any(map(is_alive, own_server.pids.values())), 5)
 
 
 @pytest.mark.parametrize("victim", ["worker_proc", "http_proc"])

@@ -151,7 +151,7 @@ def test_a_stop_string_within_the_least_tokens_does_not_count(server: Server) ->
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"bad_words": ["x" * 65]}, "bad_words is 65 characters"),
         ({"min_new_tokens": 17}, "min_new_tokens is 17"),
-        ({"max_new_tokens": None, "min_new_tokens": 200}, "min_new_tokens is 200"),
+        ({"max_new_tokens": None, "min_new_tokens": 255}, "min_new_tokens is 255"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5"),

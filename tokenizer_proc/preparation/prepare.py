@@ -113,6 +113,7 @@ class Preparer:
             self._prompt_ids(message),
             params.filled(self._defaults),
             model,
+            args.default_max_tokens,
             given(message.truncate_prompt, args.allow_auto_truncate),
             message.clamp_max_new_tokens,
         )

@@ -8,7 +8,7 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import check_number, check_token_ids
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
@@ -130,11 +130,13 @@ def fit(
     ids: "array[int]",
     params: SamplingParams,
     model: ModelFiles,
+    default_max_tokens: int,
     truncate: bool,
     clamp_max_new_tokens: bool = False,
 ) -> "tuple[array[int], SamplingParams]":
     """Return prompt and params as they will run: not empty, complete, and within the context.
 
+    A request without max_new_tokens gets `default_max_tokens`, or what the context leaves if less.
     With `truncate` the last context_length - 1 tokens of a long prompt are kept. With that or
     `clamp_max_new_tokens`, no more tokens are generated than the context leaves, if it leaves any.
 
@@ -148,7 +150,7 @@ def fit(
     if truncate:
         ids = ids[-(limit - 1) :]
     room = limit - len(ids)
-    max_new_tokens = params.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, max(room, 1))
+    max_new_tokens = params.max_new_tokens or min(default_max_tokens, max(room, 1))
     if truncate or clamp_max_new_tokens:
         max_new_tokens = min(max_new_tokens, max(room, 1))
     if max_new_tokens > room:

@@ -16,7 +16,7 @@ from quadriga.client import AsyncClient
 from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import validate_params
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
@@ -143,16 +143,16 @@ def test_a_prompt_beside_token_ids_is_refused() -> None:
 
 
 def test_an_empty_prompt_becomes_the_end_of_text_token() -> None:
-    ids, _ = validation.fit(array("i"), SamplingParams(), model(), truncate=False)
+    ids, _ = validation.fit(array("i"), SamplingParams(), model(), 64, truncate=False)
     assert ids.tolist() == [7]
 
 
 def test_a_request_that_just_fits_the_context_is_taken_and_one_token_more_is_not() -> None:
     params = SamplingParams(max_new_tokens=6)
-    ids, fitted = validation.fit(array("i", range(10)), params, model(16), truncate=False)
+    ids, fitted = validation.fit(array("i", range(10)), params, model(16), 64, truncate=False)
     assert (len(ids), fitted.max_new_tokens) == (10, 6)
     with pytest.raises(PromptTooLong) as caught:
-        validation.fit(array("i", range(11)), params, model(16), truncate=False)
+        validation.fit(array("i", range(11)), params, model(16), 64, truncate=False)
     for part in ("11 tokens", "max_new_tokens is 6", "context is 16", "--allow-auto-truncate"):
         assert part in str(caught.value)
 
@@ -160,28 +160,32 @@ def test_a_request_that_just_fits_the_context_is_taken_and_one_token_more_is_not
 def test_a_huge_max_new_tokens_is_refused_with_the_limit() -> None:
     with pytest.raises(PromptTooLong, match="max_new_tokens is 1000000000"):
         validation.fit(
-            array("i", [1]), SamplingParams(max_new_tokens=10**9), model(), truncate=False
+            array("i", [1]), SamplingParams(max_new_tokens=10**9), model(), 64, truncate=False
         )
 
 
 def test_truncation_keeps_the_last_tokens_and_leaves_room_for_one() -> None:
     params = SamplingParams(max_new_tokens=6)
-    ids, fitted = validation.fit(array("i", range(40)), params, model(16), truncate=True)
+    ids, fitted = validation.fit(array("i", range(40)), params, model(16), 64, truncate=True)
     assert ids.tolist() == list(range(25, 40))
     assert fitted.max_new_tokens == 1
 
 
 def test_an_unset_max_new_tokens_is_the_default_or_what_the_context_leaves() -> None:
-    _, fitted = validation.fit(array("i", range(10)), SamplingParams(), model(16), truncate=False)
+    _, fitted = validation.fit(
+        array("i", range(10)), SamplingParams(), model(16), 64, truncate=False
+    )
     assert fitted.max_new_tokens == 6
-    _, fitted = validation.fit(array("i", range(10)), SamplingParams(), model(4096), truncate=False)
-    assert fitted.max_new_tokens == DEFAULT_MAX_NEW_TOKENS
+    _, fitted = validation.fit(
+        array("i", range(10)), SamplingParams(), model(4096), 64, truncate=False
+    )
+    assert fitted.max_new_tokens == 64
 
 
 def test_a_request_without_a_seed_gets_one_and_a_given_seed_stays() -> None:
-    _, fitted = validation.fit(array("i", [1]), SamplingParams(), model(), truncate=False)
+    _, fitted = validation.fit(array("i", [1]), SamplingParams(), model(), 64, truncate=False)
     assert fitted.seed is not None
-    _, fitted = validation.fit(array("i", [1]), SamplingParams(seed=5), model(), truncate=False)
+    _, fitted = validation.fit(array("i", [1]), SamplingParams(seed=5), model(), 64, truncate=False)
     assert fitted.seed == 5
 
 
