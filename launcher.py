@@ -17,6 +17,7 @@ from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
+from quadriga.extras import install_command
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.runtime import terminal
 from quadriga.runtime.child import (
@@ -273,7 +274,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        say(f"error: {', '.join(missing)} not installed; pip install -e '.[serve]'")
+        say(f"error: {', '.join(missing)} not installed; {install_command('serve')}")
         sys.exit(EXIT_START_FAILED)
     try:
         model = resolve_model(config.model, show_progress=True)

@@ -9,6 +9,7 @@ from bench.client.server import OwnServer
 from quadriga.client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.extras import install_command
 
 # These two hold for each attempt while the bench's own server starts.
 START_CONNECT_TIMEOUT_S = 1.0
@@ -29,7 +30,7 @@ def connection(
     except ImportError as error:
         raise ConfigError(
             f"--backend openai needs {error.name}, which is not installed:"
-            " pip install 'quadriga[bench]'"
+            f" {install_command('bench')}"
         ) from None
     return OpenAIClient(server, connect_timeout)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.server_config import ModelArgs
 from quadriga.errors import ConfigError
+from quadriga.extras import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,7 +24,7 @@ def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
     except ImportError as error:
         raise ConfigError(
             f"the bench needs a tokenizer, and {error.name} is not installed:"
-            " pip install 'quadriga[serve]', or use --random-input-len with --prompt-form ids"
+            f" {install_command('serve')}, or use --random-input-len with --prompt-form ids"
         ) from None
     directory = Path(name)
     if name and (directory / "tokenizer.json").is_file():
