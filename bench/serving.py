@@ -15,6 +15,7 @@ if not __package__:
 import msgspec
 from tqdm import tqdm
 
+from bench.cli.flags import PROG
 from bench.cli.options import Options, parse
 from bench.client.backends import OpenAIServer, ServerConnection
 from bench.client.load_generator import LoadRun, drive
@@ -36,12 +37,17 @@ MAX_CONNECTIONS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench that a command line describes, and return the exit code."""
-    return run_command("bench.serving", lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+    """Run the bench that a command line describes, and return the exit code.
+
+    `quadriga bench` passes its arguments as `argv`.
+    """
+    if argv is None:
+        return run_command("bench.serving", lambda: _main(sys.argv[1:], PROG))
+    return run_command("quadriga bench", lambda: _main(list(argv), "quadriga bench"))
 
 
-def _main(argv: list[str]) -> int:
-    options = parse(argv)
+def _main(argv: list[str], prog: str) -> int:
+    options = parse(argv, prog)
     draw = _plotter(options)
     prepared = preparation(options) if options.target.config else None
     return run_until_signal(bench(options, prepared, draw))

@@ -5,16 +5,17 @@ import math
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from bench.cli.checks import DATASETS, apply_dataset, check
 from bench.cli.load_flags import LOAD_DEFAULTS, add_goodput, add_load_flags, add_trace
 from bench.client.backends import DEFAULT_BASE_URL
+from bench.command import CommandParser
 from bench.load.workload import DEFAULT_PROMPT
 from quadriga.config import server_config
 from quadriga.config.flags import flag_name
-from quadriga.errors import ConfigError
 
+PROG = "python -m bench.serving"
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts
 a server of its own, which takes the server's flags; with it, a running one is measured."""
 
@@ -29,9 +30,12 @@ SHARING_FLAGS = (
 )
 
 
-def read_flags(argv: list[str]) -> Namespace:
-    """Return every flag's value; absent server flags stay out, or raise ConfigError."""
-    arguments, given = _arguments(argv)
+def read_flags(argv: list[str], prog: str = PROG) -> Namespace:
+    """Return every flag's value; absent server flags stay out, or raise ConfigError.
+
+    `prog` is the command's name in --help.
+    """
+    arguments, given = _arguments(argv, prog)
     apply_dataset(arguments, given)
     check(arguments, given)
     return arguments
@@ -50,25 +54,18 @@ def result_file(arguments: Namespace) -> Path | None:
 # --- the parser -----------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help shows all flags")
-
-
-def _arguments(argv: list[str]) -> tuple[Namespace, set[str]]:
+def _arguments(argv: list[str], prog: str) -> tuple[Namespace, set[str]]:
     """Return every flag's value, and the names of the flags that were given."""
-    parser, unset = _parser(), object()
+    parser, unset = _parser(prog), object()
     defaults = LOAD_DEFAULTS | vars(parser.parse_args([]))
     parsed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults, unset))))
     given = {name: value for name, value in parsed.items() if value is not unset}
     return Namespace(**{**defaults, **given}), set(given)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "python -m bench.serving",
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog,
         usage="%(prog)s [FLAGS]",
         description=DESCRIPTION,
         allow_abbrev=False,

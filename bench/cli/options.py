@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.cli.flags import SWITCHES, read_flags, result_file
+from bench.cli.flags import PROG, SWITCHES, read_flags, result_file
 from bench.cli.load_flags import server_flags_in, trace_spec
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
 from bench.client.load_generator import SendOptions
@@ -91,9 +91,12 @@ class Options:
     flags: dict[str, Any]
 
 
-def parse(argv: list[str]) -> Options:
-    """Return the options of a command line, or raise ConfigError."""
-    arguments = read_flags(argv)
+def parse(argv: list[str], prog: str = PROG) -> Options:
+    """Return the options of a command line, or raise ConfigError.
+
+    `prog` is the command's name in --help.
+    """
+    arguments = read_flags(argv, prog)
     target = _target(arguments)
     return Options(
         target=target,

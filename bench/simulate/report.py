@@ -21,6 +21,10 @@ Floats = npt.NDArray[np.float64]
 COMPARED = ("ttft", "tpot", "itl", "queue_wait", "latency")
 
 
+# Share of failed requests beyond which latencies are not printed.
+MAX_FAILED_SHARE = 0.01
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of one simulated run, with spreads in ms; shared names mean the same in Summary.
@@ -133,7 +137,6 @@ def _within(seconds: Floats, limit_ms: float | None) -> npt.NDArray[np.bool_]:
 def block(run: Figures, replicas: int, source: str) -> str:
     """Return the printed lines of a run, named as in bench.serving."""
     errors = ", ".join(f"{number} {code}" for code, number in run.errors.items())
-    goodput = run.goodput
     return "\n".join(
         [
             "=== simulation ===",
@@ -143,17 +146,7 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f"Prompt tokens (total): {run.prompt_tokens}",
             f"Completion tokens (total): {run.completion_tokens}",
             f"Duration: {run.duration:.2f} s",
-            f"Queue wait (post-tok) p50/p95/p99: {spread_text(run.queue_wait)}",
-            f"Prefill->first token p50/p95/p99: {spread_text(run.prefill)}",
-            f"TTFT p50/p95/p99: {spread_text(run.ttft)}",
-            f"TPOT p50/p95/p99: {spread_text(run.tpot)}",
-            f"ITL p50/p95/p99: {spread_text(run.itl)}",
-            f"Latency p50/p95/p99: {spread_text(run.latency)}",
-            f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
-            f"Request rate: {run.request_rate:.2f} requests/s",
-            "Goodput: n/a (no --goodput)"
-            if goodput is None
-            else f"Goodput: {goodput.rate or 0:.2f} requests/s ({goodput.share:.1%} of all)",
+            *_latency_lines(run),
             f"Prefix cache hits: {run.cached_tokens} tokens ({run.cache_hit_rate:.1%})",
             f"KV pages held mean/peak: {run.pages_held:.1%}/{run.pages_peak:.1%}"
             f" of {run.pages_total}, cached {run.pages_cached:.1%}",
@@ -164,6 +157,45 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f" {run.steps / max(run.wall, 1e-9):.0f} steps/s)",
         ]
     )
+
+
+def _latency_lines(run: Figures) -> list[str]:
+    """Return latencies and rates, or the reason why they would mislead.
+
+    A server that refuses requests is quick with the others, so that their latencies are no answer.
+    """
+    if run.failed > MAX_FAILED_SHARE * run.requests:
+        codes = ", ".join(run.errors)
+        verb = "refused" if "queue_full" in run.errors else "failed"
+        return [
+            f"{run.failed} of {run.requests} requests {verb}: {codes}; {_remedy(run)}. Latencies"
+            " of the others are left out, as they are no measure of this load."
+        ]
+    goodput = run.goodput
+    lines = [
+        f"Queue wait (post-tok) p50/p95/p99: {spread_text(run.queue_wait)}",
+        f"Prefill->first token p50/p95/p99: {spread_text(run.prefill)}",
+        f"TTFT p50/p95/p99: {spread_text(run.ttft)}",
+        f"TPOT p50/p95/p99: {spread_text(run.tpot)}",
+        f"ITL p50/p95/p99: {spread_text(run.itl)}",
+        f"Latency p50/p95/p99: {spread_text(run.latency)}",
+        f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
+        f"Request rate: {run.request_rate:.2f} requests/s",
+    ]
+    if goodput is not None:
+        lines.append(f"Goodput: {goodput.rate or 0:.2f} requests/s ({goodput.share:.1%} of all)")
+    return lines
+
+
+def _remedy(run: Figures) -> str:
+    """Return what to change about the load, by the error of most requests."""
+    match max(run.errors, key=run.errors.__getitem__):
+        case "queue_full" | "deadline_exceeded":
+            return f"the servers finished {run.request_rate:.1f} requests/s: give --request-rate"
+        case "prompt_too_long" | "not_sent":
+            return "give a shorter --random-input-len, fewer --turns, or --allow-auto-truncate"
+        case _:
+            return "--json has all figures"
 
 
 def comparison(run: Figures, measured: Sequence[dict[str, Any]]) -> str:

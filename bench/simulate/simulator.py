@@ -9,6 +9,8 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,10 +24,9 @@ from bench.cli.load_flags import (
     add_goodput,
     add_load_flags,
     add_trace,
-    server_flags_in,
     trace_spec,
 )
-from bench.command import EXIT_USAGE, run_command
+from bench.command import EXIT_USAGE, CommandParser, run_command
 from bench.load.mooncake import read_requests
 from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
@@ -48,6 +49,7 @@ DEFAULTS = LOAD_DEFAULTS | {
     "num_requests": 1000,
     "random_input_len": "64",
     "max_new_tokens": "32",
+    "request_rate": 8.0,
 }
 
 # Server flags that change a simulation.
@@ -60,8 +62,8 @@ SERVER_FLAGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the simulation of a command line, and return the exit code."""
-    arguments = _parser().parse_args(argv)
-    return run_command("bench.simulate", lambda: simulate(arguments), on_failure=EXIT_USAGE)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return run_command("bench.simulate", lambda: simulate(_arguments(argv)), on_failure=EXIT_USAGE)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -112,7 +114,10 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             key=lambda item: 0.0 if item[1].follows is not None else item[1].at,
         )
         return len(requests), indexed
-    spec = trace_spec(DEFAULTS | given)
+    values = DEFAULTS | given
+    if "max_concurrency" in given and "request_rate" not in given:
+        values |= {"request_rate": math.inf}  # a closed loop has no rate
+    spec = trace_spec(values)
     return spec.num_requests, enumerate(generate(spec))
 
 
@@ -148,18 +153,36 @@ def _source(path: Path, model: CostModel) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
-    """Return the server's configuration; raise ConfigError for flags without effect here."""
-    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in SERVER_FLAGS]
-    if idle:
-        raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: leave it out")
+    """Return the server's configuration, or raise ConfigError."""
     if arguments.replicas <= 0:
         raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
     return server_flags.from_namespace(arguments)
 
 
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line, or raise ConfigError."""
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    fields = (f.name for group in ServerConfig().groups() for f in dataclasses.fields(group))
+    known = {flag_name(name) for name in fields}
+    idle = [word for word in unknown if word.split("=")[0] in known]
+    if idle:
+        remedy = "leave it out"
+        if "--model" in idle or "--device" in idle:
+            remedy += "; python -m bench.simulate.fit_cost_model measures a model on this machine"
+        raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: {remedy}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.simulate", description=__doc__, allow_abbrev=False
+    parser = CommandParser(
+        "python -m bench.simulate",
+        usage="%(prog)s [FLAGS]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     load = parser.add_argument_group("load")
     add_trace(load)
@@ -167,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     add_load_flags(load, defaults=DEFAULTS)
     _add_world(parser.add_argument_group("server"))
     _add_output(parser.add_argument_group("output"))
-    server_flags.add_flags(parser)
+    server_flags.add_flags(parser, only=SERVER_FLAGS)
     return parser
 
 

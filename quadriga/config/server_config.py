@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import ipaddress
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,10 +231,11 @@ class ServerConfig:
         return argv
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of ServerConfig, --config and --help-all; absent flags stay out of the result.
+def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """Add the flags of ServerConfig, --config and --help-all; absent flags stay out of the result.
 
-    --help shows the flags that most operators need, --help-all all of them.
+    --help shows the flags that most operators need, --help-all all of them. `only` has the names of
+    the flags to add; None adds all.
     """
     others: list[tuple[argparse.Action, str]] = []
     parser.add_argument(
@@ -247,8 +249,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="YAML map of the server's flags, without dashes; the command line takes precedence",
     )
     for group in ServerConfig().groups():
-        section = parser.add_argument_group((group.__doc__ or "").rstrip("."))
-        for field in dataclasses.fields(group):
+        fields = [f for f in dataclasses.fields(group) if only is None or f.name in only]
+        section = parser.add_argument_group((group.__doc__ or "").rstrip(".")) if fields else None
+        for field in fields:
             action = _add_flag(section, field)
             if not field.metadata["basic"]:
                 others.append((action, action.help or ""))

@@ -23,6 +23,7 @@ from bench.load.trace import TraceRequest, prompt_ids, write_trace
 from bench.load.workload import PlannedRequest
 from bench.metrics.records import RequestRecord
 from bench.serving import as_sent, main
+from quadriga.programs import install_command
 from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import Generate
@@ -167,6 +168,17 @@ def test_all_requests_ride_on_one_connection_unless_asked_otherwise(server: Fake
     assert len(server.clients) - one_bench == one_bench + 2
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("-m bench.serving", "python -m bench.serving"), ("-m quadriga bench", "quadriga bench")],
+)
+def test_help_shows_the_command_that_was_typed(command: str, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(f"usage: {name} [FLAGS]")
+
+
 def test_a_failed_request_makes_the_exit_code_1(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +192,7 @@ def test_pretok_without_the_tokenizer_library_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "quadriga.model_files.tokenizer", None)
     assert bench(server, "--pretok") == EXIT_USAGE
-    assert "pip install -e '.[serve]'" in capsys.readouterr().err
+    assert install_command("serve") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

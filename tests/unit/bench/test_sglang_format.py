@@ -17,6 +17,7 @@ from bench.report import sglang_format as sglang_format
 from bench.report.report import Result
 from bench.report.report_files import append_json
 from bench.serving import main
+from quadriga.programs import install_command
 
 NO_COST = Cost(None, None, None, None, {})
 
@@ -126,4 +127,4 @@ def test_a_plot_without_matplotlib_says_what_to_install_before_anything_is_run(
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--plot", "run.png"]) == EXIT_USAGE
-    assert "pip install -e '.[plot]'" in capsys.readouterr().err
+    assert install_command("plot") in capsys.readouterr().err

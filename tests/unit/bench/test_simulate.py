@@ -1,6 +1,7 @@
 """The simulator: the real scheduler in simulated time, with a small cost model."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
 from bench.worker_steps import MeasuredOn
 from quadriga.config.server_config import ServerConfig
+from quadriga.programs import install_command
 
 VOCABULARY = 1000
 PAGE = 4
@@ -238,6 +240,38 @@ def test_failed_requests_give_exit_code_one(model_file: Path) -> None:
     assert call(model_file, "--num-requests", "2", "--random-input-len", "500") == 1
 
 
+def test_refused_requests_are_explained_and_have_no_latencies(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (
+        "--num-requests 100 --request-rate inf --max-queued-requests 10 --max-running-requests 4"
+    )
+    assert call(model_file, *flags.split()) == 1
+    out = capsys.readouterr().out
+    assert "of 100 requests refused: queue_full; the servers finished" in out
+    assert "give --request-rate" in out
+    assert "TTFT" not in out
+
+
+def test_the_default_load_has_a_rate_and_a_closed_loop_has_none(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(model_file, "--num-requests", "400") == 0
+    rate = re.search(r"Request rate: (.*) requests/s", capsys.readouterr().out)
+    assert rate is not None and 6 < float(rate.group(1)) < 10
+    assert call(model_file, "--num-requests", "40", "--max-concurrency", "4") == 0
+
+
+def test_help_shows_only_flags_that_change_a_simulation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        simulator.main(["--help-all"])
+    out = capsys.readouterr().out
+    assert "--max-batch-size" in out
+    assert "--ssl-keyfile" not in out and "--api-key" not in out
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -267,7 +301,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(model_file, "--plot", "run.png") == 2
-    assert "pip install -e '.[plot]'" in capsys.readouterr().err
+    assert install_command("plot") in capsys.readouterr().err
 
 
 def test_a_run_is_compared_with_the_medians_of_measured_ones(
