@@ -23,7 +23,13 @@ from quadriga.client.types import (
 )
 from quadriga.client.types import RequestOptions as RequestOptions
 from quadriga.config.server_config import DEFAULT_ENDPOINT
-from quadriga.errors import DeadlineExceeded, InvalidRequest, ServerFailed, ServerStopping
+from quadriga.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    QuadrigaError,
+    ServerFailed,
+    ServerStopping,
+)
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import (
@@ -32,6 +38,7 @@ from quadriga.wire.messages.public import (
     ChatOptions,
     ClientMessage,
     Detokenize,
+    ErrorInfo,
     FlushCache,
     Generate,
     GetInfo,
@@ -132,6 +139,21 @@ class AsyncClient:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
         self._inflight.fail_all(CLOSED_BY_CALLER)
         await self._connection.close(linger_s=1)
+
+    async def give_up(self, error: QuadrigaError) -> None:
+        """Fail every open and later call: the caller knows that the server has ended.
+
+        A reason that the server has given itself is kept.
+
+            await client.give_up(ServerFailed("the machine of the server was shut down"))
+
+        Args:
+            error: what the calls raise.
+        """
+        if not self._connection.is_lost:
+            reason = ErrorInfo.of(error)
+            self._connection.give_up(reason)
+            self._inflight.fail_all(reason)
 
     # --- requests ---------------------------------------------------------------------------------
 

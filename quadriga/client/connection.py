@@ -114,6 +114,11 @@ class Connection:
         """Whether `open` returns or raises without waiting."""
         return self._state not in (ConnectionState.CLOSED, ConnectionState.CONNECTING)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server has ended or does not answer again."""
+        return self._state is ConnectionState.LOST
+
     # --- calls ------------------------------------------------------------------------------------
 
     async def open(self, timeout: float) -> None:

@@ -8,6 +8,7 @@ from quadriga.client.async_client import NO_CHAT_OPTIONS, AsyncClient, RequestOp
 from quadriga.client.loop_thread import LoopThread
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import ChatOptions
 
@@ -61,6 +62,18 @@ class Client:
         client.close()
         """
         self._loop.end(self._async.close)
+
+    def give_up(self, error: QuadrigaError) -> None:
+        """Fail every open and later call: the caller knows that the server has ended.
+
+        A reason that the server has given itself is kept.
+
+            client.give_up(ServerFailed("the machine of the server was shut down"))
+
+        Args:
+            error: what the calls raise.
+        """
+        self._loop.run(lambda: self._async.give_up(error))
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     def generate(  # type: ignore[overload-overlap]

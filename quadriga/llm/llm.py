@@ -1,7 +1,9 @@
 """LLM: generate text in a program, without a server that is started by hand."""
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,6 +12,7 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.sync_client import Client
 from quadriga.client.types import Chat, Completion, Prompt, StreamChunk
 from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.errors import RequestAborted, ServerFailed
 from quadriga.llm.owned_server import OwnedServer
 from quadriga.llm.server_flags import ServerFlags, server_argv
 from quadriga.sampling.params import SamplingParams
@@ -54,6 +57,8 @@ class LLM:
         except BaseException:
             self._server.close()
             raise
+        watch = threading.Thread(target=_watch, args=(self.client, self._server), daemon=True)
+        watch.start()
         # Called at the end of the program, too, unless the LLM was closed before.
         self._close = weakref.finalize(self, _close, self.client, self._server)
 
@@ -170,6 +175,14 @@ class LLM:
             QuadrigaError: as `generate`; the iterator raises it.
         """
         return self.client.stream(prompt, params, **options)
+
+
+def _watch(client: Client, server: OwnedServer) -> None:
+    """Fail the calls at once when the launcher dies, which notifies no client."""
+    end = server.wait_for_end()
+    if end:
+        with suppress(RequestAborted):  # the client was closed meanwhile
+            client.give_up(ServerFailed(f"the server of this LLM {end}; make another LLM"))
 
 
 def _close(client: Client, server: OwnedServer) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from quadriga import errors
@@ -32,6 +34,7 @@ class OwnedServer:
 
     def __init__(self, flags: list[str]) -> None:
         self._owner_pid = os.getpid()
+        self._is_closed = False
         self._channel, theirs = socket.socketpair()
         _running.add(self)
         command = [sys.executable, "-m", "quadriga", "serve"]
@@ -65,26 +68,34 @@ class OwnedServer:
         endpoint: str = report["endpoint"]
         return endpoint
 
-    def _early_end(self) -> QuadrigaError:
+    def wait_for_end(self) -> str:
+        """Wait until the server ends, and return how it ended; "" if this program closed it."""
+        with suppress(OSError):  # the channel was closed before
+            self._channel.recv(1)
+        return "" if self._is_closed else self._end()
+
+    def _end(self) -> str:
         try:
-            end = f"exited with code {self._process.wait(EXIT_TIMEOUT_S)}"
+            code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            end = "closed its channel"
-        return ServerFailed(f"the server {end} while starting; its output on stderr may say why")
+            return "closed its channel"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+    def _early_end(self) -> QuadrigaError:
+        return ServerFailed(
+            f"the server {self._end()} while it started; its output on stderr may say why"
+        )
 
     def close(self) -> None:
         """Stop the server and wait for its end; a fork of this program only forgets it."""
-        if self._channel.fileno() == -1:
+        if self._is_closed:
             return
+        self._is_closed = True
         if os.getpid() != self._owner_pid:
             self._channel.close()
             return
-        try:
+        with self._channel, suppress(OSError):  # the launcher may have exited
             self._channel.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the launcher has exited
-            pass
-        finally:
-            self._channel.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

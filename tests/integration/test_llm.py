@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quadriga import LLM, AsyncClient, ModelError, RequestAborted, SamplingParams
+from quadriga import LLM, AsyncClient, ModelError, RequestAborted, SamplingParams, ServerFailed
 from quadriga.llm import ServerFlags
 from tests.server import ROOT, is_alive, wait_until
 
@@ -157,6 +158,21 @@ def test_a_stream_goes_on_when_a_process_of_the_server_is_killed(llm: LLM, name:
             os.kill(llm.client.info()["pids"][name], signal.SIGKILL)
         text += chunk.text
     assert text == expected
+
+
+def test_the_death_of_the_launcher_ends_every_call_at_once(llama_dir: Path) -> None:
+    with LLM(llama_dir, **FLAGS) as llm:
+        started = processes(llm)
+        calls = llm.stream("a", SamplingParams(max_tokens=100, ignore_eos=True))
+        next(calls)
+        began_at = time.monotonic()
+        os.kill(llm._server.pid, signal.SIGKILL)
+        with pytest.raises(ServerFailed, match="killed by SIGKILL; make another LLM"):
+            llm.generate(["a"] * 300, SamplingParams(max_tokens=100, ignore_eos=True))
+        assert time.monotonic() - began_at < 10
+        with pytest.raises(ServerFailed, match="killed by SIGKILL"):
+            llm.generate("a")
+        wait_until(lambda: not alive(started), 5)
 
 
 def test_an_llm_that_is_no_longer_used_is_stopped(llama_dir: Path) -> None:
