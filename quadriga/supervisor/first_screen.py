@@ -19,7 +19,8 @@ CHAT_QUESTION = "Name the capital of France."
 PLAIN_QUESTION = "The capital of France is"
 CHAT_BODY = {"messages": [{"role": "user", "content": CHAT_QUESTION}]}
 PLAIN_BODY = {"prompt": PLAIN_QUESTION}
-ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# Addresses of a server on all interfaces, and what a client on this machine connects to.
+ALL_INTERFACES = {"//0.0.0.0:": "//127.0.0.1:", "//*:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
 
 class PhaseLine:
@@ -113,10 +114,7 @@ def usage_lines(config: ServerConfig, has_chat: bool, endpoint: str) -> list[str
 
 
 def _http_lines(http: HttpArgs, has_chat: bool) -> list[str]:
-    url = http.url
-    for wildcard, address in ALL_INTERFACES.items():
-        if http.host == wildcard:
-            url = url.replace(wildcard, address)
+    url = _local(http.url)
     call, body = ("chat/completions", CHAT_BODY) if has_chat else ("completions", PLAIN_BODY)
     key = ' -H "Authorization: Bearer $KEY"' if http.api_keys else ""
     return [
@@ -126,12 +124,19 @@ def _http_lines(http: HttpArgs, has_chat: bool) -> list[str]:
     ]
 
 
+def _local(url: str) -> str:
+    """Return the URL for a client on this machine."""
+    for wildcard, address in ALL_INTERFACES.items():
+        url = url.replace(wildcard, address)
+    return url
+
+
 def _ask_command(config: ServerConfig, has_chat: bool, endpoint: str) -> str:
     words = [command_name(), "ask"]
     if not has_chat:
         words.append("--plain")
-    if endpoint != DEFAULT_ENDPOINT:
-        words += ["--endpoint", endpoint]
+    if _local(endpoint) != DEFAULT_ENDPOINT:
+        words += ["--endpoint", _local(endpoint)]
     if config.frontend.curve_dir:
         words += ["--curve-dir", "CLIENT_KEYS"]
     return " ".join([*words, f'"{CHAT_QUESTION if has_chat else PLAIN_QUESTION}"'])

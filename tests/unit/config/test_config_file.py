@@ -66,6 +66,7 @@ def test_an_empty_file_changes_no_default(file: Path) -> None:
     ("text", "message"),
     [
         ("max-batchsize: 3", "there is no flag 'max-batchsize'; near it: max-batch-size"),
+        ("max-num-seqs: 3", "no flag 'max-num-seqs'; vLLM's --max-num-seqs is --max-running-req"),
         ("1: 3", "there is no flag 1$"),
         ("max-batch-size: many", "max-batch-size is 'many': Expected `int`, got `str`"),
         ("max-batch-size: true", "max-batch-size is True: Expected `int`, got `bool`"),
