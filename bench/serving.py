@@ -13,7 +13,6 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import msgspec
-from tqdm import tqdm
 
 from bench.cli.flags import PROG
 from bench.cli.options import Options, parse
@@ -26,7 +25,8 @@ from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import PlannedRequest
 from bench.metrics.metrics import Summary, summarize
 from bench.preparation import Preparation, preparation
-from bench.report import report, report_files, sglang_format
+from bench.report import overview, report, report_files, sglang_format
+from bench.report.progress import Progress
 from bench.report.report import Result
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
@@ -34,6 +34,7 @@ from quadriga.programs import install_command
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
+NUM_WARMUP_REQUESTS = 4  # of a warm-up that is no whole run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +66,7 @@ async def bench(
     async with AsyncExitStack() as stack:
         runs = await open_runs(options, stack, prepared)
         warmups = [await runs.warm_up(number) for number in range(options.warmup_runs)]
-        results = [await runs.measure(number) for number in range(options.repeat_runs)]
+        results = [await _measured(options, runs, n) for n in range(options.repeat_runs)]
     if len(results) > 1:
         print(report.over_runs(results))
     output = options.output
@@ -79,6 +80,27 @@ async def bench(
     draw(results[0])
     failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
     return EXIT_FAILED if failed else EXIT_OK
+
+
+async def _measured(options: Options, runs: "Runs", number: int) -> Result:
+    """Run and print one measured run."""
+    if options.repeat_runs > 1:
+        print(f"=== run {number + 1}/{options.repeat_runs} ===", flush=True)
+    result = await runs.measure(number)
+    print(_text(options, result), flush=True)
+    return result
+
+
+def _text(options: Options, result: Result) -> str:
+    """Return the printed blocks of a run."""
+    blocks = []
+    if options.output.report == "table":
+        blocks.append(overview.block(options, result))
+    elif not options.output.verbose:
+        blocks.append(report.classic_block(options, result))
+    if options.output.verbose:
+        blocks += [report.block(options, result), sglang_format.block(options, result)]
+    return "\n".join(blocks)
 
 
 async def open_runs(
@@ -119,22 +141,20 @@ class Runs:
 
     async def warm_up(self, number: int) -> Summary:
         """Run one warm-up, with prompts that no measured run uses."""
-        print(f"=== warmup {number + 1}/{self._options.warmup_runs} ===", flush=True)
+        if self._options.output.report == "classic":
+            print(f"=== warmup {number + 1}/{self._options.warmup_runs} ===", flush=True)
         jobs = self._jobs(self._options.repeat_runs + number)
+        if self._options.short_warmup:
+            jobs = [_at_once(job) for job in jobs[:NUM_WARMUP_REQUESTS]]
         summary = (await self._run(jobs, "warmup"))[0].summary
         if summary.failed:
             print(report.failures(summary), flush=True)
         return summary
 
     async def measure(self, number: int) -> Result:
-        """Run and print one measured run."""
-        runs = self._options.repeat_runs
-        if runs > 1:
-            print(f"=== run {number + 1}/{runs} ===", flush=True)
+        """Return one measured run."""
         jobs = self._jobs(number)
         result, run = await self._run(jobs, "run")
-        print(report.block(self._options, result))
-        print(sglang_format.block(self._options, result), flush=True)
         save_trace = self._options.output.save_trace
         if number == 0 and save_trace is not None:
             write_trace(save_trace, as_sent(jobs, run))
@@ -146,9 +166,8 @@ class Runs:
     async def _run(self, jobs: Sequence[PlannedRequest], title: str) -> tuple[Result, LoadRun]:
         options = self._options
         before = await self._read()
-        hidden = not sys.stderr.isatty()
-        with tqdm(total=len(jobs), desc=title, unit="req", leave=False, disable=hidden) as bar:
-            run = await drive(self._clients, jobs, options.load.send, on_done=bar.update)
+        with Progress(len(jobs), title) as progress:
+            run = await drive(self._clients, jobs, options.load.send, on_done=progress.update)
         after = await self._read()
         summary = summarize(run.records, run.submit_wall, options.output.slo)
         return Result(summary, cost_between(before, after), run.records, after.info), run
@@ -183,6 +202,11 @@ def _plotter(options: Options) -> Callable[[Result], None]:
         run_plots.draw(path, result.records, title)
 
     return draw
+
+
+def _at_once(job: PlannedRequest) -> PlannedRequest:
+    """Return the job without its arrival time; a chat's next turn still waits for its answer."""
+    return PlannedRequest(msgspec.structs.replace(job.request, at=0.0), job.prompt)
 
 
 def as_sent(jobs: Sequence[PlannedRequest], run: LoadRun) -> list[TraceRequest]:

@@ -35,6 +35,19 @@ NOT_IN_SHAREGPT = (
     "prefix_groups",
     "turns",
 )
+# Flags of the classic bench, which imply its report and its load: one text for all requests, at
+# once. Flags that every bench has, such as --model and --num-requests, imply nothing.
+CLASSIC_FLAGS = {
+    *TEXT_FLAGS,
+    *INTERVAL_FLAGS,
+    *("no_stop_on_eos", "max_batch_size", "prefill_max_batch_size", "disable_radix_cache"),
+    *("paged_attn", "cuda_graph", "tokenize_workers", "stream_interval"),
+    *("warmup_runs", "repeat_runs"),
+}
+PROMPT_FLAGS = {*TEXT_FLAGS, "random_input_len", "trace", "dataset_name"}
+PACE_FLAGS = {*INTERVAL_FLAGS, "request_rate", "max_concurrency", "burstiness"}
+DEFAULT_CONCURRENCY = 8
+
 # Each flag, and the flags that would have no effect beside it.
 EXCLUDES = {
     "trace": (*LOAD_FLAGS, *TEXT_FLAGS, *INTERVAL_FLAGS),
@@ -82,6 +95,21 @@ def apply_dataset(arguments: Namespace, given: set[str]) -> None:
             f"{', '.join(idle)} would have no effect: --dataset-name sharegpt sends what the file"
             " has"
         )
+
+
+def apply_report(arguments: Namespace, given: Collection[str]) -> None:
+    """Set the report, and the default load that goes with it.
+
+    The classic report has the classic load. Otherwise `arguments.varied_prompts` is set unless
+    prompts were asked for, and a load without any flags is a closed loop.
+    """
+    if arguments.report is None:
+        arguments.report = "classic" if CLASSIC_FLAGS & set(given) else "table"
+    own_load = arguments.report == "table" and not PROMPT_FLAGS & set(given)
+    arguments.varied_prompts = own_load
+    if own_load and not PACE_FLAGS & set(given):
+        arguments.max_concurrency = DEFAULT_CONCURRENCY
+    arguments.short_warmup = "warmup_runs" not in given
 
 
 def check(arguments: Namespace, given: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bench.cli.checks import DATASETS, apply_dataset, check
+from bench.cli.checks import DATASETS, apply_dataset, apply_report, check
 from bench.cli.load_flags import LOAD_DEFAULTS, add_goodput, add_load_flags, add_trace
 from bench.client.backends import DEFAULT_BASE_URL
 from bench.command import CommandParser
@@ -38,6 +38,7 @@ def read_flags(argv: list[str], prog: str = PROG) -> Namespace:
     arguments, given = _arguments(argv, prog)
     apply_dataset(arguments, given)
     check(arguments, given)
+    apply_report(arguments, given)
     return arguments
 
 
@@ -125,7 +126,11 @@ def _add_load(group: Any) -> None:
         "sharegpt: a JSON list of objects with `conversations`, whose first two turns give"
         " the prompt and the length of the answer; trace: as for --trace",
     )
-    group.add_argument("--prompt", help=f"text of every request (default: {DEFAULT_PROMPT!r})")
+    group.add_argument(
+        "--prompt",
+        help="text of every request (default: different texts; with --report classic"
+        f" {DEFAULT_PROMPT!r})",
+    )
     group.add_argument("--prompt-repeats", type=int, default=1, help="repeat the text N times")
     _add_switch(
         group,
@@ -166,12 +171,19 @@ def _add_pace(group: Any) -> None:
         "--warmup-runs",
         type=int,
         default=1,
-        help="unmeasured runs with other prompts (default: 1)",
+        help="unmeasured whole runs with other prompts (default: a few requests)",
     )
     group.add_argument("--repeat-runs", type=int, default=1, help="measured runs (default: 1)")
 
 
 def _add_output(group: Any) -> None:
+    group.add_argument(
+        "--report",
+        choices=("table", "classic"),
+        help="table: one table and a verdict; classic: one line per figure (default: table, and"
+        " classic beside flags of the classic bench such as --prompt or --prefill-max-batch-size)",
+    )
+    _add_switch(group, "--verbose", "print all figures, also by the names of other bench clients")
     _add_file(group, "--json", "write all figures to this file")
     _add_switch(group, "--details", "add the record of every request to --json")
     _add_file(

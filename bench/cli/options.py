@@ -3,6 +3,7 @@
 import json
 import math
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bench.load.mooncake import read_requests
 from bench.load.synthetic import TraceSpec, generate
 from bench.load.tokenizing import tokenizer_of
 from bench.load.trace import TraceRequest
+from bench.load.varied_texts import varied_texts
 from bench.load.workload import DEFAULT_PROMPT, Workload
 from bench.metrics.slo import Slo
 from quadriga.config import server_config
@@ -67,9 +69,16 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """The figures and files of a bench; a path of None writes no file."""
+    """The figures and files of a bench; a path of None writes no file.
+
+    Attributes:
+        report: "table" or "classic".
+        verbose: Print all figures.
+    """
 
     slo: Slo
+    report: str
+    verbose: bool
     json_path: Path | None
     details: bool
     result_path: Path | None
@@ -80,12 +89,17 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One bench, validated, with the SWITCHES that are `requested` and all flags as JSON."""
+    """One bench, validated, with the SWITCHES that are `requested` and all flags as JSON.
+
+    Attributes:
+        short_warmup: A warm-up sends only a few requests, not a whole run.
+    """
 
     target: TargetOptions
     load: LoadOptions
     output: OutputOptions
     warmup_runs: int
+    short_warmup: bool
     repeat_runs: int
     requested: tuple[str, ...]
     flags: dict[str, Any]
@@ -103,6 +117,8 @@ def parse(argv: list[str], prog: str = PROG) -> Options:
         load=_load(arguments, target),
         output=OutputOptions(
             slo=Slo.parse(arguments.goodput),
+            report=arguments.report,
+            verbose=arguments.verbose,
             json_path=arguments.json,
             details=arguments.details,
             result_path=result_file(arguments),
@@ -111,6 +127,7 @@ def parse(argv: list[str], prog: str = PROG) -> Options:
             save_trace=arguments.save_trace,
         ),
         warmup_runs=arguments.warmup_runs,
+        short_warmup=arguments.short_warmup,
         repeat_runs=arguments.repeat_runs,
         requested=tuple(name for name in SWITCHES if getattr(arguments, name, False)),
         flags={name: _as_json(value) for name, value in vars(arguments).items()},
@@ -213,10 +230,14 @@ def _spec(arguments: Namespace) -> TraceSpec:
 
 def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
     text = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
-    sends_ids = spec is None or spec.input_len is not None
+    texts: str | Sequence[str] | None = " ".join([text] * arguments.prompt_repeats)
+    if spec is None or spec.input_len is not None:
+        texts = None
+    elif arguments.varied_prompts:
+        texts = varied_texts(spec.num_requests, arguments.seed)
     return Workload(
         requests=read_requests(arguments.trace) if spec is None else list(generate(spec)),
-        text=None if sends_ids else " ".join([text] * arguments.prompt_repeats),
+        text=texts,
         unique=arguments.unique_prompts,
         repeat=arguments.same_prompts,
         seed=arguments.seed,

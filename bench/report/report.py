@@ -27,13 +27,27 @@ class Result:
     info: Mapping[str, Any]
 
 
-def block(options: Options, result: Result) -> str:
-    """Return the lines of a measured run: the lines that scripts parse first, then further ones."""
-    lines = [
+def classic_block(options: Options, result: Result) -> str:
+    """Return the lines that scripts parse, and further ones only for failures and --goodput."""
+    lines = _classic_lines(options, result)
+    if result.summary.failed:
+        lines.append(failures(result.summary))
+    return "\n".join([*lines, *_goodput_lines(options, result.summary)])
+
+
+def _classic_lines(options: Options, result: Result) -> list[str]:
+    return [
         HEADING,
         *_server_lines(options, result.info),
         *_load_lines(options, result.summary),
         *_time_lines(result.summary),
+    ]
+
+
+def block(options: Options, result: Result) -> str:
+    """Return the lines of a measured run: the lines that scripts parse first, then further ones."""
+    lines = [
+        *_classic_lines(options, result),
         *_further_lines(options, result),
         *_traffic_lines(options, result.summary, result.info),
     ]
@@ -120,14 +134,19 @@ def _traffic_lines(options: Options, summary: Summary, info: Mapping[str, Any]) 
     ]
     if (uncounted := info.get("requests_without_usage")) is not None:
         lines.append(f"Tokens counted by: {_counted_by(summary, uncounted)}")
-    if summary.goodput is not None:
-        lines.append(
-            f"Goodput ({_limits(options.output.slo)}): {summary.goodput.share:.1%} of the requests,"
-            f" {_number(summary.goodput.rate)} requests/s"
-        )
+    lines += _goodput_lines(options, summary)
     if len(summary.clients) <= SHOWN_CLIENTS:
         lines += [line for client in summary.clients for line in _client_lines(client)]
     return lines
+
+
+def _goodput_lines(options: Options, summary: Summary) -> list[str]:
+    if summary.goodput is None:
+        return []
+    return [
+        f"Goodput ({_limits(options.output.slo)}): {summary.goodput.share:.1%} of the requests,"
+        f" {_number(summary.goodput.rate)} requests/s"
+    ]
 
 
 def _counted_by(summary: Summary, uncounted: int) -> str:

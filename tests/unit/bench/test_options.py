@@ -59,10 +59,37 @@ def test_the_load_is_what_the_flags_say() -> None:
 
 
 def test_an_interval_is_relative_unless_asked_otherwise() -> None:
-    assert parse([]).load.send.gap_s == 0.0
+    assert parse(["--report", "classic"]).load.send.gap_s == 0.0
     assert parse(["--submit-interval-ms", "20"]).load.send.gap_s == 0.02
     for flags in ("--request-rate 5", "--max-concurrency 2", "--submit-schedule absolute"):
         assert parse(flags.split()).load.send.gap_s is None
+
+
+def test_flags_of_the_classic_bench_imply_its_report_and_load() -> None:
+    for flags in (
+        "--no-stop-on-eos",
+        "--prompt Hi",
+        "--prefill-max-batch-size 8",
+        "--report classic",
+    ):
+        options = parse(flags.split())
+        assert options.output.report == "classic"
+        assert isinstance(options.load.workload.text, str)
+        assert options.load.send.gap_s == 0.0
+    assert parse(["--prompt", "Hi", "--report", "table"]).output.report == "table"
+
+
+def test_the_default_load_has_different_prompts_in_a_closed_loop() -> None:
+    options = parse(["--num-requests", "20"])
+    texts = options.load.workload.text
+    assert options.output.report == "table"
+    assert texts is not None and not isinstance(texts, str)
+    assert len(set(texts)) == 20
+    assert options.load.spec is not None and options.load.spec.max_concurrency == 8
+    paced = parse(["--request-rate", "5"]).load
+    assert paced.spec is not None and paced.spec.max_concurrency is None
+    assert not isinstance(paced.workload.text, str)
+    assert parse(["--random-input-len", "4"]).load.send.gap_s == 0.0
 
 
 def test_traffic_is_generated_as_the_flags_say() -> None:

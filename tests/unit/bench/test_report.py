@@ -20,7 +20,9 @@ from bench.client.resources import (
 )
 from bench.metrics.metrics import summarize
 from bench.metrics.records import RequestRecord
-from bench.report.report import Result, block, over_runs
+from bench.report import overview
+from bench.report.progress import Progress
+from bench.report.report import Result, block, classic_block, over_runs
 from bench.report.report_files import write_json
 
 KNOWN_LINES = [
@@ -84,6 +86,44 @@ def test_the_known_lines_come_first_and_in_their_order() -> None:
         assert line.startswith(name), line
 
 
+def test_the_classic_report_has_the_known_lines_and_no_others() -> None:
+    lines = classic_block(parse(["--report", "classic"]), result()).splitlines()
+    assert len(lines) == len(KNOWN_LINES)
+    failed = classic_block(parse([]), result(error="QueueFull: no room")).splitlines()
+    assert failed[len(KNOWN_LINES) :] == ["Failed requests: 1 (first error: QueueFull: no room)"]
+
+
+def test_the_overview_is_a_table_and_a_verdict() -> None:
+    lines = overview.block(
+        parse(["--goodput", "ttft:200"]), result(flags="--goodput ttft:200")
+    ).splitlines()
+    assert lines[0] == "gpt2 on cpu (float32): 1 requests, 8 in flight"
+    assert lines[1] == "prompts of 7 tokens, 57% of them cached; answers of 2 tokens; 0.5 s"
+    assert lines[3].split() == ["ms", "mean", "p50", "p95", "p99"]
+    assert "  tokenize              20.0      20.0      20.0      20.0" in lines
+    assert lines[-1] == (
+        "2.0 requests/s, 4 tokens/s; 100% within TTFT 200 ms;"
+        " TTFT is spent 33 % in detokenization and delivery"
+    )
+
+
+def test_the_overview_names_failures_first() -> None:
+    last = overview.block(parse([]), result(error="QueueFull: no room")).splitlines()[-1]
+    assert last.startswith("1 of 1 requests failed (first error: QueueFull: no room)")
+
+
+def test_progress_is_a_line_at_intervals_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Progress(3, "run", line_interval_s=0.0) as progress:
+        for _ in range(3):
+            progress.update()
+    assert capsys.readouterr().err.splitlines() == [
+        "run: 1 of 3 requests after 0 s",
+        "run: 2 of 3 requests after 0 s",
+    ]
+
+
 def test_the_figures_are_in_ms() -> None:
     lines = block(parse(["--submit-interval-ms", "20"]), result()).splitlines()
     expected = [
@@ -140,7 +180,8 @@ def test_switches_are_reported_as_they_are_in_force() -> None:
 @pytest.mark.parametrize(
     ("flags", "schedule", "rate"),
     [
-        ("", "0 ms / relative", "inf"),
+        ("--report classic", "0 ms / relative", "inf"),
+        ("", "0 ms after an end / closed loop of 8", "n/a"),
         ("--submit-interval-ms 20 --submit-schedule absolute", "20 ms / absolute", "50"),
         ("--submit-schedule absolute", "0 ms / absolute", "inf"),
         ("--request-rate 5", "200 ms on average / Poisson", "5"),

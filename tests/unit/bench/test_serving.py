@@ -77,6 +77,23 @@ def test_warm_ups_and_runs_send_prompts_of_their_own(
     assert [run["summary"]["completion_tokens"] for run in runs] == [6, 6]
 
 
+def test_a_short_warm_up_and_a_table_are_the_default(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(server, "--num-requests 9") == EXIT_OK
+    assert len(server.requests) == serving.NUM_WARMUP_REQUESTS + 9
+    out = capsys.readouterr().out
+    assert "===" not in out
+    assert "TTFT" in out and "requests/s" in out
+
+
+def test_verbose_prints_all_figures(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(server, "--num-requests 2 --verbose") == EXIT_OK
+    out = capsys.readouterr().out
+    for heading in ("requests/s, ", "=== streaming benchmark ===", "Serving Benchmark Result"):
+        assert heading in out
+
+
 def test_a_server_that_wants_keys_is_measured_with_those_of_curve_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
