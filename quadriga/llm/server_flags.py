@@ -7,7 +7,8 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from quadriga.config.flags import value_type
+from quadriga.config.flags import flag_name, value_type
+from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.keywords import check_keywords
@@ -28,6 +29,7 @@ class ServerFlags(TypedDict, total=False):
     context_length: int | None
     # Frontend, text to token ids (tokenizer_proc)
     tokenize_workers: int
+    default_max_tokens: int
     allow_auto_truncate: bool
     sampling_defaults: Literal["model", "openai"]
     queue_timeout: float | None
@@ -77,6 +79,7 @@ class ServerFlags(TypedDict, total=False):
     max_restarts: int
     watchdog_timeout: float
     log_level: Literal["debug", "info", "warning", "error"]
+    log_stats_interval: float
 
 
 # Values that differ from the command line's: the program is the only client.
@@ -95,6 +98,9 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
         TypeError: there is no such flag; the message names similar ones.
         ConfigError: a value cannot work.
     """
+    for name in flags.keys() - ServerFlags.__annotations__.keys():
+        if advice := foreign_flag_advice(flag_name(name)):
+            raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
     check_keywords("LLM", flags, ServerFlags.__annotations__)
     fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
     values = {name: _checked(fields[name], value) for name, value in flags.items()}

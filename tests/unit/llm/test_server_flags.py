@@ -49,6 +49,7 @@ def test_a_keyword_overrides_the_log_level() -> None:
     [
         ({"max_bach_size": 8}, TypeError, "no keyword 'max_bach_size'; near it: max_batch_size"),
         ({"port": 8000}, TypeError, "no keyword 'port'"),
+        ({"tensor_parallel_size": 2}, TypeError, "SGLang's --tensor-parallel-size is --tp here"),
         ({"max_batch_size": "8"}, ConfigError, "max_batch_size is '8': expected int, got str"),
         ({"dtype": "float8"}, ConfigError, "dtype is 'float8': it must be one of auto, float32"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size must be positive"),
