@@ -19,7 +19,7 @@ from quadriga.client import Client, SamplingParams
 from tests.server import ROOT, kill_tree, wait_until_ready
 
 PROGRAMS = "quadriga/_programs/"
-LAB = ("roofline", "quality", "simulate", "peers", "gpu")
+LAB = ("roofline", "quality", "simulate", "capacity", "peers", "gpu")
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
             "http_proc", "bench")  # fmt: skip
 SOURCES = (*PACKAGES, "launcher.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
