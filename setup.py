@@ -11,13 +11,13 @@ from setuptools import find_packages, setup
 
 PROGRAMS = ["*_proc", "*_proc.*", "bench", "bench.*"]
 # Developer tools: they measure this checkout, other servers, or one machine.
-LAB = ["bench.roofline*", "bench.quality*", "bench.simulate*", "bench.peers*", "bench.gpu*"]
+LAB = ["roofline", "quality", "simulate", "capacity", "peers", "gpu"]
 
 packages = find_packages(include=["quadriga", "quadriga.*"])
 if "editable_wheel" in sys.argv:
     setup(packages=packages, package_dir={"": "."})
 else:
-    programs = find_packages(include=PROGRAMS, exclude=LAB)
+    programs = find_packages(include=PROGRAMS, exclude=[f"bench.{name}*" for name in LAB])
     setup(
         packages=packages + [f"quadriga._programs.{name}" for name in programs],
         py_modules=["quadriga._programs.launcher"],

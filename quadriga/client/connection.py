@@ -297,7 +297,7 @@ class Connection:
         self._link.process_events()
         self._link.receive()
         if self._state is ConnectionState.CONNECTING:
-            reason = self._refusal or "is the server running there?  python launcher.py"
+            reason = self._refusal or "is the server running there?  quadriga serve"
             self._shut(linger_s=0)
             self._end_attempt(
                 _unreachable(
