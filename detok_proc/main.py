@@ -60,7 +60,8 @@ def serve(
         control.read_commands()
         for message in inbox.drain():
             if isinstance(message, StopDetok):
-                logging.debug("stopping with %d open requests", detokenizer.num_open)
+                severity = logging.WARNING if detokenizer.num_open else logging.DEBUG
+                logging.log(severity, "stopping with %d open requests", detokenizer.num_open)
                 return
             if isinstance(message, Drained):
                 delivery.send_frames(b"", b"", b"")

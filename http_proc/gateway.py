@@ -17,6 +17,7 @@ from http_proc.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
+from quadriga.runtime.request_line import RequestLogLevel
 
 INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
@@ -48,6 +49,7 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        log_level: which requests are logged.
         body_bytes: bytes of request bodies that are being received.
     """
 
@@ -56,6 +58,7 @@ class Gateway:
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
+        self.log_level = RequestLogLevel.of(config.launch)
         self.started_at = int(time.time())
         self.is_draining = False
         self.body_bytes = 0

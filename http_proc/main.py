@@ -12,6 +12,7 @@ from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_c
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
+from quadriga.wire.client_address import gateway_address
 
 LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
 
@@ -33,7 +34,10 @@ async def serve(child: Child) -> None:
     began_at = time.monotonic()
     endpoint, timeout_s = child.public_endpoint, child.config.launch.start_timeout
     keys = child.config.frontend.curve_dir
-    async with AsyncClient(endpoint, connect_timeout=timeout_s, curve_dir=keys) as ring:
+    ring = AsyncClient(
+        endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
+    )
+    async with ring:
         gateway = Gateway(child.config, ring)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)

@@ -96,6 +96,7 @@ async def stream_events(
             chunks = await group.next_chunks()
     except QuadrigaError as error:
         request.app[GATEWAY].metrics.count_error(error.code)
+        request[RECORD].error = f"{error.code}: {error}"
         await response.write(event(from_ring(error, names).body()) + DONE)
     await response.write_eof()
     return response

@@ -17,6 +17,7 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
@@ -47,11 +48,13 @@ class RequestLifecycle:
         detok: Sender,
         clock: Callable[[], float],
         journal: NoJournal,
+        request_log: RequestLog | None = None,
     ) -> None:
         self._args = args
         self._detok = detok
         self._clock = clock
         self._journal = journal
+        self._request_log = request_log
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -178,7 +181,10 @@ class RequestLifecycle:
 
     def close(self, request: Request) -> None:
         """Report the end of a request that the core has removed."""
-        self.stats.on_finish(request, self._clock())
+        now = self._clock()
+        self.stats.on_finish(request, now)
+        if self._request_log is not None:
+            self._request_log.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)

@@ -7,10 +7,12 @@ from quadriga.clock import now
 from quadriga.config.server_config import LaunchArgs
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
 from scheduler_proc.durability.journal_opening import make_header, open_journal
+from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats_log import StatsLog
 from scheduler_proc.observe.status_line import NoStatusLine, TerminalStatusLine, status_line
 from scheduler_proc.request_table import first_seq_after_restart
@@ -35,6 +37,7 @@ def serve(child: Child) -> None:
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = make_header(run_dir, child.config.model.shown_name, model)
     journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.is_restart)
+    log_level = RequestLogLevel.of(child.config.launch)
     scheduler = Scheduler(
         args=child.config.scheduler,
         eos_ids=model.eos_token_ids,
@@ -42,6 +45,7 @@ def serve(child: Child) -> None:
         detok=Outbox(child.endpoints.detok),
         clock=now,
         journal=journal,
+        request_log=None if log_level.is_off else RequestLog(log_level),
     )
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:

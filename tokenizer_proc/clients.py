@@ -8,6 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from quadriga.errors import QuadrigaError, SlowReader
+from quadriga.runtime.request_line import MAX_REASON_CHARS, in_a_line
+from quadriga.wire.client_address import is_gateway, short_address
 from quadriga.wire.messages.public import ErrorInfo, Probe, Refused, ServerGone
 from quadriga.wire.sockets import AsyncPort, Unreachable, encode
 
@@ -67,12 +69,14 @@ class Clients:
     Args:
         on_lost: called with the address of a lost client, whose requests must be aborted. It is a
             callback because most losses are noticed by a timer.
+        logs_refusals: log each refusal, but for those of the gateway, which logs them itself.
 
     Attributes:
         num_refused: messages that were answered by an error.
     """
 
-    def __init__(self, on_lost: Callable[[bytes], None]) -> None:
+    def __init__(self, on_lost: Callable[[bytes], None], logs_refusals: bool = False) -> None:
+        self._logs_refusals = logs_refusals
         self._on_lost = on_lost
         self._port: AsyncPort | None = None
         self._present: set[bytes] = set()
@@ -115,6 +119,10 @@ class Clients:
     def refuse(self, client: bytes, request_id: str, error: QuadrigaError) -> None:
         """Answer a message or a request with an error."""
         self.num_refused += 1
+        if self._logs_refusals and not is_gateway(client):
+            reason = in_a_line(str(error), MAX_REASON_CHARS)
+            name = f"{in_a_line(request_id)} · client {short_address(client)}"
+            logging.info("%s · refused · %s: %s", name, error.code, reason)
         self.answer(client, Refused(request_id, ErrorInfo.of(error)))
 
     def broadcast(self, error: QuadrigaError) -> None:

@@ -45,6 +45,7 @@ class Frontend:
     Args:
         static_info: values of Info that do not change.
         replaces: a frontend before this one has died, and its clients come back.
+        logs_refusals: log why requests are refused.
 
     Attributes:
         ended: set when the last result has been handed over.
@@ -57,6 +58,7 @@ class Frontend:
         scheduler: Outbox,
         static_info: InfoValues,
         replaces: bool = False,
+        logs_refusals: bool = False,
     ) -> None:
         self._preparation = preparation
         self._guard = guard
@@ -64,7 +66,7 @@ class Frontend:
         self._static_info = static_info
         self._instance = uuid.uuid4().hex
         self._info_requests = InfoRequests()
-        self.clients = Clients(self._on_client_lost)
+        self.clients = Clients(self._on_client_lost, logs_refusals)
         self.intake = RequestIntake(preparation, guard, scheduler, self.clients, replaces)
         self.ended = asyncio.Event()
 

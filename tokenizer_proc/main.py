@@ -16,6 +16,7 @@ from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
+from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_public
@@ -115,7 +116,14 @@ def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation
     limits = child.config.scheduler
     guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
     scheduler = Outbox(child.endpoints.scheduler)
-    return Frontend(preparation, guard, scheduler, loaded.static_info, replaces=child.is_restart)
+    return Frontend(
+        preparation,
+        guard,
+        scheduler,
+        loaded.static_info,
+        replaces=child.is_restart,
+        logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
+    )
 
 
 def _run_commands(child: Child, frontend: Frontend) -> None:

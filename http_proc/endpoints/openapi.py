@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from http_proc.endpoints import chat, completions, metrics, service, sglang_generate
+from http_proc.endpoints import chat, completions, landing, metrics, service, sglang_generate
 from http_proc.protocol import sampling, schema
 from http_proc.protocol.errors import ErrorAnswer
 from quadriga.sampling.limits import LIMITS
@@ -158,6 +158,8 @@ def _post(
 
 
 ENDPOINTS = [
+    Endpoint("/", landing.landing, "What is served, as JSON or for a browser as a page",
+             landing.LandingAnswer),
     _post("/v1/completions", completions.completions, "Complete prompts",
           schema.CompletionRequest, schema.CompletionBody,
           sampling=sampling.OPENAI, streams=True),

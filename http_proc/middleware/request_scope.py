@@ -8,9 +8,10 @@ from aiohttp.typedefs import Handler
 
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
 from http_proc.middleware.slow_client import SlowClientGuard
-from http_proc.observe.request_log import RECORD, RequestLogRecord, in_a_line, log_request
+from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
 from http_proc.protocol.errors import ApiError, from_ring
 from quadriga.errors import QuadrigaError
+from quadriga.runtime.request_line import in_a_line
 
 
 @web.middleware
@@ -27,8 +28,7 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
             await response.write_eof()
         return response
     finally:
-        if gateway.args.log_requests and request.method == "POST":
-            log_request(request, outcome)
+        log_request(request, outcome, gateway.log_level)
 
 
 async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
@@ -43,6 +43,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
             raise
         api_error = _api_error(request, error)
     code = api_error.answer.error.code
+    request[RECORD].error = str(api_error)
     request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
     response = web.Response(
         body=api_error.body(),

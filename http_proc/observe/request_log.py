@@ -1,7 +1,4 @@
-"""The lines of --log-requests: one for each request at its end.
-
-A line has id, outcome, token counts and times; never text, token ids or keys.
-"""
+"""The request log of the gateway: one line for each POST at its end."""
 
 import logging
 import time
@@ -10,10 +7,15 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from quadriga.client.types import Completion
-
-# Longest part of a line that a client can choose, such as the path.
-MAX_LOGGED_CHARS = 120
+from quadriga.client.types import Completion, Timings
+from quadriga.runtime.request_line import (
+    MAX_REASON_CHARS,
+    RequestLogLevel,
+    first_token_times,
+    in_a_line,
+    stages_text,
+    token_counts,
+)
 
 
 @dataclass(slots=True)
@@ -22,10 +24,12 @@ class RequestLogRecord:
 
     Attributes:
         id: of the answer; empty if the request has none.
+        error: message of the error that the client got; empty without one.
         began_at: time.monotonic() of its first byte.
     """
 
     id: str = ""
+    error: str = ""
     began_at: float = field(default_factory=time.monotonic)
     completions: list[Completion] = field(default_factory=list)
 
@@ -33,37 +37,65 @@ class RequestLogRecord:
 RECORD = web.RequestKey("record", RequestLogRecord)
 
 
-def log_request(request: web.Request, outcome: str) -> None:
-    """Log one line. `outcome`: status and error code, or that the client left."""
+def log_request(request: web.Request, outcome: str, level: RequestLogLevel) -> None:
+    """Log one line, if the request is to be logged.
+
+    Args:
+        request: a web request at its end.
+        outcome: status and error code, or that the client left.
+        level: which requests are logged.
+    """
+    if level.is_off or request.method != "POST":
+        return
+    record = request[RECORD]
+    seconds = time.monotonic() - record.began_at
+    if level.is_slow(seconds):
+        stages = [stages_text(_stages(completion.timings)) for completion in record.completions]
+        logging.warning("slow: %s", " · ".join([_line(request, outcome, seconds), *stages[:1]]))
+    elif level.logs_all:
+        logging.info("%s", _line(request, outcome, seconds))
+
+
+def _line(request: web.Request, outcome: str, seconds: float) -> str:
     record = request[RECORD]
     parts = [f"{in_a_line(request.method)} {in_a_line(request.path)} {outcome}"]
-    parts.append(f"{time.monotonic() - record.began_at:.3f} s")
+    parts.append(f"{seconds:.3f} s")
     if record.id:
         parts.insert(0, in_a_line(record.id))
     if record.completions:
         parts += _describe(record.completions)
-    logging.info("%s", " · ".join(parts))
-
-
-def in_a_line(text: str) -> str:
-    """Return a client's text shortened and without line breaks and control characters."""
-    return repr(text[:MAX_LOGGED_CHARS])[1:-1]
+    if record.error:
+        parts.append(in_a_line(record.error, MAX_REASON_CHARS))
+    return " · ".join(parts)
 
 
 def _describe(completions: list[Completion]) -> list[str]:
     """Return finish reasons and token counts of all choices, and the times of the first."""
     reasons = Counter(completion.finish_reason for completion in completions)
-    first = completions[0]
+    usage, times = completions[0].usage, completions[0].timings
     num_generated = sum(completion.usage.completion_tokens for completion in completions)
     parts = [
         ", ".join(
             reason if count == 1 else f"{count} {reason}" for reason, count in reasons.items()
         ),
-        f"prompt {first.usage.prompt_tokens} tokens, {first.usage.cached_tokens} cached",
-        f"generated {num_generated}",
+        *token_counts(usage.prompt_tokens, usage.cached_tokens, num_generated),
     ]
-    times = first.timings
     if times.token_times:
-        parts.append(f"queued {max(0.0, times.admitted - times.tokenized):.3f} s")
-        parts.append(f"first token {times.token_times[0] - times.submitted:.3f} s")
+        queued_s, first_s = times.admitted - times.tokenized, times.token_times[0] - times.submitted
+        parts += first_token_times(queued_s, first_s)
     return parts
+
+
+def _stages(times: Timings) -> list[tuple[str, float]]:
+    """Return the stages of a choice from the frontend to the gateway, and their seconds."""
+    stages = [("tokenize", times.tokenized - times.received)]
+    if times.token_times:
+        first, last = times.token_times[0], times.token_times[-1]
+        stages += [
+            ("queue", times.admitted - times.tokenized),
+            ("prefill", first - times.admitted),
+            ("decode", last - first),
+            ("detokenize", times.detokenized - last),
+            ("delivery", times.delivered - times.detokenized),
+        ]
+    return stages

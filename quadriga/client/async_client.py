@@ -67,6 +67,7 @@ class AsyncClient:
         connect_timeout: seconds until ServerUnreachable if no server answers.
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.
+        identity: address of this client at the server; None: a random one.
 
     Raises:
         ConfigError: the endpoint is the address of a web server.
@@ -78,11 +79,12 @@ class AsyncClient:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
+        identity: uuid.UUID | None = None,
     ) -> None:
         check_endpoint(endpoint)
         self.endpoint = endpoint
         self._connect_timeout = connect_timeout
-        self._identity = uuid.uuid4()
+        self._identity = identity or uuid.uuid4()
         self._counter = 0
         self._inflight = InflightRequests(
             lambda message: self._connection.send(message), reconnect_timeout

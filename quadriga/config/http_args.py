@@ -36,7 +36,6 @@ class HttpArgs:
         16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused", unit="BYTES"
     )
     max_http_connections: int = flag(4096, "open HTTP connections; more are refused")
-    log_requests: bool = flag(False, "log a line for each request at its end")
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 

@@ -167,6 +167,15 @@ class LaunchArgs:
         unit="SECONDS",
     )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
+    log_requests: bool = flag(
+        False, "log a line for each request at its end, or why it was refused; so does debug"
+    )
+    log_slow_requests: float | None = flag(
+        None,
+        "seconds from which a request is logged at its end, with the time of each of its stages"
+        " (default: never)",
+        unit="SECONDS",
+    )
     no_status_line: bool = flag(False, "show no live status line on a terminal")
     log_stats_interval: float = flag(
         10.0,
@@ -177,7 +186,7 @@ class LaunchArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "start_timeout")
+        check_positive(self, "start_timeout", "log_slow_requests")
         for name in (
             "shutdown_timeout", "max_restarts", "watchdog_timeout", "log_stats_interval",
         ):  # fmt: skip

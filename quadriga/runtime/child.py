@@ -122,6 +122,7 @@ class ControlChannel:
             if command is Command.HEARTBEAT:
                 self.report("beat")
             else:
+                logging.debug("command of the launcher: %s %s", command.value, argument)
                 commands.append((command, argument))
         return commands
 
@@ -219,7 +220,9 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
             os.nice(LOW_PRIORITY_NICENESS)
             pin_to(plan_cpus(config.worker).others)
         _call_hook(name)
+        logging.debug("starting as process %d%s", os.getpid(), _in_place_of(arguments))
         body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.is_restart))
+        logging.debug("stopped")
     except KeyboardInterrupt:
         pass
     except QuadrigaError as error:
@@ -230,6 +233,10 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
+
+
+def _in_place_of(arguments: argparse.Namespace) -> str:
+    return ", in place of one that died" if arguments.is_restart else ""
 
 
 def _call_hook(name: str) -> None:

@@ -73,15 +73,8 @@ class SchedulerStats:
         self.ended[request.finish_reason.value] += 1
         if request.finish_reason is FinishReason.ERROR and request.error is not None:
             self.errors[request.error.code] += 1
-        passed = (
-            request.received_at,
-            request.tokenized_at,
-            request.admitted_at,
-            request.first_token_at,
-        )
-        times = [time for time in passed if time] + [now]
-        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
-            self.stages[stage].observe(ended - began)
+        for stage, seconds in stage_seconds(request, now):
+            self.stages[stage].observe(seconds)
 
     def info(self) -> InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
@@ -102,6 +95,18 @@ class SchedulerStats:
             "step_tokens": self.step_tokens.as_map(),
             "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
         }
+
+
+def stage_seconds(request: Request, now: float) -> list[tuple[str, float]]:
+    """Return the stages that a request came to before it ended at `now`, and their seconds."""
+    passed = (
+        request.received_at,
+        request.tokenized_at,
+        request.admitted_at,
+        request.first_token_at,
+    )
+    times = [time for time in passed if time] + [now]
+    return [(stage, e - b) for stage, (b, e) in zip(STAGES, pairwise(times), strict=False)]
 
 
 def _percentile(ordered: list[float], share: float) -> float:

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from bench.client.server import free_port
+from quadriga.client import Client
+from quadriga.errors import PromptTooLong
 from quadriga.runtime.child import (
     EXIT_CHILD_DIED,
     EXIT_FORCED,
     EXIT_OK,
     EXIT_START_FAILED,
 )
+from quadriga.sampling.params import SamplingParams
 from tests.server import Server, is_alive, launch, running_server, wait_until
 
 BODY = {"prompt": [5], "max_tokens": 250, "stream": True, "ignore_eos": True}
@@ -33,6 +36,7 @@ def port() -> int:
 def own_server(llama_dir: Path, tmp_path: Path, port: int) -> Iterator[Server]:
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
     flags += ["--max-total-tokens", "4096", "--port", str(port), "--max-restarts", "0"]
+    flags += ["--log-level", "debug", "--log-slow-requests", "0.001", "--log-stats-interval", "0.2"]
     with running_server(tmp_path / "log", *flags) as server:
         yield server
 
@@ -61,6 +65,26 @@ def test_a_signal_lets_open_streams_end_and_a_taken_port_is_named(
     assert whole.endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in whole
     assert own_server.process.wait(20) == EXIT_OK
+
+
+def test_the_log_has_each_request_once_and_the_throughput(own_server: Server, port: int) -> None:
+    with Client(own_server.endpoint) as client:
+        client.generate([5], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        with pytest.raises(PromptTooLong):
+            client.generate([5], SamplingParams(max_new_tokens=10**9))
+    post(port, BODY | {"stream": False, "max_tokens": 9}).close()
+    wait_until(lambda: "generated 9 · queued" in own_server.log.read_text(), 5)
+    wait_until(lambda: " tok/s · KV " in own_server.log.read_text(), 5)
+    os.kill(own_server.process.pid, signal.SIGTERM)
+    assert own_server.process.wait(20) == EXIT_OK
+    lines = own_server.log.read_text().splitlines()
+    by_ring = [line for line in lines if " scheduler_proc WARNING slow: " in line]
+    by_gateway = [line for line in lines if " http_proc WARNING slow: cmpl-" in line]
+    refused = [line for line in lines if " · refused · prompt_too_long: " in line]
+    assert [len(by_ring), len(by_gateway), len(refused)] == [1, 1, 1]
+    assert "stages: tokenize " in by_ring[0] and ", delivery " in by_gateway[0]
+    for text in ("starting as process", "worker process", "command of the launcher: drain"):
+        assert any(" DEBUG " in line and text in line for line in lines), text
 
 
 @pytest.mark.parametrize(

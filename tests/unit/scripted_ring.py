@@ -84,7 +84,7 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tuple[str, Gateway]]:
     """Yield the URL of a gateway, and the gateway."""
     port = free_port()
-    config = ServerConfig().replace(served_model_name="tiny", port=port, **flags)
+    config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
     gateway = Gateway(config, ring)  # type: ignore[arg-type]
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)

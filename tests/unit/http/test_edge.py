@@ -254,8 +254,25 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
         assert line.startswith("cmpl-abc · POST /v1/completions 200 · ")
         assert " · stop · prompt 3 tokens, 0 cached · generated 2 · " in line
     assert wrong.startswith("POST /v1/completions 400 · ")
+    assert wrong.endswith("Expected `int | null`, got `str` - at `$.max_tokens`")
     assert "the client left" in left
     assert not any("secret" in line or "hidden" in line for line in lines)
+
+
+def test_a_slow_request_is_logged_with_its_stages(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test(gateway: Any) -> None:
+        data = request(ASK).replace(b"HTTP/1.1", b"HTTP/1.1\r\nConnection: close", 1)
+        await answer(await connect(gateway, data))
+
+    for seconds in (1000.0, 1e-9):
+        run_at_gateway(ScriptedRing(["a"]), test, log_slow_requests=seconds)
+    (record,) = [record for record in caplog.records if record.name == "root"]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("slow: cmpl-")
+    for stage in ("stages: tokenize", "queue", "prefill", "decode", "detokenize", "delivery"):
+        assert f"{stage} " in record.getMessage()
 
 
 class Stalled:

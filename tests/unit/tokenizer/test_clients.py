@@ -1,10 +1,13 @@
 """What becomes of the messages to a client that does not read, or that is gone."""
 
 import asyncio
+import logging
 
 import msgspec
 import pytest
 
+from quadriga.errors import InvalidRequest
+from quadriga.wire.client_address import gateway_address
 from quadriga.wire.messages.public import ServerGone
 from quadriga.wire.sockets import Unreachable
 from tests.waiting import wait_until_async
@@ -38,6 +41,22 @@ def make(room: int) -> tuple[Clients, SlowPort, list[bytes]]:
     clients.open(port)  # type: ignore[arg-type]
     clients.mark_seen(b"c")
     return clients, port, lost
+
+
+def test_a_refusal_is_logged_with_its_reason_but_not_one_of_the_gateway(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    error = InvalidRequest("top_p is 2:\nit must be at most 1", "top_p")
+    for logs_refusals in (False, True):
+        clients = Clients(lambda _: None, logs_refusals)
+        clients.open(SlowPort(9))  # type: ignore[arg-type]
+        for client in (b"\xab\xcdefgh", gateway_address().bytes):
+            clients.refuse(client, "r-1", error)
+    reason = "invalid_request: top_p is 2:\\nit must be at most 1"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"r-1 · client abcd6566 · refused · {reason}"
+    ]
 
 
 def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:

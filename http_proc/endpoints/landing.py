@@ -1,0 +1,37 @@
+"""GET /: what is served here and where to go on, as a page for browsers, else as JSON."""
+
+import html
+from pathlib import Path
+from string import Template
+
+import msgspec
+from aiohttp import web
+
+from http_proc.gateway import GATEWAY
+from http_proc.responses import json_response
+
+PAGE = Template(Path(__file__).with_name("landing.html").read_text(encoding="utf-8"))
+
+
+class LandingAnswer(msgspec.Struct):
+    """The model that is served, and the paths of the OpenAI API and of the other entrances."""
+
+    model: str
+    openai: str = "/v1"
+    docs: str = "/docs"
+    openapi: str = "/openapi.json"
+    health: str = "/health"
+    server_info: str = "/server_info"
+    metrics: str = "/metrics"
+
+
+async def landing(request: web.Request) -> web.Response:
+    """Return the page if the client accepts HTML, as browsers do."""
+    model = request.app[GATEWAY].model
+    if "text/html" in request.headers.get("Accept", ""):
+        text = PAGE.substitute(model=html.escape(model))
+        response = web.Response(text=text, content_type="text/html")
+    else:
+        response = json_response(LandingAnswer(model))
+    response.headers["Vary"] = "Accept"
+    return response

@@ -1,0 +1,46 @@
+"""GET / for browsers and for programs."""
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def get(accept: str, **flags: Any) -> tuple[str, str, list[int]]:
+    """Return type and text of GET /, and the status of each page that it links."""
+
+    async def ask() -> tuple[str, str, list[int]]:
+        async with (
+            gateway_before(ScriptedRing([]), **flags) as (url, _),
+            aiohttp.ClientSession() as session,
+        ):
+            async with session.get(f"{url}/", headers={"Accept": accept}) as response:
+                assert response.status == 200
+                text = await response.text()
+            statuses = []
+            for path in re.findall(r'href="([^"]+)"', text):
+                async with session.get(f"{url}/{path}") as page:
+                    statuses.append(page.status)
+            return response.content_type, text, statuses
+
+    return asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_a_browser_gets_a_page_whose_links_exist() -> None:
+    kind, text, statuses = get(BROWSER, served_model_name="a<b>")
+    assert kind == "text/html"
+    assert "a&lt;b&gt;" in text and "<b>" not in text
+    assert len(statuses) == 6 and 404 not in statuses
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json"])
+def test_a_program_gets_json(accept: str) -> None:
+    kind, text, _ = get(accept, served_model_name="tiny")
+    assert kind == "application/json"
+    assert '"model":"tiny"' in text and '"docs":"/docs"' in text
