@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-DEVELOPER_TOOLS = {"roofline", "quality", "simulate", "peers", "gpu"}
+DEVELOPER_TOOLS = {"roofline", "quality", "simulate", "capacity", "peers", "gpu"}
 INSTALLED_COMMANDS = ("serving", "compare", "structured", "scenarios", "lm_eval_task")
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
