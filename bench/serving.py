@@ -196,10 +196,15 @@ def _plotter(options: Options) -> Callable[[Result], None]:
         ) from None
 
     def draw(result: Result) -> None:
-        rate = result.summary.throughput or 0.0
-        model, count = result.info.get("model") or options.target.model, result.summary.requests
-        title = f"{model} · {count} requests, {result.summary.failed} failed · {rate:.0f} tok/s"
-        run_plots.draw(path, result.records, title)
+        summary = result.summary
+        title = (
+            overview.server_text(options, result.info),
+            overview.load_text(options, summary),
+            f"{summary.failed} failed" if summary.failed else "",
+            f"{summary.throughput or 0.0:.0f} tokens/s",
+            report_files.now()[:10],
+        )
+        run_plots.draw(path, result.records, title, options.output.slo)
 
     return draw
 

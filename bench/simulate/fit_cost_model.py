@@ -30,8 +30,15 @@ from bench.simulate.cost_model import (
     load,
     save,
 )
-from bench.simulate.measure_steps import describe, design, features_of_case, measure
-from bench.worker_steps import make_bench
+from bench.simulate.measure_steps import (
+    QUICK_ROW_TOKENS,
+    describe,
+    design,
+    features_of_case,
+    measure,
+    quick_design,
+)
+from bench.worker_steps import MAX_ROW_TOKENS, make_bench
 from quadriga.config import server_config as server_flags
 
 Floats = npt.NDArray[np.float64]
@@ -126,8 +133,9 @@ def _main(argv: list[str]) -> int:
 
 
 def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel:
-    bench, measured_on = make_bench(server_flags.from_namespace(arguments))
-    cases = design()
+    row_tokens = QUICK_ROW_TOKENS if arguments.quick else MAX_ROW_TOKENS
+    bench, measured_on = make_bench(server_flags.from_namespace(arguments), row_tokens)
+    cases = quick_design() if arguments.quick else design()
     features = [features_of_case(case) for case in cases]
     measured = measure(bench, cases, arguments.repeats)
     ms, quality = fit(features, measured)
@@ -147,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m bench.simulate.fit_cost_model", description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"(default: {DEFAULT.name})")
     parser.add_argument("--repeats", type=int, default=7, help="runs of every plan (default: 7)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure a quarter of the plans: a fit in half a minute",
+    )
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN.json", help="take the delays from a measured run"
     )

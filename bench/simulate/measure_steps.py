@@ -12,6 +12,9 @@ from bench.simulate.cost_model import Features, features_of
 from bench.worker_steps import MAX_ROWS, Case, Row, WorkerBench
 
 Floats = npt.NDArray[np.float64]
+QUICK_STRIDE = 4
+QUICK_ROW_TOKENS = 320  # of the KV pool, for each of MAX_ROWS rows
+QUICK_TOKENS = QUICK_ROW_TOKENS * MAX_ROWS * 3 // 4
 
 
 def design(seed: int = 0) -> list[Case]:
@@ -48,6 +51,12 @@ def design(seed: int = 0) -> list[Case]:
     cases.append((Row(200, 1),) * 16 + (Row(256, 256, ends=False),))
     cases.append((Row(200, 1),) * 32 + (Row(512, 480, ends=False),))
     return cases
+
+
+def quick_design() -> list[Case]:
+    """Return every fourth plan, without those that need many KV pages."""
+    cases = design()[::QUICK_STRIDE]
+    return [case for case in cases if sum(row.context + row.tokens for row in case) <= QUICK_TOKENS]
 
 
 def features_of_case(case: Case) -> Features:

@@ -31,10 +31,10 @@ from bench.load.mooncake import read_requests
 from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
-from bench.report.report_files import read_runs
+from bench.report.report_files import now, read_runs
 from bench.simulate import cost_model
 from bench.simulate.cost_model import CostModel
-from bench.simulate.report import block, comparison, figures
+from bench.simulate.report import Figures, block, comparison, figures
 from bench.simulate.run import World
 from bench.simulate.server import START
 from quadriga.config import server_config as server_flags
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
     config, model = _config(arguments), cost_model.load(arguments.cost_model)
+    slo = Slo.parse(arguments.goodput)
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
     num_requests, arrivals = _arrivals(arguments)
@@ -86,7 +87,6 @@ def simulate(arguments: argparse.Namespace) -> int:
         gc.freeze()
         world.run(arrivals)
         wall = time.perf_counter() - began
-    slo = Slo.parse(arguments.goodput)
     run = figures(world, model.delays_ms.delivery, slo, wall)
     print(block(run, arguments.replicas, _source(arguments.cost_model, model)))
     if measured is not None:
@@ -95,7 +95,8 @@ def simulate(arguments: argparse.Namespace) -> int:
         flags = {name: str(value) for name, value in vars(arguments).items()}
         document = {"flags": flags, "summary": dataclasses.asdict(run)}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    draw_plot(world)
+    title = ("simulated", _source(arguments.cost_model, model), _load_text(arguments, run))
+    draw_plot(world, (*title, now()[:10]), slo)
     return 1 if run.failed else 0
 
 
@@ -133,17 +134,32 @@ def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostM
     return int(arguments.num_pages)
 
 
-def _plotter(path: Path | None) -> Callable[[World], None]:
+def _load_text(arguments: argparse.Namespace, run: Figures) -> str:
+    """Return the load in a few words, for the title of a plot."""
+    given = vars(arguments)
+    if arguments.trace is not None:
+        text = f"{run.requests:,} requests of a trace"
+    elif (lanes := given.get("max_concurrency")) is not None:
+        text = f"{run.requests:,} requests, {lanes} in flight"
+    else:
+        rate = given.get("request_rate", DEFAULTS["request_rate"])
+        text = f"{run.requests:,} requests at {rate:g} requests/s"
+    return text + (f" on {arguments.replicas} replicas" if arguments.replicas > 1 else "")
+
+
+def _plotter(path: Path | None) -> Callable[[World, Sequence[str], Slo], None]:
     """Return the function that draws a finished run; fail early if matplotlib is missing."""
     if path is None:
-        return lambda _: None
+        return lambda *_: None
     try:
         from bench.simulate import plots
     except ImportError as error:
         raise ConfigError(
             f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
         ) from None
-    return lambda world: plots.draw(path, world.records, world.samples, START)
+    return lambda world, title, slo: plots.draw(
+        path, world.records, world.samples, START, title, slo
+    )
 
 
 def _source(path: Path, model: CostModel) -> str:

@@ -79,6 +79,8 @@ class ServerFlags(TypedDict, total=False):
     max_restarts: int
     watchdog_timeout: float
     log_level: Literal["debug", "info", "warning", "error"]
+    log_requests: bool
+    log_slow_requests: float | None
     log_stats_interval: float
 
 

@@ -115,15 +115,16 @@ def test_a_run_is_drawn_however_little_there_is_of_it(tmp_path: Path, records: i
     pytest.importorskip("matplotlib")
     from bench.report.run_plots import draw
 
-    draw(tmp_path / "run.png", result().records[:records], "title")
+    draw(tmp_path / "run.png", result().records[:records], ["title"])
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_says_what_to_install_before_anything_is_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "bench.report.run_plots", raising=False)
-    monkeypatch.delattr(bench.report, "run_plots", raising=False)
+    for name in ("run_plots", "plot_style"):
+        monkeypatch.delitem(sys.modules, f"bench.report.{name}", raising=False)
+        monkeypatch.delattr(bench.report, name, raising=False)
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--plot", "run.png"]) == EXIT_USAGE

@@ -295,7 +295,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
 def test_a_plot_without_matplotlib_says_what_to_install(
     model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package, name in ((bench.simulate, "plots"), (bench.report, "run_plots")):
+    for package, name in ((bench.simulate, "plots"), (bench.report, "plot_style")):
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         monkeypatch.delattr(package, name, raising=False)  # if another test has imported it
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,0 +1,112 @@
+"""The answer of bench.capacity: its points, the printed table and the JSON document."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.capacity.targets import LatencyTarget, are_kept, limits_text
+from bench.metrics.metrics import Summary
+from bench.simulate.report import Figures
+
+RATE_WIDTH, KIND_WIDTH, COLUMN_WIDTH = 12, 11, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run at a rate in requests per second: measured (Summary) or simulated (Figures)."""
+
+    rate: float
+    run: Summary | Figures
+
+    @property
+    def measured(self) -> bool:
+        """Whether a real server ran it."""
+        return isinstance(self.run, Summary)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a search.
+
+    Attributes:
+        server: Model, device and number format.
+        load: Lengths and arrivals of the requests.
+        rate: Requests per second within the limits.
+        verified: A real run at the rate was within the limits.
+        points: All runs, measured ones in the order of their time.
+    """
+
+    targets: Sequence[LatencyTarget]
+    server: str
+    load: str
+    rate: float
+    verified: bool
+    points: Sequence[Point]
+
+
+def text(answer: Answer) -> str:
+    """Return the answer in one line, and the table of all points."""
+    source = "measured" if answer.verified else "simulated; no measured run was within the limits"
+    return "\n".join(
+        [
+            f"{answer.rate:.3g} requests/s within {limits_text(answer.targets)} ({source})",
+            *_above(answer),
+            f"{answer.server}; {answer.load}",
+            "",
+            *_table(answer),
+        ]
+    )
+
+
+def _above(answer: Answer) -> list[str]:
+    """Return a line about the lowest rate above the answer that was measured."""
+    above = [point for point in answer.points if point.measured and point.rate > answer.rate]
+    if not above:
+        return []
+    point = min(above, key=lambda point: point.rate)
+    state = "still within the limits" if are_kept(answer.targets, point.run) else "beyond them"
+    return [f"at {point.rate / answer.rate:.2g} times the rate it was {state} (measured)"]
+
+
+def _table(answer: Answer) -> list[str]:
+    header = f"{'requests/s':>{RATE_WIDTH}}  {'run':{KIND_WIDTH}}"
+    header += "".join(f"{target.title:>{COLUMN_WIDTH}}" for target in answer.targets)
+    header += f"{'failed':>{COLUMN_WIDTH}}  within"
+    limits = f"{'':{RATE_WIDTH}}  {'limit, ms':{KIND_WIDTH}}"
+    limits += "".join(f"{target.limit_ms:{COLUMN_WIDTH}.1f}" for target in answer.targets)
+    points = sorted(answer.points, key=lambda point: (point.rate, point.measured))
+    return [header, limits, *(_row(answer.targets, point) for point in points)]
+
+
+def _row(targets: Sequence[LatencyTarget], point: Point) -> str:
+    values = (target.value_ms(point.run) for target in targets)
+    cells = (f"{'n/a' if ms is None else f'{ms:.1f}':>{COLUMN_WIDTH}}" for ms in values)
+    kind = "measured" if point.measured else "simulated"
+    failed = f"{point.run.failed}/{point.run.requests}"
+    within = "yes" if are_kept(targets, point.run) else "no"
+    return (
+        f"{point.rate:{RATE_WIDTH}.2f}  {kind:{KIND_WIDTH}}{''.join(cells)}"
+        f"{failed:>{COLUMN_WIDTH}}  {within}"
+    )
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """Return the answer as JSON: percentiles in ms by their names, rates in requests per second."""
+    return {
+        "slo": {f"{t.metric}_{t.share}": t.limit_ms for t in answer.targets},
+        "server": answer.server,
+        "load": answer.load,
+        "request_rate": answer.rate,
+        "verified": answer.verified,
+        "points": [
+            {
+                "request_rate": point.rate,
+                "measured": point.measured,
+                "requests": point.run.requests,
+                "failed": point.run.failed,
+                "within": are_kept(answer.targets, point.run),
+                **{f"{t.metric}_{t.share}": t.value_ms(point.run) for t in answer.targets},
+            }
+            for point in answer.points
+        ],
+    }
