@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.capacity.answer import Answer, document, text
-from bench.capacity.planner import LOAD_DEFAULTS_HERE, WORKLOAD_FLAGS, Planner, CapacityRequest
+from bench.capacity.planner import LOAD_DEFAULTS_HERE, WORKLOAD_FLAGS, CapacityRequest, Planner
 from bench.capacity.targets import LatencyTarget
 from bench.cli.checks import PLOT_SUFFIXES
 from bench.cli.load_flags import add_load_flags
