@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def spread(ms: float) -> Percentiles:
 def summary(ttft: float = 100.0, failed: int = 0) -> Summary:
     """Return the summary of 100 requests with all latencies at one value in ms."""
     empty = summarize([RequestRecord(0, 1.0, 1.0, finished=2.0)], 0.0)
-    spreads = {"ttft": spread(ttft), "tpot": spread(20.0), "latency": spread(400.0)}
+    spreads: dict[str, Any] = {"ttft": spread(ttft), "tpot": spread(20.0), "latency": spread(400.0)}
     spreads |= {name: spread(1.0) for name in ("to_server", "tokenize", "delivery")}
     return dataclasses.replace(empty, requests=100, failed=failed, **spreads)
 
