@@ -150,7 +150,8 @@ class Launcher:
         """Schedule the restart of a process that died; return False if it must not be restarted."""
         if death.restart_delay_s is None:
             return False
-        say(f"{death.name} died ({death.reason}) and is restarted; requests go on")
+        fate = "by ZeroMQ go on, those by HTTP are lost" if death.name == GATEWAY else "go on"
+        say(f"{death.name} died ({death.reason}) and is restarted; requests {fate}")
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 

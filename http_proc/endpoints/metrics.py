@@ -27,16 +27,22 @@ PREFIX = "quadriga:"
 
 # Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
 GAUGES = {
-    "num_requests_running": ("running", "Running requests"),
-    "num_requests_waiting": ("waiting", "Waiting requests"),
+    "num_requests_running": ("running", "Number of requests that hold a slot of the running batch"),
+    "num_requests_waiting": (
+        "waiting",
+        "Number of requests that wait for a slot, KV pages or a grammar",
+    ),
     "num_grammar_queue_reqs": (
         "waiting_for_grammar",
-        "Waiting requests whose grammar is being compiled",
+        "Number of waiting requests whose grammar the worker compiles",
     ),
-    "num_used_tokens": ("", "Capacity of the KV pages that requests hold, in tokens"),
-    "new_token_ratio": ("new_token_ratio", "Fraction of max_new_tokens that admission reserves"),
-    "max_total_num_tokens": ("", "Capacity of the KV pool in tokens"),
-    "kv_cache_usage_perc": ("", "Fraction of the KV pages that requests hold, 0 to 1"),
+    "num_used_tokens": ("", "Number of tokens that fit into the KV pages that requests hold"),
+    "new_token_ratio": (
+        "new_token_ratio",
+        "Fraction of max_new_tokens for which admission reserves KV pages",
+    ),
+    "max_total_num_tokens": ("", "Number of tokens that fit into the KV pool"),
+    "kv_cache_usage_perc": ("", "Fraction of the KV pages that requests hold, from 0 to 1"),
     "journal_failed": ("", "1 while the journal cannot be written, else 0"),
     "step_gap_p99_ms": (
         "step_gap_ms_p99",
@@ -44,21 +50,54 @@ GAUGES = {
     ),
 }
 COUNTERS = {
-    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of requests that generated a token"),
-    "generation_tokens": ("generation_tokens_total", "Generated tokens"),
-    "prefix_cache_queries": ("prompt_tokens_total", "Prompt tokens looked up in the prefix cache"),
-    "prefix_cache_hits": ("cached_tokens_total", "Prompt tokens found in the prefix cache"),
-    "num_preemptions": ("retractions", "Preempted (retracted) requests"),
-    "steps": ("steps", "Steps of the worker"),
-    "prefill_steps": ("prefill_steps", "Steps with prompt tokens"),
-    "late_plans": ("late_plans", "Steps whose plan arrived after the previous step had ended"),
-    "worker_busy_seconds": ("busy_seconds", "Time of the worker in forward and sampling"),
+    "prompt_tokens": (
+        "prompt_tokens_total",
+        "Number of prompt tokens of the requests that generated a token",
+    ),
+    "generation_tokens": ("generation_tokens_total", "Number of generated tokens"),
+    "prefix_cache_queries": (
+        "prompt_tokens_total",
+        "Number of prompt tokens looked up in the prefix cache",
+    ),
+    "prefix_cache_hits": (
+        "cached_tokens_total",
+        "Number of prompt tokens found in the prefix cache",
+    ),
+    "num_preemptions": (
+        "retractions",
+        "Number of times that a running request was preempted (retracted)",
+    ),
+    "steps": ("steps", "Number of steps of the worker"),
+    "prefill_steps": ("prefill_steps", "Number of steps of the worker that held prompt tokens"),
+    "late_plans": (
+        "late_plans",
+        "Number of steps whose plan arrived after the previous step had ended",
+    ),
+    "worker_busy_seconds": (
+        "busy_seconds",
+        "Seconds that the worker spent in forward and sampling",
+    ),
 }
 # Counters with a label: (metric name, help text, label, key of the ring's info).
 LABELED_COUNTERS = (
-    ("request_success", "Finished requests", "finished_reason", "ended"),
-    ("num_aborted_requests", "Aborted requests", "reason", "aborts"),
-    ("request_errors", "Requests that the scheduler ended with an error", "code", "errors"),
+    (
+        "request_success",
+        "Number of finished choices by their finish reason",
+        "finished_reason",
+        "ended",
+    ),
+    (
+        "num_aborted_requests",
+        "Number of aborted choices by the origin of the abort",
+        "reason",
+        "aborts",
+    ),
+    (
+        "request_errors",
+        "Number of choices that the scheduler ended with an error",
+        "code",
+        "errors",
+    ),
 )
 POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
 
@@ -81,7 +120,9 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        yield self._gauge("http_requests_live", "Open web requests", self._num_open)
+        yield self._gauge(
+            "http_requests_live", "Number of web requests that are being answered", self._num_open
+        )
         if self._info.get("ready"):
             yield from self._ring()
         yield from _processes(self._info.get("pids", {}))
@@ -89,12 +130,14 @@ class Collector:
         for name, histogram in http.histograms.items():
             text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
             yield self._histogram(name, text, {(): histogram.as_map()})
-        yield self._labeled_counter("http_errors", "Failed web requests", "code", http.errors)
-        text = "Disconnected clients that read too slowly"
+        yield self._labeled_counter(
+            "http_errors", "Number of web requests that failed, by error code", "code", http.errors
+        )
+        text = "Number of clients that were disconnected because they read too slowly"
         yield self._counter("http_slow_readers", text, http.num_slow_readers)
-        text = "Web requests whose client disconnected"
+        text = "Number of web requests whose client disconnected before the end"
         yield self._counter("http_disconnects", text, http.num_disconnects)
-        text = "Connections over --max-http-connections"
+        text = "Number of connections refused because of --max-http-connections"
         yield self._counter("http_connections_refused", text, http.num_refused_connections)
 
     def _ring(self) -> Iterator[Metric]:
@@ -112,15 +155,17 @@ class Collector:
             yield self._counter(name, text, info[key])
         for name, text, label, key in LABELED_COUNTERS:
             yield self._labeled_counter(name, text, label, info[key])
-        text = "Tokens of a step"
+        text = "Number of tokens that one step computes"
         yield self._histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
-        text = "Time of a request in each stage, by HTTP or not"
+        text = "Seconds that a request spends in each stage, by HTTP or ZeroMQ"
         stages: dict[tuple[str, ...], dict[str, float]] = {
             (stage,): times for stage, times in info["stage_seconds"].items()
         }
         yield self._histogram("per_stage_req_latency_seconds", text, stages, "stage")
         pool = GaugeMetricFamily(
-            PREFIX + "cache_config_info", "The KV pool", labels=["model_name", *POOL_LABELS]
+            PREFIX + "cache_config_info",
+            "Always 1; the labels describe the KV pool",
+            labels=["model_name", *POOL_LABELS],
         )
         pool.add_metric([self._model, *(str(info[key]) for key in POOL_LABELS.values())], 1)
         yield pool
@@ -159,8 +204,14 @@ class Collector:
 
 def _processes(pids: dict[str, int]) -> Iterable[Metric]:
     """Return CPU time and memory of each process of the ring that runs on this machine."""
-    cpu = CounterMetricFamily(PREFIX + "process_cpu_seconds", "CPU time", labels=["process"])
-    memory = GaugeMetricFamily(PREFIX + "process_resident_bytes", "Memory", labels=["process"])
+    cpu = CounterMetricFamily(
+        PREFIX + "process_cpu_seconds", "CPU time of the process in seconds", labels=["process"]
+    )
+    memory = GaugeMetricFamily(
+        PREFIX + "process_resident_bytes",
+        "Resident memory of the process in bytes",
+        labels=["process"],
+    )
     for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
         try:
             process = psutil.Process(pid)

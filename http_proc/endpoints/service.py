@@ -1,5 +1,6 @@
 """The handlers beside generation: models, tokens, aborts, cache, server info and probes."""
 
+import os
 from typing import Any
 
 import msgspec
@@ -113,8 +114,9 @@ async def _model(gateway: Gateway) -> ModelCard:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Return the ring's info, described in docs/protocol.md."""
-    return json_response(await request.app[GATEWAY].info())
+    """Return the ring's info, described in docs/protocol.md, with the pid of this process."""
+    info = await request.app[GATEWAY].info()
+    return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
 
 
 # --- tokens ---------------------------------------------------------------------------------------

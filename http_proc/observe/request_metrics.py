@@ -12,21 +12,27 @@ CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 128)
 
 # Metric name -> (bounds of the buckets, help text).
 HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
-    "time_to_first_token_seconds": (SECONDS, "Time from submission to the first token"),
-    "request_time_per_output_token_seconds": (SECONDS, "Mean time per token after the first"),
-    "inter_token_latency_seconds": (SECONDS, "Time between two tokens"),
-    "e2e_request_latency_seconds": (SECONDS, "Time from submission to delivery"),
-    "request_tokenize_time_seconds": (SECONDS, "Time in the tokenizer"),
-    "request_queue_time_seconds": (SECONDS, "Time in the waiting queue"),
-    "request_prefill_time_seconds": (SECONDS, "Time from admission to the first token"),
-    "request_decode_time_seconds": (SECONDS, "Time from the first to the last token"),
-    "request_inference_time_seconds": (SECONDS, "Time from admission to the last token"),
-    "request_detokenize_time_seconds": (SECONDS, "Time in the detokenizer"),
-    "request_delivery_time_seconds": (SECONDS, "Time from the detokenizer to the gateway"),
-    "request_prompt_tokens": (TOKEN_BOUNDS, "Prompt tokens of a request"),
-    "request_generation_tokens": (TOKEN_BOUNDS, "Generated tokens of a choice"),
+    "time_to_first_token_seconds": (SECONDS, "Seconds from submission to the first token"),
+    "request_time_per_output_token_seconds": (
+        SECONDS,
+        "Mean seconds for each token of a choice after the first",
+    ),
+    "inter_token_latency_seconds": (SECONDS, "Seconds between two tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "Seconds from submission to delivery"),
+    "request_tokenize_time_seconds": (SECONDS, "Seconds in the tokenizer"),
+    "request_queue_time_seconds": (SECONDS, "Seconds in the waiting queue"),
+    "request_prefill_time_seconds": (SECONDS, "Seconds from admission to the first token"),
+    "request_decode_time_seconds": (SECONDS, "Seconds from the first to the last token"),
+    "request_inference_time_seconds": (SECONDS, "Seconds from admission to the last token"),
+    "request_detokenize_time_seconds": (SECONDS, "Seconds in the detokenizer"),
+    "request_delivery_time_seconds": (SECONDS, "Seconds from the detokenizer to the gateway"),
+    "request_prompt_tokens": (TOKEN_BOUNDS, "Number of prompt tokens"),
+    "request_generation_tokens": (TOKEN_BOUNDS, "Number of generated tokens of a choice"),
     "request_params_n": (CHOICE_BOUNDS, "Number of choices"),
-    "request_params_max_tokens": (TOKEN_BOUNDS, "Limit of generated tokens"),
+    "request_params_max_tokens": (
+        TOKEN_BOUNDS,
+        "Largest number of generated tokens that the request allows",
+    ),
 }
 
 

@@ -39,6 +39,7 @@ FOREIGN_FLAGS = {
     "--enable-prefix-caching": ForeignFlag(VLLM, ALWAYS_CACHED),
     "--enable-chunked-prefill": ForeignFlag(VLLM, ALWAYS_CHUNKED),
     "--enable-log-requests": ForeignFlag(VLLM, "--log-requests"),
+    "--disable-log-stats": ForeignFlag(VLLM, "--log-stats-interval"),
     "--uvicorn-log-level": ForeignFlag(VLLM, "--log-level"),
     "--trust-remote-code": ForeignFlag(f"{VLLM} and {SGLANG}", NO_REMOTE_CODE),
     "--model-path": ForeignFlag(SGLANG, "--model"),

@@ -122,7 +122,7 @@ class ControlChannel:
             if command is Command.HEARTBEAT:
                 self.report("beat")
             else:
-                logging.debug("command of the launcher: %s %s", command.value, argument)
+                logging.debug("command of the launcher: %s %r", command.value, argument)
                 commands.append((command, argument))
         return commands
 

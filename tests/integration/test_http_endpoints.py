@@ -179,7 +179,9 @@ def test_flush_cache_empties_the_cache(gateway: str, server: Server) -> None:
 def test_probes_and_facts(gateway: str) -> None:
     for path in ("livez", "readyz", "health"):
         assert call(f"{gateway}/{path}").status == 200
-    assert call(f"{gateway}/server_info").json["context_length"] == 256
+    info = call(f"{gateway}/server_info").json
+    assert (info["context_length"], info["default_max_tokens"]) == (256, 1024)
+    assert info["pids"]["http_proc"] not in (0, info["pids"]["tokenizer_proc"])
 
 
 def test_metrics_count_what_requests_took(gateway: str) -> None:
