@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quadriga.extras import install_command
-
 from bench.capacity.answer import Answer, document, text
 from bench.capacity.planner import LOAD_DEFAULTS_HERE, WORKLOAD_FLAGS, CapacityRequest, Planner
 from bench.capacity.targets import LatencyTarget
@@ -24,6 +22,7 @@ from bench.cli.load_flags import add_load_flags
 from bench.command import EXIT_FAILED, EXIT_OK, CommandParser, run_command, run_until_signal
 from quadriga.config import server_config as server_flags
 from quadriga.errors import ConfigError
+from quadriga.programs import install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
