@@ -86,19 +86,22 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
     return Installation(home / "bin" / "python", directory)
 
 
+def files_of(folder: str) -> list[Path]:
+    """Return the files of a folder, at any depth, without what Python compiled."""
+    return [path for path in (ROOT / folder).rglob("*.*") if path.suffix != ".pyc"]
+
+
 def test_the_wheel_has_one_top_level_name_and_all_that_it_needs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {
         "quadriga",
         f"quadriga-{__version__}.dist-info",
     }
-    needed = {str(path.relative_to(ROOT)) for path in (ROOT / "quadriga").rglob("*.py")}
-    programs = [path for name in PACKAGES[1:] for path in (ROOT / name).rglob("*.py")]
-    programs += [ROOT / "launcher.py", ROOT / "http_proc" / "endpoints" / "docs.html"]
-    programs += [path for path in (ROOT / "worker_proc").rglob("csrc/*") if path.is_file()]
+    needed = {str(path.relative_to(ROOT)) for path in files_of("quadriga")}
+    programs = [ROOT / "launcher.py", *(path for name in PACKAGES[1:] for path in files_of(name))]
     lab = {ROOT / "bench" / name for name in LAB}
     installed = (path for path in programs if not lab & set(path.parents))
-    needed |= {PROGRAMS + str(path.relative_to(ROOT)) for path in installed} | {"quadriga/py.typed"}
+    needed |= {PROGRAMS + str(path.relative_to(ROOT)) for path in installed}
     assert {name for name in names if ".dist-info/" not in name} == needed
 
 
