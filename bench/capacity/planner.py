@@ -134,9 +134,10 @@ class Planner:
             if kept:
                 verified = rate
                 _say(f"run at {OVERLOAD} times the rate")
+                at_rate = refitted
                 over_kept, refitted = await self._run(simulation, server, OVERLOAD * rate)
                 if not over_kept:
-                    return verified, True, simulation
+                    return verified, True, at_rate
                 verified = OVERLOAD * rate
             elif verified is not None:
                 break

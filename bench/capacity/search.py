@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.load.synthetic import TraceSpec, generate
-from bench.metrics.metrics import Summary
 from bench.metrics.slo import Slo
 from bench.report.report import Result
 from bench.simulate.cost_model import CostModel
@@ -19,7 +18,7 @@ MIN_RATE, MAX_RATE = 1 / 64, 4096.0
 PRECISION = 1.03  # ratio of two rates that count as the same
 MIN_SIMULATED, MAX_SIMULATED = 500, 5000  # requests
 SIMULATED_S = 120.0
-CALIBRATION_ROUNDS = 3
+MAX_FACTOR = 32.0  # of the slowdown, in one fit
 NO_GAP = {"step_gap_ms_p50": 0.0}  # of a server that reports none
 
 
@@ -50,22 +49,23 @@ class Simulation:
         The duration of a step is scaled until the mean latency is the measured one: a step in a
         server takes longer than in a worker alone, and the machine may have other work.
         """
-        run = {
-            "summary": dataclasses.asdict(measured.summary),
-            "server_info": NO_GAP | dict(measured.info),
-        }
-        fitted = self
-        for _ in range(CALIBRATION_ROUNDS):
-            slowdown = fitted.model.slowdown * _latency_ratio(measured.summary, fitted.run(spec))
-            model = calibrate(fitted.model, [run], float(f"{slowdown:.4g}"))
-            fitted = dataclasses.replace(fitted, model=model)
-        return fitted
+        if measured.summary.latency is None:
+            return self
+        info = NO_GAP | dict(measured.info)
+        run = {"summary": dataclasses.asdict(measured.summary), "server_info": info}
+        latency_ms = measured.summary.latency.mean
+        low, high = (factor * self.model.slowdown for factor in (1 / MAX_FACTOR, MAX_FACTOR))
+        while high / low > PRECISION:
+            middle = math.sqrt(low * high)
+            simulated = self._with(calibrate(self.model, [run], middle)).run(spec).latency
+            if simulated is not None and simulated.mean < latency_ms:
+                low = middle
+            else:
+                high = middle
+        return self._with(calibrate(self.model, [run], float(f"{low:.4g}")))
 
-
-def _latency_ratio(measured: Summary, simulated: Figures) -> float:
-    if measured.latency is None or simulated.latency is None:
-        return 1.0
-    return measured.latency.mean / simulated.latency.mean
+    def _with(self, model: CostModel) -> "Simulation":
+        return dataclasses.replace(self, model=model)
 
 
 def highest_rate(is_kept: Callable[[float], bool]) -> float | None:

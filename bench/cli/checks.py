@@ -44,6 +44,11 @@ CLASSIC_FLAGS = {
     *("paged_attn", "cuda_graph", "tokenize_workers", "stream_interval"),
     *("warmup_runs", "repeat_runs"),
 }
+# Flags that the classic bench does not have: beside them the classic flags imply nothing.
+OTHER_LOAD_FLAGS = {
+    *("backend", "random_input_len", "trace", "dataset_name"),
+    *("request_rate", "max_concurrency"),
+}
 PROMPT_FLAGS = {*TEXT_FLAGS, "random_input_len", "trace", "dataset_name"}
 PACE_FLAGS = {*INTERVAL_FLAGS, "request_rate", "max_concurrency", "burstiness"}
 DEFAULT_CONCURRENCY = 8
@@ -104,7 +109,8 @@ def apply_report(arguments: Namespace, given: Collection[str]) -> None:
     prompts were asked for, and a load without any flags is a closed loop.
     """
     if arguments.report is None:
-        arguments.report = "classic" if CLASSIC_FLAGS & set(given) else "table"
+        is_classic = CLASSIC_FLAGS & set(given) and not OTHER_LOAD_FLAGS & set(given)
+        arguments.report = "classic" if is_classic else "table"
     own_load = arguments.report == "table" and not PROMPT_FLAGS & set(given)
     arguments.varied_prompts = own_load
     if own_load and not PACE_FLAGS & set(given):

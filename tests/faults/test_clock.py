@@ -68,6 +68,7 @@ def own_server(
     """Start a server whose steps are slow, so that much happens during each."""
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
     flags += ["--max-total-tokens", "8192", "--watchdog-timeout", str(WATCHDOG_TIMEOUT_S)]
+    flags += ["--log-stats-interval", "0"]
     environment = fault_environment("delay:worker:ms=10")
     if wall_clock is not None:
         environment |= wall_clock.environment

@@ -105,6 +105,14 @@ def test_a_fitted_simulation_has_the_measured_latency() -> None:
     assert fitted.mean == pytest.approx(400, rel=0.1)
 
 
+def test_a_fit_to_a_run_near_saturation_has_the_measured_latency() -> None:
+    busy = dataclasses.replace(LOAD, request_rate=12.0)
+    measured = result(dataclasses.replace(summary(), latency=spread(3000.0)))
+    fitted = Simulation(ServerConfig(), MODEL, busy).fitted_to(busy, measured).run(busy).latency
+    assert fitted is not None
+    assert fitted.mean == pytest.approx(3000, rel=0.25)
+
+
 def answer() -> Answer:
     simulation = Simulation(ServerConfig(), MODEL, LOAD)
     points = [Point(10.0, summary()), Point(13.0, summary(ttft=900.0))]

@@ -247,7 +247,7 @@ def test_the_command_measures_it_like_any_server(
     with FakeServer().in_a_thread() as server:
         flags = "--backend openai --num-requests 3 --max-new-tokens 4 --random-input-len 6"
         url = ["--base-url", f"{server.url}/v1", "--json", str(path)]
-        assert main([*flags.split(), "--no-stop-on-eos", *url]) == EXIT_OK
+        assert main([*flags.split(), "--no-stop-on-eos", "--verbose", *url]) == EXIT_OK
     out = capsys.readouterr().out
     assert "Model: tiny\n" in out
     assert "Tokens counted by: the server's usage\n" in out
@@ -299,6 +299,7 @@ def test_a_foreign_server_gets_the_known_block_and_the_known_keys(
     path = tmp_path / "out.jsonl"
     with FakeServer().in_a_thread() as server:
         flags = f"--backend openai --base-url {server.url} --num-prompts 3 --random-output-len 4"
+        flags += " --verbose"
         assert main([*flags.split(), "--output-file", str(path), "--no-stop-on-eos"]) == EXIT_OK
     assert "Total generated tokens:                  12" in capsys.readouterr().out.splitlines()
     found = json.loads(path.read_text())

@@ -76,6 +76,7 @@ def test_flags_of_the_classic_bench_imply_its_report_and_load() -> None:
         assert options.output.report == "classic"
         assert isinstance(options.load.workload.text, str)
         assert options.load.send.gap_s == 0.0
+    assert parse(["--no-stop-on-eos", "--request-rate", "5"]).output.report == "table"
     assert parse(["--prompt", "Hi", "--report", "table"]).output.report == "table"
 
 
