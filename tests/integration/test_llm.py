@@ -167,10 +167,10 @@ def test_the_death_of_the_launcher_ends_every_call_at_once(llama_dir: Path) -> N
         next(calls)
         began_at = time.monotonic()
         os.kill(llm._server.pid, signal.SIGKILL)
-        with pytest.raises(ServerFailed, match="make another LLM|launcher was killed"):
+        with pytest.raises(ServerFailed, match=r"make another LLM|launcher was killed"):
             llm.generate(["a"] * 300, SamplingParams(max_tokens=100, ignore_eos=True))
         assert time.monotonic() - began_at < 10
-        with pytest.raises(ServerFailed, match="killed by SIGKILL|launcher was killed"):
+        with pytest.raises(ServerFailed, match=r"killed by SIGKILL|launcher was killed"):
             llm.generate("a")
         wait_until(lambda: not alive(started), 5)
 
