@@ -5,16 +5,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import weakref
 from contextlib import suppress
-from pathlib import Path
 
 from quadriga import errors
 from quadriga.errors import QuadrigaError, ServerFailed
+from quadriga.programs import command_of
 
-# Directory from which the server's packages are imported: a checkout, or site-packages.
-ROOT = Path(__file__).resolve().parents[2]
 # Seconds in which the launcher kills its processes and removes the run directory.
 STOP_TIMEOUT_S = 20.0
 EXIT_TIMEOUT_S = 5.0
@@ -37,12 +34,10 @@ class OwnedServer:
         self._is_closed = False
         self._channel, theirs = socket.socketpair()
         _running.add(self)
-        command = [sys.executable, "-m", "quadriga", "serve"]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, "--owner-fd", str(theirs.fileno()), *flags],
+                [*command_of("launcher"), "--owner-fd", str(theirs.fileno()), *flags],
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -101,12 +96,6 @@ class OwnedServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # the other processes exit when the launcher does
             self._process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which the server's packages are found, whatever the cwd holds."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def _close_in_fork() -> None:

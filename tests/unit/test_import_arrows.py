@@ -73,7 +73,7 @@ LAYERS = {
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
-    "llm": {"errors", "keywords", "sampling", "wire", "config", "client"},
+    "llm": {"errors", "keywords", "sampling", "wire", "config", "client", "programs"},
     "cli": {"errors", "sampling", "wire", "config", "client", "__version__", "programs"},
 }
 """What each part of quadriga/ may import of the others."""
