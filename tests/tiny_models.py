@@ -4,6 +4,7 @@ Their output is random but always the same, and they load quickly.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def tiny_qwen2(directory: Path, **changes: Any) -> Path:
 def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with normalised heads of 24."""
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
+
+
+# The families that share Llama's code. Tests take their parameters from here.
+LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
+    "mistral": tiny_mistral,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+}
 
 
 def _like_llama(

@@ -1,6 +1,7 @@
 """A request's way through four real processes, seen from the client."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import threading
@@ -251,6 +252,22 @@ def test_the_examples_run(server: Server, example: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_the_example_in_node_prints_what_the_one_in_python_prints(server: Server) -> None:
+    printed = [
+        subprocess.run(
+            [program, str(ROOT / "examples" / example), server.endpoint],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for program, example in ((sys.executable, "raw_client.py"), ("node", "raw_client.mjs"))
+    ]
+    assert printed[0] == printed[1]
+    assert printed[0].strip()
 
 
 def test_text_becomes_ids_and_ids_become_text_again(server: Server) -> None:

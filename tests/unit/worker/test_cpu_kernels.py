@@ -12,7 +12,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny_models import LIKE_LLAMA, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
@@ -105,6 +105,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {
+    **LIKE_LLAMA,
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
@@ -117,8 +118,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         mlp_bias=True,
         intermediate_size=150,
     ),
-    "qwen2 (6 heads of 16 over 2, biased)": tiny_qwen2,
-    "qwen3 (6 heads of 24 over 2, normalised)": tiny_qwen3,
     "llama (96 heads of 4 over 1)": lambda path: tiny_llama(
         path, num_attention_heads=96, num_key_value_heads=1, head_dim=4
     ),
