@@ -53,9 +53,6 @@ READ_HERE = (
     ),
     EnvironmentVariable("TERM", "", "`dumb`: no live status line"),
     EnvironmentVariable("NO_COLOR", "", "if set: `quadriga ask` and `chat` print no dim text"),
-    EnvironmentVariable(
-        "PYTHONPATH", "", "passed on to the processes, after the server's own path"
-    ),
 )
 # Variables that libraries read, with an effect on a server.
 READ_BY_LIBRARIES = (
