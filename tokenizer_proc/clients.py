@@ -18,6 +18,7 @@ from quadriga.wire.sockets import AsyncPort, Unreachable, encode
 MAX_UNREAD_MESSAGES = 4096
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 MIN_RETRY_S, MAX_RETRY_S = 0.001, 1.0
+FLUSH_POLL_S = 0.01
 # After a lost connection all clients are probed: the first probe is nearly always enough, the
 # second covers a connection that libzmq had not yet taken down.
 PROBE_DELAYS_S = (0.05, 0.5)
@@ -38,8 +39,8 @@ class Backlog:
         self._num_bytes = 0
         self.retry_s = MIN_RETRY_S
 
-    def __bool__(self) -> bool:
-        return bool(self._messages)
+    def __len__(self) -> int:
+        return len(self._messages)
 
     def add(self, message: bytes) -> bool:
         """Append a message. Return False, and leave it out, where too much is unread."""
@@ -129,6 +130,22 @@ class Clients:
         """End the open requests of every client with an error, because the server ends."""
         for client in list(self._present):
             self.deliver(client, _server_gone(error))
+
+    async def flush(self, stall_timeout_s: float) -> None:
+        """Wait until the clients' sockets have taken every message.
+
+        Messages that no client takes for `stall_timeout_s` are dropped.
+        """
+        loop = asyncio.get_running_loop()
+        num_left, deadline = -1, 0.0
+        while self._backlogs:
+            num_before, num_left = num_left, sum(map(len, self._backlogs.values()))
+            if num_left != num_before:
+                deadline = loop.time() + stall_timeout_s
+            elif loop.time() >= deadline:
+                break
+            await asyncio.sleep(FLUSH_POLL_S)
+        self._backlogs.clear()
 
     def _try_to_send(self, client: bytes, payload: bytes) -> bool:
         """Return False if the client's socket takes nothing now; True if no retry is needed."""

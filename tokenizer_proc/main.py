@@ -32,7 +32,9 @@ from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
 
 LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
-# The last messages to the clients may take this long when the server ends.
+# When the server ends, a client that takes no message for this time gets none of the others.
+STALL_TIMEOUT_S = 3.0
+# Time in which the sockets may send what they have taken.
 FLUSH_TIMEOUT_S = 1.0
 
 
@@ -98,6 +100,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
         child.control.say_farewell(LAUNCHER_DIED)
     asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
     await frontend.ended.wait()
+    await frontend.clients.flush(STALL_TIMEOUT_S)
     preparation.close()
     watch.close()
     delivery_port.close()

@@ -80,6 +80,24 @@ def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
     asyncio.run(run())
 
 
+def test_a_flush_ends_when_a_slow_reader_has_everything_or_reads_no_more() -> None:
+    async def run() -> None:
+        clients, port, _ = make(room=1)
+        for number in range(4):
+            clients.deliver(b"c", b"%d" % number)
+        flush = asyncio.create_task(clients.flush(stall_timeout_s=TIMEOUT_S))
+        for room in (2, 1):
+            await asyncio.sleep(0.05)
+            assert not flush.done()
+            port.room = room
+        await asyncio.wait_for(flush, TIMEOUT_S)
+        assert port.sent == [b"0", b"1", b"2", b"3"]
+        clients.deliver(b"c", b"never read")
+        await asyncio.wait_for(clients.flush(stall_timeout_s=0.05), TIMEOUT_S)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("bound", "value", "size"), [("MAX_UNREAD_BYTES", 1000, 101), ("MAX_UNREAD_MESSAGES", 9, 1)]
 )
