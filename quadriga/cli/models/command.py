@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from quadriga.cli.flags import add_server
+from quadriga.errors import ConfigError
+from quadriga.programs import install_command
 
 NAME = "models"
 HELP = "list the models of this machine; models check MODEL: whether a server can serve one"
@@ -53,9 +55,14 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from quadriga.cli.models.report import check_model
+    try:
+        from quadriga.cli.models.report import check_model
 
-    report = check_model(arguments.model, arguments.tokenizer, arguments.context_length)
+        report = check_model(arguments.model, arguments.tokenizer, arguments.context_length)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"models check needs the package {error.name}: {install_command('serve')}"
+        ) from None
     if arguments.json:
         print(json.dumps({"servable": report.is_servable, **asdict(report)}, indent=1))
     else:

@@ -12,7 +12,7 @@ from quadriga.model_files.directory import read_json
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.hub import cached_models
 
-CONNECT_TIMEOUT_S = 0.5
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 0.5, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def served_model(endpoint: str, curve_dir: str | None) -> ListedModel | None:
     """Return the model of the server at an address; None if no server answers."""
     try:
         with Client(endpoint, connect_timeout=CONNECT_TIMEOUT_S, curve_dir=curve_dir) as client:
-            return ListedModel(str(client.info()["model"]), f"served at {endpoint}")
+            return ListedModel(str(client.info(ANSWER_TIMEOUT_S)["model"]), f"served at {endpoint}")
     except QuadrigaError:
         return None
 

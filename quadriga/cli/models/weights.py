@@ -12,8 +12,6 @@ from quadriga.errors import ModelError
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.resolve import ModelFiles
 
-MAX_HEADER_BYTES = 100 << 20
-
 
 @dataclass(slots=True)
 class WeightSummary:
@@ -46,14 +44,10 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
         _check_size(files.weights, end)
         return summary
     for path in weight_files(files.weights):
-        start, header = _safetensors_header(path)
-        end = 0
-        for name, entry in header.items():
+        for name, entry in _safetensors_header(path).items():
             if name != "__metadata__":
-                begin, stop = entry["data_offsets"]
-                summary.add(entry["dtype"], entry["shape"], stop - begin)
-                end = max(end, stop)
-        _check_size(path, start + end)
+                begin, end = entry["data_offsets"]
+                summary.add(entry["dtype"], entry["shape"], end - begin)
     return summary
 
 
@@ -68,15 +62,18 @@ def weight_files(weights: Path) -> list[Path]:
     return [single] if single.is_file() else sorted(weights.glob("*.safetensors"))
 
 
-def _safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the data and the header {name: {dtype, shape, data_offsets}}."""
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """Return the header {name: {dtype, shape, data_offsets}}; the library checks the file."""
+    from safetensors import SafetensorError, safe_open
+
     try:
+        with safe_open(path, framework="numpy"):
+            pass
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {length} bytes")
-            return 8 + length, json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
+            header: dict[str, Any] = json.loads(file.read(length))
+            return header
+    except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {path}: {error}; fetch the file again") from None
 
 

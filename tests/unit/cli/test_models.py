@@ -11,6 +11,7 @@ import pytest
 
 from quadriga.cli.main import main
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
+from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
 
 
@@ -130,6 +131,22 @@ def test_the_list_has_caches_and_the_served_model(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "where", "architecture", "size"]
     assert len(lines) == 3
+
+
+def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake_server() as server:
+        assert main(["models", "--json", "--endpoint", server.endpoint]) == 0
+    served = json.loads(capsys.readouterr().out)[-1]
+    assert (served["name"], served["where"]) == ("fake", f"served at {server.endpoint}")
+
+
+def test_a_package_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "quadriga.cli.models.report", raising=False)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert main(["models", "check", "a/b"]) == 1
+    assert "models check needs the package psutil: pip install" in capsys.readouterr().err
 
 
 def test_a_check_does_not_import_torch(tmp_path: Path) -> None:
