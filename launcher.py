@@ -20,6 +20,7 @@ from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.servable import check_servable
 from quadriga.runtime import terminal
 from quadriga.runtime.child import (
     EXIT_CHILD_DIED,
@@ -90,8 +91,7 @@ class Launcher:
             match event:
                 case Death():
                     if not self._restart(event):
-                        reason = f"{event.name} could not start: {event.reason}"
-                        return self._fail_start(reason, event.error_code)
+                        return self._fail_start(_start_error(event), event.error_code)
                 case SupervisorEvent.STOP:
                     if not self._owner.is_gone:
                         say("stopped while starting")
@@ -266,6 +266,15 @@ class Launcher:
         return [child for child in self._supervisor if child.name in CLIENT_FACING]
 
 
+def _start_error(death: Death) -> str:
+    """Return why a process could not start; a message for the user comes first."""
+    kind = type(errors.from_code(death.error_code, "")).__name__
+    prefix = f"{kind}: "
+    if death.reason.startswith(prefix):
+        return f"{death.reason.removeprefix(prefix)} ({death.name} could not start)"
+    return f"{death.name} could not start: {death.reason}"
+
+
 def report(error: QuadrigaError, owner: OwnerChannel) -> None:
     """Report an error to the owner, who raises it, or else print it."""
     if owner:
@@ -304,6 +313,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
         model = resolve_model(config.model, show_progress=True)
+        check_servable(model)
     except QuadrigaError as error:
         fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import uvloop
 
 from quadriga.client.connection_watch import ConnectionWatch
-from quadriga.errors import ModelError, ServerFailed
+from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.servable import check_tokenizer
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.malloc import map_large_blocks
@@ -65,11 +66,7 @@ def _load(child: Child) -> Loaded:
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template)
     tokenizer = load_tokenizer(model.tokenizer_dir)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
-    if not model.own_tokenizer and num_ids > model.vocab_size:
-        raise ModelError(
-            f"--tokenizer {model.tokenizer_dir} has {num_ids} ids, but the model only"
-            f" {model.vocab_size}: it is the tokenizer of another model"
-        )
+    check_tokenizer(model, num_ids)
     encoder = Encoder(tokenizer, chat)
     preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)

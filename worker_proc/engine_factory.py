@@ -9,8 +9,9 @@ import torch
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.runtime.compiler import NoCompiler
 from worker_proc.attention.torch_reference import TorchAttention
-from worker_proc.cpu.build import NoCompiler, load_kernels
+from worker_proc.cpu.build import load_kernels
 from worker_proc.models.base import Model
 from worker_proc.step.engine_base import Engine
 from worker_proc.torch_engine import TorchEngine

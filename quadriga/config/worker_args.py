@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from quadriga.config.flags import check_positive, flag
 from quadriga.errors import ConfigError
 
+# Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
+CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerArgs:

@@ -49,6 +49,12 @@ def builtin_weights(show_progress: bool) -> Path:
     return target
 
 
+def cached_builtin_weights() -> Path | None:
+    """Return the built-in model's .gguf, or None if it has not been fetched."""
+    target = _target()
+    return target if target.is_file() else None
+
+
 def builtin_sampling(path: Path) -> dict[str, float]:
     """Return the sampling defaults of the built-in model if this is its file, else {}."""
     return SAMPLING if path == _target() else {}

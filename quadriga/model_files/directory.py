@@ -48,7 +48,8 @@ def _tokenizer_problem(directory: Path) -> str:
         )
     return (
         f"has a slow tokenizer only ({slow[0]}) and no tokenizer.json; make one with transformers:"
-        " AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+        " AutoTokenizer.from_pretrained(directory).save_pretrained(directory), or name another"
+        " model's with --tokenizer"
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _key(path: Path) -> str:
 
 
 def _export(path: Path, directory: Path) -> None:
+    _check_architecture(path)
     reader = _open(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tensors = _tensor_index(reader)
@@ -71,16 +73,23 @@ def _export(path: Path, directory: Path) -> None:
         (directory / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
+def _check_architecture(path: Path) -> None:
+    """Raise ModelError for an unsupported architecture, before the vocabulary is read."""
+    architecture = read_architecture_name(path)
+    if architecture is not None and architecture not in _CONFIGS:
+        raise ModelError(f"{path}: {_unsupported(architecture)}")
+
+
+def _unsupported(architecture: str) -> str:
+    return (
+        f"general.architecture is {architecture!r}, which is not supported in a GGUF (supported:"
+        f" {', '.join(_CONFIGS)}); take a model of one of these"
+    )
+
+
 def _open(path: Path) -> "GGUFReader":
     from gguf import GGUFReader
 
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise ModelError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
@@ -107,10 +116,7 @@ def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, 
     """
     architecture = metadata["general.architecture"]
     if architecture not in _CONFIGS:
-        raise ModelError(
-            f"architecture {architecture!r} is not supported in a GGUF (supported:"
-            f" {', '.join(_CONFIGS)})"
-        )
+        raise ModelError(_unsupported(architecture))
     _refuse_unsupported(metadata, tensors, architecture)
     values = {
         name.removeprefix(f"{architecture}."): value

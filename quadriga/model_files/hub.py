@@ -93,6 +93,18 @@ def cached_snapshot(model: str, revision: str = "") -> Path | None:
         return None
 
 
+def cached_models() -> dict[str, Path]:
+    """Return the snapshots of all models in the local cache by their Hub ids."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return {}
+    names = sorted(Path(HF_HUB_CACHE).glob("models--*"))
+    ids = [path.name.removeprefix("models--").replace("--", "/") for path in names]
+    found = {model: cached_snapshot(model) for model in ids}
+    return {model: path for model, path in found.items() if path is not None}
+
+
 def _within(timeout_s: float, call: Callable[[], ResultT]) -> ResultT:
     """Return the result of a call, or raise TimeoutError; no library option bounds DNS lookups."""
     results: list[ResultT] = []

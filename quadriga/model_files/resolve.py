@@ -11,6 +11,7 @@ from typing import Any
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
+from quadriga.model_files.architectures import find_architecture
 from quadriga.model_files.builtin import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, read_json
 from quadriga.model_files.fingerprint import fingerprint
@@ -236,6 +237,7 @@ def _check_config(files: ModelFiles) -> None:
     try:
         context_length, _ = files.model_context_length, files.vocab_size
     except (KeyError, StopIteration, TypeError, ValueError):
+        _check_architecture(files)
         raise ModelError(
             f"the config.json of {files.location} has no vocab_size or no max_position_embeddings:"
             " it is not a text model's"
@@ -247,7 +249,18 @@ def _check_config(files: ModelFiles) -> None:
         )
     window = files.attention_window
     if window is not None and window < files.context_length:
+        _check_architecture(files)
         raise ModelError(
             f"{files.name} attends to the last {window} tokens only, which is not supported, and"
             f" the context is {files.context_length}; take --context-length {window}"
         )
+
+
+def _check_architecture(files: ModelFiles) -> None:
+    """Raise ModelError for an unsupported architecture, whose other problems do not matter."""
+    if not files.config.get("model_type"):
+        return
+    try:
+        find_architecture(files.config)
+    except ModelError as error:
+        raise ModelError(f"{files.location}: {error}") from None

@@ -1,8 +1,8 @@
-"""Loading of a tokenizer, for the frontend and the detokenizer."""
+"""Loading of a tokenizer, for the frontend and the detokenizer, and of its chat template."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
 
@@ -29,3 +29,20 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return the text of a directory's chat template; None if it has none.
+
+    Args:
+        tokenizer_dir: The directory.
+        config: Contents of its tokenizer_config.json.
+    """
+    file = tokenizer_dir / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template

@@ -74,7 +74,17 @@ LAYERS = {
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
     "llm": {"errors", "keywords", "sampling", "wire", "config", "client", "programs"},
-    "cli": {"errors", "sampling", "wire", "config", "client", "__version__", "programs"},
+    "cli": {
+        "errors",
+        "sampling",
+        "wire",
+        "config",
+        "model_files",
+        "client",
+        "runtime",
+        "__version__",
+        "programs",
+    },
 }
 """What each part of quadriga/ may import of the others."""
 

@@ -12,6 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.model_files.tokenizer import template_source
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
 
 # The format in which a model writes tool calls is the first whose marker is in its template.
@@ -43,7 +44,7 @@ class ChatTemplate:
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
         }
         source = (
-            _template_source(tokenizer_dir, config)
+            template_source(tokenizer_dir, config)
             if file is None
             else file.read_text(encoding="utf-8")
         )
@@ -105,17 +106,6 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _content(token: "str | dict[str, Any]") -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
-    file = tokenizer_dir / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
 
 
 def _compile(source: str, origin: Path) -> jinja2.Template:

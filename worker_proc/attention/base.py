@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quadriga.model_files.architectures import kv_bytes_per_token
+
 Ints = npt.NDArray[np.int64]
-INT8_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class AttentionShape:
 
         In int8 each head has a scale beside them.
         """
-        scale = INT8_SCALE_BYTES if dtype == torch.int8 else 0
-        return 2 * self.layers * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
+        return kv_bytes_per_token(
+            self.layers, self.kv_heads, self.head_dim, dtype.itemsize, dtype == torch.int8
+        )
 
 
 @dataclass(frozen=True, slots=True)

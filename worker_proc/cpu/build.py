@@ -5,8 +5,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,21 +13,17 @@ from pathlib import Path
 
 import torch
 
-from quadriga.errors import ConfigError
 from quadriga.model_files.cache import cache_directory
+from quadriga.runtime.compiler import NoCompiler, find_compiler
 
 SOURCES = Path(__file__).parent / "csrc"
-ARCH_VARIABLE, COMPILER_VARIABLE = "QUADRIGA_KERNEL_ARCH", "CXX"
+ARCH_VARIABLE = "QUADRIGA_KERNEL_ARCH"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 # Only for the compiler: the linker must not add a second OpenMP beside torch's.
 OPENMP = ("-Xpreprocessor", "-fopenmp")
 # OpenMP's functions may stay undefined: torch has loaded them before the kernels are loaded.
 LINK_FLAGS = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
 COMPILE_TIMEOUT_S = 120.0
-
-
-class NoCompiler(ConfigError):
-    """The machine has no compiler, or it cannot compile the kernels."""
 
 
 def load_kernels() -> ctypes.CDLL:
@@ -54,7 +48,7 @@ def load_kernels() -> ctypes.CDLL:
 
 def _library() -> Path:
     """Return the path of the kernels for this CPU, compiled now if the cache has none."""
-    compiler = _compiler()
+    compiler = find_compiler()
     command = [*compiler, *FLAGS, f"-march={os.environ.get(ARCH_VARIABLE, 'native')}"]
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
@@ -87,22 +81,6 @@ def _run(command: list[str]) -> None:
         raise NoCompiler(f"{command[0]} cannot compile the kernels: {error}") from None
     if process.returncode != 0:
         raise NoCompiler(f"{command[0]} cannot compile the kernels: {_first_error(process.stderr)}")
-
-
-def _compiler() -> list[str]:
-    """Return the C++ compiler's command."""
-    command_line = os.environ.get(COMPILER_VARIABLE)
-    if command_line is not None:
-        command = shlex.split(command_line)
-        if not command or shutil.which(command[0]) is None:
-            raise NoCompiler(
-                f"{COMPILER_VARIABLE} is {command_line!r}, which is not a command here"
-            )
-        return command
-    for name in ("g++", "clang++", "c++"):
-        if shutil.which(name) is not None:
-            return [name]
-    raise NoCompiler("no C++ compiler is here (g++ or clang++)")
 
 
 def _key(command: list[str]) -> str:

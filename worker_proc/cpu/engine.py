@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quadriga.model_files.architectures import INT8_SCALE_BYTES
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from worker_proc.attention.base import INT8_SCALE_BYTES
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (

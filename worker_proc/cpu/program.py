@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quadriga.errors import ModelError
+from quadriga.model_files.servable import check_native_heads
 from worker_proc.attention.base import AttentionShape
 
 
@@ -175,17 +176,10 @@ def check_layout(library: ctypes.CDLL) -> None:
 
 def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
     """Raise ModelError if the kernels do not support heads of this size or number."""
-    queries_per_key = shape.heads // shape.kv_heads
-    for text, value, limit in (
-        ("heads of {}", shape.head_dim, library.quadriga_max_head_dim),
-        ("{} query heads for each key head", queries_per_key, library.quadriga_max_group_size),
-    ):
+    limits = (library.quadriga_max_head_dim, library.quadriga_max_group_size)
+    for limit in limits:
         limit.restype = ctypes.c_int64
-        if value > limit():
-            raise ModelError(
-                f"the model has {text.format(value)}, the native kernels compute at most {limit()};"
-                " use --attention-backend torch"
-            )
+    check_native_heads(shape.heads, shape.kv_heads, shape.head_dim, *(limit() for limit in limits))
 
 
 def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:

@@ -42,7 +42,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {file}: {error}") from None
+            raise ModelError(f"cannot read {file}: {error}; fetch the file again") from None
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -3,58 +3,16 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quadriga.model_files.architectures import GPT2Config
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, check_tp_size, require, setting
+from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, LayerNorm, Linear, Parallel
 from worker_proc.models.ops import Ops, Value
-
-
-@dataclass(frozen=True, slots=True)
-class GPT2Config:
-    """The supported part of config.json, with the heads and the intermediate size of one rank."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    intermediate_size: int
-    layer_norm_epsilon: float
-    tie_word_embeddings: bool
-
-    @classmethod
-    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "GPT2Config":
-        """Read config.json.
-
-        Raises:
-            ModelError: The model needs something that this file does not implement.
-            ConfigError: The model cannot be split over `tp_size` ranks.
-        """
-        require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
-        require(config, "scale_attn_weights", (True,))
-        require(config, "scale_attn_by_inverse_layer_idx", (False, None))
-        require(config, "add_cross_attention", (False, None))
-        hidden_size, num_heads = setting(config, "n_embd"), setting(config, "n_head")
-        intermediate_size = setting(config, "n_inner", 4 * hidden_size)
-        check_tp_size(tp_size, heads=num_heads, intermediate_size=intermediate_size)
-        return cls(
-            vocab_size=setting(config, "vocab_size"),
-            max_position_embeddings=setting(config, "n_positions"),
-            hidden_size=hidden_size,
-            num_layers=setting(config, "n_layer"),
-            num_heads=num_heads // tp_size,
-            head_dim=hidden_size // num_heads,
-            intermediate_size=intermediate_size // tp_size,
-            layer_norm_epsilon=setting(config, "layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=setting(config, "tie_word_embeddings", True),
-        )
 
 
 class GPT2(Model):

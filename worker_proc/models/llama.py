@@ -8,72 +8,16 @@ queries and keys.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quadriga.errors import ModelError
+from quadriga.model_files.architectures import LlamaConfig, rope_kind, setting
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model, check_tp_size, require, setting
+from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, HeadNorms, Linear, Parallel, RMSNorm, Rope
 from worker_proc.models.ops import Ops, Value
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """The supported part of config.json, with the heads and the intermediate size of one rank."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-
-    @classmethod
-    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "LlamaConfig":
-        """Read config.json.
-
-        Raises:
-            ModelError: The model needs something that this file does not implement.
-            ConfigError: The model cannot be split over `tp_size` ranks.
-        """
-        require(config, "hidden_act", ("silu", "swish"))
-        hidden_size = setting(config, "hidden_size")
-        num_heads = setting(config, "num_attention_heads")
-        num_kv_heads = setting(config, "num_key_value_heads", num_heads)
-        intermediate_size = setting(config, "intermediate_size")
-        check_tp_size(
-            tp_size,
-            heads=num_heads,
-            key_and_value_heads=num_kv_heads,
-            intermediate_size=intermediate_size,
-        )
-        rope = {"rope_theta": config.get("rope_theta") or 10000.0}
-        rope |= config.get("rope_scaling") or {}
-        rope |= config.get("rope_parameters") or {}
-        return cls(
-            vocab_size=setting(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size // tp_size,
-            num_layers=setting(config, "num_hidden_layers"),
-            num_heads=num_heads // tp_size,
-            num_kv_heads=num_kv_heads // tp_size,
-            head_dim=setting(config, "head_dim", hidden_size // num_heads),
-            rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
-            rope=rope,
-            attention_bias=setting(config, "attention_bias", False),
-            mlp_bias=setting(config, "mlp_bias", False),
-            tie_word_embeddings=setting(config, "tie_word_embeddings", False),
-        )
 
 
 class Llama(Model):
@@ -211,16 +155,12 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
     # The device is named because the meta device, the default here, imports for a second.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope_kind(rope)
     if kind == "default":
         return frequencies
     if kind == "linear":
         return frequencies / float(setting(rope, "factor"))
-    if kind == "llama3":
-        return _llama3(frequencies, rope)
-    raise ModelError(
-        f"the model scales its positions by {kind!r}; supported: default, linear, llama3"
-    )
+    return _llama3(frequencies, rope)
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

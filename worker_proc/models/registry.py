@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from quadriga.errors import ModelError
+from quadriga.model_files.architectures import find_architecture
 from worker_proc.models.base import Model
 from worker_proc.models.gpt2 import GPT2
 from worker_proc.models.llama import Llama, Qwen2, Qwen3
@@ -36,20 +36,6 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return _architecture(config)(config, tp_size)
+            return ARCHITECTURES[find_architecture(config)](config, tp_size)
     finally:
         torch.set_default_dtype(previous)
-
-
-def _architecture(config: dict[str, Any]) -> type[Model]:
-    names = [config.get("model_type"), *(config.get("architectures") or [])]
-    for name in names:
-        # A class is called after its model type, such as LlamaForCausalLM or GPT2LMHeadModel.
-        kind = str(name).removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
-        if kind in ARCHITECTURES:
-            return ARCHITECTURES[kind]
-    shown = ", ".join(str(name) for name in names if name) or "nothing"
-    raise ModelError(
-        f"config.json names {shown} as its architecture; supported: "
-        + ", ".join(sorted(ARCHITECTURES))
-    )

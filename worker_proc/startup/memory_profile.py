@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.worker_args import WorkerArgs
+from quadriga.config.worker_args import CUDA_FRACTION, OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import AttentionShape
@@ -14,8 +14,6 @@ from worker_proc.startup.dummy_plans import prefill_plan
 from worker_proc.system.devices import free_memory
 
 MIB = 2**20
-# Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
-CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 
 
 def check_weights(model: Model, dtype: torch.dtype, free_bytes: int, device: torch.device) -> None:

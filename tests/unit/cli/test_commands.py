@@ -176,7 +176,10 @@ def test_help_is_in_groups(
     ("word", "remedy"),
     [
         ("serv", "there is no command serv; did you mean serve?"),
-        ("xyz", "there is no command xyz; the commands are serve, bench, chat, ask, keygen"),
+        (
+            "xyz",
+            "there is no command xyz; the commands are serve, bench, chat, ask, models, keygen",
+        ),
     ],
 )
 def test_a_command_that_does_not_exist_is_an_error_with_a_remedy(

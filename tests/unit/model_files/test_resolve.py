@@ -219,9 +219,15 @@ def test_a_broken_config_is_named(directory: Path, content: str) -> None:
 
 
 def test_a_config_that_is_no_text_models_is_named(directory: Path) -> None:
-    (directory / "config.json").write_text('{"model_type": "vit"}')
+    (directory / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="vocab_size"):
         resolve_model(ModelArgs(str(directory)))
+
+
+def test_a_model_of_another_kind_is_named_by_its_architecture(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ModelError, match="names vit as its architecture; supported: gpt2"):
+        resolve_model(ModelArgs(model=str(directory)))
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "missing.gguf"])

@@ -10,6 +10,7 @@ import torch
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.runtime.compiler import COMPILER_VARIABLE, NoCompiler
 from tests.tiny_models import tiny_llama
 from tests.unit.worker.test_cpu_kernels import (
     QUANTISED_TOLERANCE,
@@ -23,7 +24,7 @@ from tests.unit.worker.test_cpu_kernels import (
 from tests.unit.worker_driver import load_on_cpu
 from worker_proc.cpu import build
 from worker_proc.cpu import engine as kernels_engine
-from worker_proc.cpu.build import ARCH_VARIABLE, COMPILER_VARIABLE, NoCompiler, load_kernels
+from worker_proc.cpu.build import ARCH_VARIABLE, load_kernels
 from worker_proc.cpu.program import ComputeType, fastest_compute_type
 from worker_proc.engine_factory import make_engine
 from worker_proc.torch_engine import TorchEngine

@@ -1,0 +1,163 @@
+"""What a server would do with a model, found without torch and without reading its weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from quadriga.cli.models.weights import summarize_weights
+from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.config.worker_args import OTHER_FRACTION
+from quadriga.errors import ModelError, QuadrigaError
+from quadriga.model_files.architectures import (
+    ArchitectureConfig,
+    LlamaConfig,
+    find_architecture,
+    kv_bytes_per_token,
+    rope_kind,
+)
+from quadriga.model_files.builtin import cached_builtin_weights
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.gpt2_sizes import find_size
+from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.servable import check_native_heads, check_servable, check_tokenizer
+from quadriga.model_files.tokenizer import load_tokenizer, template_source
+from quadriga.runtime.compiler import NoCompiler, find_compiler
+
+NATIVE, TORCH, REFUSED = "native kernels", "torch", "refused"
+ITEM_BYTES = {NATIVE: 2, TORCH: 4}  # bfloat16 and float32: --dtype auto on a CPU
+
+
+@dataclass(slots=True)
+class ModelReport:
+    """What is known of a model; a refused one may lack everything after `refusal`.
+
+    Attributes:
+        way: how a CPU computes it: native kernels, torch or refused.
+        refusal: the server's error; "" if it can be served.
+        weight_bytes: bytes by format, as stored.
+        kv_bytes_per_token: bytes by number format of the KV cache.
+        context_length: tokens of the model's context, or the given limit.
+        max_context_here: tokens of one request that the KV pool holds in the memory free now.
+        rope: kind of the rotary positions' scaling, or learned.
+    """
+
+    name: str
+    way: str = REFUSED
+    refusal: str = ""
+    location: str = ""
+    architecture: str = ""
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    num_parameters: int | None = None
+    kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
+    context_length: int | None = None
+    max_context_here: int | None = None
+    rope: str = ""
+    vocab_size: int | None = None
+    chat_template: bool | None = None
+    tokenizer: bool | None = None
+
+    @property
+    def is_servable(self) -> bool:
+        """Whether the server would start."""
+        return not self.refusal
+
+
+def check_model(model: str, tokenizer: str = "", context_length: int | None = None) -> ModelReport:
+    """Report on a built-in name, a Hub id in the cache, a directory or a .gguf.
+
+    Args:
+        model: value of --model.
+        tokenizer: value of --tokenizer.
+        context_length: value of --context-length.
+    """
+    report = ModelReport(model)
+    try:
+        location = _on_this_machine(model)
+        files = resolve_model(
+            ModelArgs(model=location, tokenizer=tokenizer, context_length=context_length)
+        )
+        _describe_files(report, files)
+        config = check_servable(files)
+        _describe_architecture(report, files, config)
+        _check_tokenizer(report, files)
+        weights = summarize_weights(files)
+        report.weight_bytes = dict(weights.bytes_by_format)
+        report.num_parameters = weights.num_parameters
+        report.way = _way(config)
+        _fit_memory(report)
+    except QuadrigaError as error:
+        report.way, report.refusal = REFUSED, str(error)
+    return report
+
+
+def _on_this_machine(model: str) -> str:
+    """Return a value of --model that is resolved without a network."""
+    if model == BUILTIN_MODEL:
+        if cached_builtin_weights() is None:
+            raise ModelError(f"{model} is not fetched yet; quadriga serve fetches it (93 MB)")
+        return model
+    if Path(model).expanduser().exists() or looks_like_a_path(model):
+        return model
+    size = find_size(model)
+    directory = cached_snapshot(model if size is None else size.hub_id)
+    if directory is None:
+        raise ModelError(
+            f"{model} is no file, directory or built-in name, and it is not in the Hub's local"
+            f" cache; quadriga serve {model} fetches it"
+        )
+    return str(directory)
+
+
+def _describe_files(report: ModelReport, files: ModelFiles) -> None:
+    report.location = files.location
+    report.architecture = str(files.config.get("model_type") or "")
+    report.context_length, report.vocab_size = files.context_length, files.vocab_size
+    settings = read_json(files.tokenizer_dir / "tokenizer_config.json")
+    report.chat_template = template_source(files.tokenizer_dir, settings) is not None
+    report.tokenizer = (files.tokenizer_dir / "tokenizer.json").is_file()
+
+
+def _describe_architecture(
+    report: ModelReport, files: ModelFiles, config: ArchitectureConfig
+) -> None:
+    report.architecture = find_architecture(files.config)
+    report.rope = rope_kind(config.rope) if isinstance(config, LlamaConfig) else "learned positions"
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    report.kv_bytes_per_token = {
+        "float32": kv_bytes_per_token(*shape, 4),
+        "bfloat16": kv_bytes_per_token(*shape, 2),
+        "int8": kv_bytes_per_token(*shape, 1, int8=True),
+        "fp8": kv_bytes_per_token(*shape, 1),
+    }
+
+
+def _check_tokenizer(report: ModelReport, files: ModelFiles) -> None:
+    report.tokenizer = False
+    check_tokenizer(files, load_tokenizer(files.tokenizer_dir).get_vocab_size())
+    report.tokenizer = True
+
+
+def _way(config: ArchitectureConfig) -> str:
+    try:
+        find_compiler()
+    except NoCompiler:
+        return TORCH
+    check_native_heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    return NATIVE
+
+
+def _fit_memory(report: ModelReport) -> None:
+    """Compute the context from the memory that is free now and the default KV pool's share."""
+    item_bytes = ITEM_BYTES[report.way]
+    weight_bytes = (report.num_parameters or 0) * item_bytes
+    pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
+    dtype = "bfloat16" if report.way == NATIVE else "float32"
+    num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
+    report.max_context_here = max(0, min(num_tokens, report.context_length or num_tokens))
+    if num_tokens < 1:
+        raise ModelError(
+            f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in {dtype}, which does"
+            " not leave memory for a KV pool; take a smaller model or free memory"
+        )

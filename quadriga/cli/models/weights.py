@@ -1,0 +1,86 @@
+"""What the weights files of a model hold, read from their headers."""
+
+import json
+import math
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ModelError
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.resolve import ModelFiles
+
+
+@dataclass(slots=True)
+class WeightSummary:
+    """The tensors of a model.
+
+    Attributes:
+        bytes_by_format: bytes of the tensors of each format, such as BF16 or Q4_1.
+        num_parameters: number of values of all tensors.
+    """
+
+    bytes_by_format: Counter[str] = field(default_factory=Counter)
+    num_parameters: int = 0
+
+    def add(self, kind: str, shape: list[int], num_bytes: int) -> None:
+        """Count a tensor."""
+        self.bytes_by_format[kind] += num_bytes
+        self.num_parameters += math.prod(shape)
+
+
+def summarize_weights(files: ModelFiles) -> WeightSummary:
+    """Return the sums over all tensors. Raise ModelError if a file is damaged or cut short."""
+    summary = WeightSummary()
+    if files.weights is None:
+        return summary
+    if files.tensor_index is not None:
+        end = 0
+        for entry in read_json(files.tensor_index).values():
+            summary.add(entry["type"], entry["shape"], entry["bytes"])
+            end = max(end, entry["offset"] + entry["bytes"])
+        _check_size(files.weights, end)
+        return summary
+    for path in weight_files(files.weights):
+        for name, entry in _safetensors_header(path).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                summary.add(entry["dtype"], entry["shape"], end - begin)
+    return summary
+
+
+def weight_files(weights: Path) -> list[Path]:
+    """Return the files that hold a model's weights."""
+    if weights.is_file():
+        return [weights]
+    index = read_json(weights / "model.safetensors.index.json").get("weight_map")
+    if index:
+        return [weights / name for name in sorted(set(index.values()))]
+    single = weights / "model.safetensors"
+    return [single] if single.is_file() else sorted(weights.glob("*.safetensors"))
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """Return the header {name: {dtype, shape, data_offsets}}; the library checks the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+            return header
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {error}; fetch the file again") from None
+
+
+def _check_size(path: Path, expected_bytes: int) -> None:
+    size = path.stat().st_size
+    if size < expected_bytes:
+        raise ModelError(
+            f"cannot read {path}: it has {size} bytes, its header describes {expected_bytes};"
+            " fetch the file again"
+        )

@@ -1,0 +1,218 @@
+"""Read the config.json of each supported architecture, without torch.
+
+The worker builds models from these configurations, and the launcher refuses a model that has none
+before a process starts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.errors import ConfigError, ModelError
+
+ROPE_KINDS = ("default", "linear", "llama3")
+INT8_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The supported part of a Llama's config.json, with the sizes of one rank."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "LlamaConfig":
+        """Read config.json.
+
+        Raises:
+            ModelError: The model needs something that the worker does not implement.
+            ConfigError: The model cannot be split over `tp_size` ranks.
+        """
+        require(config, "hidden_act", ("silu", "swish"))
+        hidden_size = setting(config, "hidden_size")
+        num_heads = setting(config, "num_attention_heads")
+        num_kv_heads = setting(config, "num_key_value_heads", num_heads)
+        intermediate_size = setting(config, "intermediate_size")
+        check_tp_size(
+            tp_size,
+            heads=num_heads,
+            key_and_value_heads=num_kv_heads,
+            intermediate_size=intermediate_size,
+        )
+        rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+        rope |= config.get("rope_scaling") or {}
+        rope |= config.get("rope_parameters") or {}
+        rope_kind(rope)
+        return cls(
+            vocab_size=setting(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size // tp_size,
+            num_layers=setting(config, "num_hidden_layers"),
+            num_heads=num_heads // tp_size,
+            num_kv_heads=num_kv_heads // tp_size,
+            head_dim=setting(config, "head_dim", hidden_size // num_heads),
+            rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
+            rope=rope,
+            attention_bias=setting(config, "attention_bias", False),
+            mlp_bias=setting(config, "mlp_bias", False),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Config:
+    """The supported part of a GPT-2's config.json, with the sizes of one rank."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "GPT2Config":
+        """Read config.json.
+
+        Raises:
+            ModelError: The model needs something that the worker does not implement.
+            ConfigError: The model cannot be split over `tp_size` ranks.
+        """
+        require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+        require(config, "scale_attn_weights", (True,))
+        require(config, "scale_attn_by_inverse_layer_idx", (False, None))
+        require(config, "add_cross_attention", (False, None))
+        hidden_size, num_heads = setting(config, "n_embd"), setting(config, "n_head")
+        intermediate_size = setting(config, "n_inner", 4 * hidden_size)
+        check_tp_size(tp_size, heads=num_heads, intermediate_size=intermediate_size)
+        return cls(
+            vocab_size=setting(config, "vocab_size"),
+            max_position_embeddings=setting(config, "n_positions"),
+            hidden_size=hidden_size,
+            num_layers=setting(config, "n_layer"),
+            num_heads=num_heads // tp_size,
+            head_dim=hidden_size // num_heads,
+            intermediate_size=intermediate_size // tp_size,
+            layer_norm_epsilon=setting(config, "layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=setting(config, "tie_word_embeddings", True),
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key and value heads of one rank."""
+        return self.num_heads
+
+
+ArchitectureConfig = LlamaConfig | GPT2Config
+
+CONFIGS: dict[str, type[LlamaConfig] | type[GPT2Config]] = {
+    "gpt2": GPT2Config,
+    "llama": LlamaConfig,
+    "mistral": LlamaConfig,
+    "qwen2": LlamaConfig,
+    "qwen3": LlamaConfig,
+}
+
+
+def find_architecture(config: dict[str, Any]) -> str:
+    """Return the key of CONFIGS for a config.json.
+
+    Raises:
+        ModelError: The architecture is not supported.
+    """
+    names = [config.get("model_type"), *(config.get("architectures") or [])]
+    for name in names:
+        # A class is called after its model type, such as LlamaForCausalLM or GPT2LMHeadModel.
+        kind = str(name).removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+        if kind in CONFIGS:
+            return kind
+    shown = ", ".join(str(name) for name in names if name) or "nothing"
+    raise ModelError(
+        f"config.json names {shown} as its architecture; supported: " + ", ".join(sorted(CONFIGS))
+    )
+
+
+def read_architecture(config: dict[str, Any]) -> ArchitectureConfig:
+    """Return what a config.json asks of the worker.
+
+    Raises:
+        ModelError: The architecture, or something that the model needs, is not supported.
+    """
+    return CONFIGS[find_architecture(config)].from_hf(config)
+
+
+def rope_kind(rope: dict[str, Any]) -> str:
+    """Return the kind of scaling of rotary positions. Raise ModelError if it is not supported."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ModelError(
+            f"the model scales its positions by {kind!r}; supported: {', '.join(ROPE_KINDS)}"
+        )
+    return str(kind)
+
+
+def kv_bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, item_bytes: int, int8: bool = False
+) -> int:
+    """Return the bytes of one token's keys and values in all layers.
+
+    Args:
+        num_layers: Number of layers.
+        num_kv_heads: Number of key and value heads of a layer.
+        head_dim: Number of values of a head.
+        item_bytes: Bytes of a value.
+        int8: Each head has a scale beside its values.
+    """
+    scale_bytes = INT8_SCALE_BYTES if int8 else 0
+    return 2 * num_layers * num_kv_heads * (head_dim * item_bytes + scale_bytes)
+
+
+def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of config.json, or `default` if it is missing or null.
+
+    Raises:
+        ModelError: It is missing and there is no default.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"the model's config.json has no {key!r}")
+    return value
+
+
+def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    """Raise ModelError if config.json has a value that is not `allowed`.
+
+    A missing key stands for the first of `allowed`.
+    """
+    value = config.get(key, allowed[0])
+    if value not in allowed:
+        shown = ", ".join(repr(choice) for choice in allowed)
+        raise ModelError(f"the model's config.json has {key} = {value!r}; supported: {shown}")
+
+
+def check_tp_size(tp_size: int, **sizes: int) -> None:
+    """Raise ConfigError if one of the model's `sizes` is not divisible by `tp_size`."""
+    if not any(size % tp_size for size in sizes.values()):
+        return
+    possible = [n for n in range(1, max(sizes.values()) + 1)
+                if not any(size % n for size in sizes.values())]  # fmt: skip
+    shown = ", ".join(f"{size} {name.replace('_', ' ')}" for name, size in sizes.items())
+    raise ConfigError(
+        f"tp is {tp_size}: it must divide the model's {shown}; possible: "
+        + ", ".join(map(str, possible))
+    )

@@ -1,0 +1,58 @@
+"""Checks whether a model can be served, without torch and without its weights.
+
+The launcher makes them before a process starts, and `quadriga models check` reports them.
+"""
+
+from quadriga.errors import ModelError
+from quadriga.model_files.architectures import ArchitectureConfig, read_architecture
+from quadriga.model_files.resolve import ModelFiles
+
+# Limits of worker_proc/cpu/csrc, which a test compares.
+MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
+
+
+def check_servable(files: ModelFiles) -> ArchitectureConfig:
+    """Return what the model asks of the worker.
+
+    Raises:
+        ModelError: The architecture, its options or the format of the weights are not supported.
+    """
+    try:
+        config = read_architecture(files.config)
+    except ModelError as error:
+        raise ModelError(f"{files.location}: {error}") from None
+    method = (files.config.get("quantization_config") or {}).get("quant_method")
+    if files.weights is not None and method:
+        raise ModelError(
+            f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
+            " which is not read; take the unquantised model with --quantization int8, or a GGUF"
+        )
+    return config
+
+
+def check_tokenizer(files: ModelFiles, num_ids: int) -> None:
+    """Raise ModelError if the tokenizer of --tokenizer has `num_ids` ids and the model fewer."""
+    if not files.own_tokenizer and num_ids > files.vocab_size:
+        raise ModelError(
+            f"--tokenizer {files.tokenizer_dir} has {num_ids} ids, but the model only"
+            f" {files.vocab_size}: it is the tokenizer of another model"
+        )
+
+
+def check_native_heads(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_head_dim: int = MAX_HEAD_DIM,
+    max_group_size: int = MAX_GROUP_SIZE,
+) -> None:
+    """Raise ModelError if the native kernels do not support heads of this size or number."""
+    for text, value, limit in (
+        ("heads of {}", head_dim, max_head_dim),
+        ("{} query heads for each key head", heads // kv_heads, max_group_size),
+    ):
+        if value > limit:
+            raise ModelError(
+                f"the model has {text.format(value)}, the native kernels compute at most {limit};"
+                " use --attention-backend torch"
+            )

@@ -1,0 +1,161 @@
+"""`quadriga models`: the list, the check, and what neither of them may load."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.cli.main import main
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
+from tests.unit.fake_server import running_fake_server
+from tests.unit.tiny_gguf import write_tiny_gguf
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+
+
+def check(model: Path | str, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    """Return the report as JSON, with the exit code."""
+    try:
+        code = main(["models", "check", str(model), "--json", *flags])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["servable"] == (code == 0)
+    return report
+
+
+def changed(directory: Path, **changes: Any) -> Path:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return directory
+
+
+def test_a_servable_model_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(tiny_llama(tmp_path / "model"), capsys)
+    assert report["way"] in ("native kernels", "torch")
+    assert report["architecture"] == "llama"
+    assert report["rope"] == "default"
+    assert report["vocab_size"] == 512
+    assert report["tokenizer"] and report["chat_template"]
+    # 3 layers, 2 key/value heads of 16
+    assert report["kv_bytes_per_token"] == {
+        "float32": 768, "bfloat16": 384, "int8": 240, "fp8": 192,
+    }  # fmt: skip
+    assert report["weight_bytes"] == {"F32": 4 * report["num_parameters"]}
+    assert report["context_length"] == report["max_context_here"] == 256
+
+
+def test_a_gpt2_and_a_gguf_are_servable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tiny_gpt2(tmp_path / "model"), capsys)["rope"] == "learned positions"
+    report = check(write_tiny_gguf(tmp_path / "tiny.gguf"), capsys)
+    assert report["servable"]
+    assert report["weight_bytes"].keys() == {"F32", "F16"}
+
+
+def test_refusals_are_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = changed(tiny_llama(tmp_path / "model"), model_type="phi3", architectures=[])
+    report = check(model, capsys)
+    assert report["way"] == "refused"
+    assert report["refusal"] == (
+        f"{model}: config.json names phi3 as its architecture; supported: gpt2, llama, mistral,"
+        " qwen2, qwen3"
+    )
+
+
+def test_an_unsupported_architecture_is_named_before_its_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(
+        tiny_llama(tmp_path / "model"), model_type="gemma2", architectures=[], sliding_window=64
+    )
+    assert "names gemma2 as its architecture" in check(model, capsys)["refusal"]
+
+
+def test_a_window_is_servable_with_the_flag_that_the_refusal_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_mistral(tmp_path / "model", sliding_window=64)
+    assert "take --context-length 64" in check(model, capsys)["refusal"]
+    assert check(model, capsys, "--context-length", "64")["servable"]
+
+
+def test_a_missing_tokenizer_has_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, other = tiny_llama(tmp_path / "model"), tiny_gpt2(tmp_path / "other")
+    (model / "tokenizer.json").unlink()
+    assert "--tokenizer" in check(model, capsys)["refusal"]
+    (model / "tokenizer.model").write_bytes(b"")
+    assert "--tokenizer" in check(model, capsys)["refusal"]
+    assert check(model, capsys, "--tokenizer", str(other))["servable"]
+
+
+@pytest.mark.parametrize("size", [4, 100, -100])
+def test_weights_that_are_cut_short_are_refused(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    assert f"cannot read {weights}" in check(model, capsys)["refusal"]
+
+
+def test_what_is_not_on_this_machine_is_not_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "quadriga serve a/b fetches it" in check("a/b", capsys)["refusal"]
+    assert "not fetched yet" in check("smollm2-135m", capsys)["refusal"]
+    assert "no such file" in check("./none", capsys)["refusal"]
+
+
+def test_the_list_has_caches_and_the_served_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(tiny_llama(tmp_path / "model"), repository / "snapshots" / ("0" * 40))
+    assert main(["models", "--json", "--endpoint", "tcp://127.0.0.1:1"]) == 0
+    builtin, cached = json.loads(capsys.readouterr().out)
+    assert builtin["where"] == "built-in, not fetched yet"
+    assert (cached["name"], cached["architecture"]) == ("org/tiny", "llama")
+    assert cached["num_bytes"] > 0
+    assert main(["models", "--endpoint", "tcp://127.0.0.1:1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "where", "architecture", "size"]
+    assert len(lines) == 3
+
+
+def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake_server() as server:
+        assert main(["models", "--json", "--endpoint", server.endpoint]) == 0
+    served = json.loads(capsys.readouterr().out)[-1]
+    assert (served["name"], served["where"]) == ("fake", f"served at {server.endpoint}")
+
+
+def test_a_package_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "quadriga.cli.models.report", raising=False)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert main(["models", "check", "a/b"]) == 1
+    assert "models check needs the package psutil: pip install" in capsys.readouterr().err
+
+
+def test_a_check_does_not_import_torch(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    code = (
+        "import sys; from quadriga.cli.main import main;"
+        f"code = main(['models', 'check', {str(model)!r}]);"
+        "sys.exit(code or 9 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "way" in done.stdout
