@@ -72,7 +72,7 @@ def _builtin() -> Checkpoint:
     tensors = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors}
     index = {name: {"shape": list(tensor.shape)} for name, tensor in tensors.items()}
     metadata = {"general.architecture": "llama"} | {n: f.value for n, f in fields.items()}
-    config = make_config(metadata, index)
+    config = make_config(metadata, index, rope_divisors={})
     return Checkpoint("llama", fields, tensors, config, header_files(path))
 
 

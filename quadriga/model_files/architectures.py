@@ -9,8 +9,68 @@ from typing import Any
 
 from quadriga.errors import ConfigError, ModelError
 
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+DEFAULT_THETA = 10000.0
 INT8_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Rotary positions of a checkpoint; worker_proc/models/rope_scaling.py computes them.
+
+    Attributes:
+        head_dim: Channels of a head; all of them are rotated.
+        max_length: `max_position_embeddings` in tokens; 0 if config.json has none.
+        parameters: `rope_parameters` with `rope_type` and `rope_theta`.
+    """
+
+    head_dim: int
+    max_length: int
+    parameters: dict[str, Any]
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], head_dim: int) -> "RopeScaling":
+        """Read config.json. Raise ModelError if the type of scaling is not supported."""
+        parameters: dict[str, Any] = {"rope_theta": config.get("rope_theta") or DEFAULT_THETA}
+        parameters |= config.get("rope_scaling") or {}
+        parameters |= config.get("rope_parameters") or {}
+        parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+        max_length = int(config.get("max_position_embeddings") or 0)
+        original = (
+            config.get("original_max_position_embeddings")
+            or parameters.get("original_max_position_embeddings")
+            or max_length
+        )
+        parameters["original_max_position_embeddings"] = original or None
+        rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if rotated not in (None, 1.0):
+            raise ModelError(
+                f"the model's config.json has partial_rotary_factor = {rotated}; supported: 1.0"
+            )
+        if parameters["rope_type"] not in ROPE_KINDS:
+            raise ModelError(
+                f"the model's config.json has rope_type = {parameters['rope_type']!r}; supported: "
+                + ", ".join(ROPE_KINDS)
+            )
+        return cls(head_dim, max_length, parameters)
+
+    @property
+    def kind(self) -> str:
+        """The `rope_type`, one of ROPE_KINDS."""
+        return str(self.parameters["rope_type"])
+
+    @property
+    def original_length(self) -> int:
+        """The context length of the pretraining, in tokens."""
+        return int(setting(self.parameters, "original_max_position_embeddings"))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number of `parameters`, or `default` if it is missing or null."""
+        return float(setting(self.parameters, name, default))
+
+    def extension(self) -> float:
+        """Return `factor`, or by how much the maximal context exceeds the original one."""
+        return self.number("factor", self.max_length / self.original_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +85,7 @@ class LlamaConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: dict[str, Any]
+    rope: RopeScaling
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
@@ -49,10 +109,7 @@ class LlamaConfig:
             key_and_value_heads=num_kv_heads,
             intermediate_size=intermediate_size,
         )
-        rope = {"rope_theta": config.get("rope_theta") or 10000.0}
-        rope |= config.get("rope_scaling") or {}
-        rope |= config.get("rope_parameters") or {}
-        rope_kind(rope)
+        head_dim = setting(config, "head_dim", hidden_size // num_heads)
         return cls(
             vocab_size=setting(config, "vocab_size"),
             hidden_size=hidden_size,
@@ -60,9 +117,9 @@ class LlamaConfig:
             num_layers=setting(config, "num_hidden_layers"),
             num_heads=num_heads // tp_size,
             num_kv_heads=num_kv_heads // tp_size,
-            head_dim=setting(config, "head_dim", hidden_size // num_heads),
+            head_dim=head_dim,
             rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
-            rope=rope,
+            rope=RopeScaling.from_hf(config, head_dim),
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
             tie_word_embeddings=setting(config, "tie_word_embeddings", False),
@@ -152,16 +209,6 @@ def read_architecture(config: dict[str, Any]) -> ArchitectureConfig:
         ModelError: The architecture, or something that the model needs, is not supported.
     """
     return CONFIGS[find_architecture(config)].from_hf(config)
-
-
-def rope_kind(rope: dict[str, Any]) -> str:
-    """Return the kind of scaling of rotary positions. Raise ModelError if it is not supported."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ModelError(
-            f"the model scales its positions by {kind!r}; supported: {', '.join(ROPE_KINDS)}"
-        )
-    return str(kind)
 
 
 def kv_bytes_per_token(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 # Part of the cache key: increase it when the written files change.
-EXPORT_VERSION = 1
+EXPORT_VERSION = 2
 
 TensorIndex = dict[str, dict[str, Any]]
 
@@ -58,7 +59,7 @@ def _export(path: Path, directory: Path) -> None:
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tensors = _tensor_index(reader)
     try:
-        config = make_config(metadata, tensors)
+        config = make_config(metadata, tensors, rope_divisors_of(reader))
         write_tokenizer(metadata, directory)
     except KeyError as error:
         raise ModelError(f"{path} lacks {error}: it is not a complete GGUF model") from None
@@ -108,7 +109,20 @@ def _tensor_index(reader: "GGUFReader") -> TensorIndex:
     }
 
 
-def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+def rope_divisors_of(reader: "GGUFReader") -> dict[str, list[float]]:
+    """Return the values of the tensors that scale rotary positions."""
+    return {
+        tensor.name: [float(value) for value in tensor.data]
+        for tensor in reader.tensors
+        if tensor.name in ROPE_TENSORS
+    }
+
+
+def make_config(
+    metadata: Mapping[str, Any],
+    tensors: TensorIndex,
+    rope_divisors: Mapping[str, list[float]],
+) -> dict[str, Any]:
     """Return config.json with Hugging Face's keys.
 
     Raises:
@@ -117,13 +131,14 @@ def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, 
     architecture = metadata["general.architecture"]
     if architecture not in _CONFIGS:
         raise ModelError(_unsupported(architecture))
-    _refuse_unsupported(metadata, tensors, architecture)
+    _refuse_unsupported(metadata, architecture)
     values = {
         name.removeprefix(f"{architecture}."): value
         for name, value in metadata.items()
         if name.startswith(f"{architecture}.")
     }
     config = _CONFIGS[architecture](values, tensors)
+    config |= rope_parameters(values, rope_divisors)
     config["vocab_size"] = tensors["token_embd.weight"]["shape"][0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     for role in ("bos", "eos"):
@@ -132,19 +147,11 @@ def make_config(metadata: Mapping[str, Any], tensors: TensorIndex) -> dict[str, 
     return config
 
 
-def _refuse_unsupported(
-    metadata: Mapping[str, Any], tensors: TensorIndex, architecture: str
-) -> None:
+def _refuse_unsupported(metadata: Mapping[str, Any], architecture: str) -> None:
     if metadata.get("split.count", 1) > 1:
         raise ModelError("the model is split over several GGUF files; merge them into one")
     if metadata.get(f"{architecture}.expert_count", 0) > 0:
         raise ModelError("mixture-of-experts models are not supported")
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in tensors:
-        raise ModelError(
-            "scaled rotary positions are not read from a GGUF; use the model's Hugging Face"
-            " directory"
-        )
 
 
 def _like_llama(name: str, values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:

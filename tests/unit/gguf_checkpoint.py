@@ -31,7 +31,8 @@ def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.
 def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     """Write tensors as llama.cpp's converter does.
 
-    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs].
+    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs]. A model with
+    rotary positions has their constants, too, which are not weights.
     """
     config = json.loads((directory / "config.json").read_text())
     is_llama = config["model_type"] == "llama"
@@ -54,6 +55,8 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
             writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored, values.astype(np.float32))
+    if "rope_type" in (config.get("rope_parameters") or {}):
+        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

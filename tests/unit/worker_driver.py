@@ -30,7 +30,8 @@ def runner_of(directory: Path, **flags: Any) -> Runner:
         "max_running_requests": 8,
     }
     config = ServerConfig().replace(**{**defaults, **flags})
-    return make_runner(config, resolve_model(ModelArgs(model=str(directory))))
+    model = ModelArgs(model=str(directory), context_length=config.model.context_length)
+    return make_runner(config, resolve_model(model))
 
 
 def load_on_cpu(directory: Path, dtype: torch.dtype = torch.float32) -> Model:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
+from quadriga.model_files.gguf_rope import ROPE_TENSORS
 from worker_proc.loading.gguf_blocks import BLOCK_KINDS, PackedRows
 from worker_proc.models.base import Model
 
@@ -84,6 +85,8 @@ def from_gguf(
         raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
     data = np.asarray(np.memmap(file, mode="c", dtype=np.uint8))
     for name, entry in json.loads(tensor_index.read_text()).items():
+        if name in ROPE_TENSORS:
+            continue
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
         rows = raw.reshape(math.prod(shape[:-1]), -1)

@@ -96,9 +96,16 @@ class Rope:
     Su et al. 2021, https://arxiv.org/abs/2104.09864.
 
     Attributes:
-        cosines, sines: [context_length, head_dim / 2] float32.
+        cosines, sines: [context_length, head_dim / 2] float32, times the attention factor.
     """
 
-    def __init__(self, frequencies: Tensor, context_length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        frequencies: Tensor,
+        context_length: int,
+        device: torch.device,
+        attention_factor: float = 1.0,
+    ) -> None:
         angles = torch.outer(torch.arange(context_length).float(), frequencies)
-        self.cosines, self.sines = angles.cos().to(device), angles.sin().to(device)
+        self.cosines = (angles.cos() * attention_factor).to(device)
+        self.sines = (angles.sin() * attention_factor).to(device)

@@ -1,23 +1,22 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Touvron et al. 2023, https://arxiv.org/abs/2302.13971; scaled positions as in Llama 3.1
-(https://arxiv.org/abs/2407.21783). Mistral 7B (https://arxiv.org/abs/2310.06825) is the same where
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; scaled positions are in rope_scaling.py.
+Mistral 7B (https://arxiv.org/abs/2310.06825) is the same where
 its window is not shorter than the context, Qwen 2 (https://arxiv.org/abs/2407.10671) has biased
 queries, keys and values, and Qwen 3 (https://arxiv.org/abs/2505.09388) normalises the heads of
 queries and keys.
 """
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from quadriga.model_files.architectures import LlamaConfig, rope_kind, setting
+from quadriga.model_files.architectures import LlamaConfig
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, HeadNorms, Linear, Parallel, RMSNorm, Rope
 from worker_proc.models.ops import Ops, Value
+from worker_proc.models.rope_scaling import rope_frequencies
 
 
 class Llama(Model):
@@ -38,8 +37,6 @@ class Llama(Model):
         self.attention_shape = AttentionShape(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
         )
-        # Unsupported scaling is refused here, before weights are read.
-        inverse_frequencies(config.head_dim, config.rope)
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
             LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.num_layers)
@@ -61,8 +58,9 @@ class Llama(Model):
         return ops.logits(self.lm_head or self.embedding, ops.norm(self.final_norm, hidden))
 
     def finish_loading(self, context_length: int) -> None:
-        frequencies = inverse_frequencies(self.config.head_dim, self.config.rope)
-        self.rope = Rope(frequencies, context_length, self.embedding.weight.device)
+        frequencies, attention_factor = rope_frequencies(self.config.rope, context_length)
+        device = self.embedding.weight.device
+        self.rope = Rope(frequencies, context_length, device, attention_factor)
 
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
@@ -144,31 +142,3 @@ def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tens
             for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
                 tensors[f"{prefix}.{name}.{kind}"] = part
     return tensors
-
-
-def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
-    """Return the rotary frequencies [head_dim / 2] in radians per position.
-
-    Raises:
-        ModelError: `rope` asks for an unsupported kind of scaling.
-    """
-    # The device is named because the meta device, the default here, imports for a second.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
-    kind = rope_kind(rope)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / float(setting(rope, "factor"))
-    return _llama3(frequencies, rope)
-
-
-def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate between them."""
-    factor = float(setting(rope, "factor"))
-    context = int(setting(rope, "original_max_position_embeddings"))
-    low = float(setting(rope, "low_freq_factor"))
-    high = float(setting(rope, "high_freq_factor"))
-    turns = context * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)

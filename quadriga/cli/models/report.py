@@ -14,7 +14,6 @@ from quadriga.model_files.architectures import (
     LlamaConfig,
     find_architecture,
     kv_bytes_per_token,
-    rope_kind,
 )
 from quadriga.model_files.builtin import cached_builtin_weights
 from quadriga.model_files.directory import read_json
@@ -123,7 +122,7 @@ def _describe_architecture(
     report: ModelReport, files: ModelFiles, config: ArchitectureConfig
 ) -> None:
     report.architecture = find_architecture(files.config)
-    report.rope = rope_kind(config.rope) if isinstance(config, LlamaConfig) else "learned positions"
+    report.rope = config.rope.kind if isinstance(config, LlamaConfig) else "learned positions"
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     report.kv_bytes_per_token = {
         "float32": kv_bytes_per_token(*shape, 4),

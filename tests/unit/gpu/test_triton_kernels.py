@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
+from quadriga.model_files.architectures import RopeScaling
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, store_tokens, swiglu
 from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, RMSNorm, Rope
-from worker_proc.models.llama import inverse_frequencies
+from worker_proc.models.rope_scaling import rope_frequencies
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
@@ -150,7 +151,8 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     case = Case(heads, kv_heads, dim, 4, [])
     slots, positions = ints([3, -1, 0, 3]), ints([17, 5, 0, 18])
     qkv, pool = draw(4, heads + 2 * kv_heads, dim, dtype=dtype), case.pool(dtype)
-    rope = Rope(inverse_frequencies(dim, {"rope_theta": 100.0}), CONTEXT, DEVICE)
+    frequencies, _ = rope_frequencies(RopeScaling.from_hf({"rope_theta": 100.0}, dim), CONTEXT)
+    rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
     expected, expected_pool = qkv.float().clone(), pool.clone()
     turning = expected[:, : heads + kv_heads]
     norms = HeadNorms(dim, 1e-5).to(DEVICE, dtype)

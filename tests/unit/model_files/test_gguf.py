@@ -125,7 +125,8 @@ def test_the_header_says_whether_a_text_begins_with_bos(
         ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2"),
         ({"pre": "tekken"}, "'tekken' is not known"),
         ({"kind": "llama"}, "Hugging Face directory"),
-        ({"scaling": "yarn"}, "rotary"),
+        ({"scaling": "su"}, "rope.scaling.type = 'su' is not supported; supported: none, linear"),
+        ({"scaling": "longrope"}, "no rope_factors_long.weight"),
     ],
 )
 def test_unsupported_gguf_options_are_refused_by_name(

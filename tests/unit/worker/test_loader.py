@@ -111,7 +111,9 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; supported"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_type = 'su'; supported: default, linear"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; supported: 1.0"),
         ({"num_attention_heads": None}, "no 'num_attention_heads'"),
     ],
 )
