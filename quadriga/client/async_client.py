@@ -266,12 +266,13 @@ class AsyncClient:
         """
         check_options("generate", options, RequestOptions.__annotations__)
         began_at = _now()
-        await self._connect_within(options.get("timeout"))
         single = not is_list_of_prompts(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
+        each_params = params_of_each(params, len(prompts))
+        await self._connect_within(options.get("timeout"))
         handles: list[RequestHandle] = []
         try:
-            for item, of_item in zip(prompts, params_of_each(params, len(prompts)), strict=True):
+            for item, of_item in zip(prompts, each_params, strict=True):
                 handles.append(self._submit(item, of_item, began_at, False, None, options))
             results = await asyncio.gather(
                 *(handle.completion() for handle in handles), return_exceptions=True
