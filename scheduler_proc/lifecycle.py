@@ -5,6 +5,7 @@ what they bring. What happens between two publications is gathered in one record
 feeds detokenizer and journal.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 
 from quadriga.config.scheduler_args import SchedulerArgs
@@ -38,6 +39,7 @@ class RequestLifecycle:
         stats: the counters of requests and steps.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
+        request_log: gets each request at its end; None for no log.
     """
 
     def __init__(
@@ -48,13 +50,12 @@ class RequestLifecycle:
         detok: Sender,
         clock: Callable[[], float],
         journal: NoJournal,
-        request_log: RequestLog | None = None,
     ) -> None:
         self._args = args
         self._detok = detok
         self._clock = clock
         self._journal = journal
-        self._request_log = request_log
+        self.request_log: RequestLog | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -138,6 +139,10 @@ class RequestLifecycle:
 
     def restart_all(self, ready: WorkerReady, poison: Request | None) -> None:
         """Queue every request again for a new worker, but end the one that kills workers."""
+        logging.debug(
+            "worker process %d is ready: %d pages of %d tokens; %d requests are open",
+            ready.pid, ready.num_pages, ready.page_size, len(self.table),
+        )  # fmt: skip
         capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
@@ -183,8 +188,8 @@ class RequestLifecycle:
         """Report the end of a request that the core has removed."""
         now = self._clock()
         self.stats.on_finish(request, now)
-        if self._request_log is not None:
-            self._request_log.on_finish(request, now)
+        if self.request_log is not None:
+            self.request_log.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)
@@ -230,6 +235,7 @@ class RequestLifecycle:
 
     def drain(self) -> None:
         """Refuse new requests from now on, and report when the last one has ended."""
+        logging.debug("draining: %d requests are open", len(self.table))
         self._is_draining = True
         self._reported_drained = False
 

@@ -45,8 +45,9 @@ def serve(child: Child) -> None:
         detok=Outbox(child.endpoints.detok),
         clock=now,
         journal=journal,
-        request_log=None if log_level.is_off else RequestLog(log_level),
     )
+    if not log_level.is_off:
+        scheduler.lifecycle.request_log = RequestLog(log_level)
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()

@@ -6,7 +6,6 @@ publishes what happened (lifecycle.py). Sockets and clock are passed in, so that
 under test and in the simulator.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 
@@ -17,7 +16,6 @@ from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import InfoValues
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
-from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.server_info import collect_info, info_reply
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
@@ -42,7 +40,6 @@ class Scheduler:
         detok: Sender,
         clock: Callable[[], float],
         journal: NoJournal | None = None,
-        request_log: RequestLog | None = None,
     ) -> None:
         self._args = args
         self._worker = worker
@@ -50,9 +47,7 @@ class Scheduler:
         self._clock = clock
         self._journal = journal or NoJournal()
         self._worker_ready: to_worker.WorkerReady | None = None
-        self.lifecycle = RequestLifecycle(
-            args, eos_ids, worker, detok, clock, self._journal, request_log
-        )
+        self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
         self.stopped = False
 
@@ -146,10 +141,6 @@ class Scheduler:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._worker_ready = ready
-        logging.debug(
-            "worker process %d is ready: %d pages of %d tokens; %d requests are open",
-            ready.pid, ready.num_pages, ready.page_size, len(self.lifecycle.table),
-        )  # fmt: skip
         self.lifecycle.restart_all(ready, poison)
 
     # --- from frontend and detokenizer ------------------------------------------------------------
@@ -177,7 +168,6 @@ class Scheduler:
                 )
                 self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
             case to_scheduler.Drain():
-                logging.debug("draining: %d requests are open", len(lifecycle.table))
                 lifecycle.drain()
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
