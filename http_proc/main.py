@@ -14,8 +14,6 @@ from quadriga.errors import ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.wire.client_address import gateway_address
 
-LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
-
 
 def main() -> None:
     """Run the gateway with a lower CPU priority than the worker's."""
@@ -67,7 +65,7 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
 
     loop.add_reader(child.control.fileno(), read_commands)
     child.control.answer_in_loop()
-    child.control.say_farewell(LAUNCHER_DIED)
+    child.control.fail_clients_at_launcher_death()
     await stopping.wait()
     server.close()
     await gateway.drain(FLUSH_TIMEOUT_S)

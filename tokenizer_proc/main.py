@@ -32,7 +32,6 @@ from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
 
-LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
 # Time in which the sockets may send what they have taken.
@@ -94,7 +93,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     gc.freeze()
     child.control.answer_in_loop()
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them
-        child.control.say_farewell(LAUNCHER_DIED)
+        child.control.fail_clients_at_launcher_death()
     asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
     await frontend.ended.wait()
     await frontend.clients.flush(STALL_TIMEOUT_S)

@@ -80,7 +80,7 @@ class Chat:
             ),
             "/regen": ChatCommand("", "answer the last question again", self._regenerate),
             "/save": ChatCommand("FILE", "write the messages to FILE, as JSON", self._save),
-            "/reset": ChatCommand("", "begin anew; the system prompt stays", self._reset),
+            "/reset": ChatCommand("", "start over; the system prompt stays", self._reset),
             "/quit": ChatCommand("", "leave, as Ctrl-D does", self._quit),
         }
 
@@ -143,7 +143,7 @@ class Chat:
 
     def _reset(self, _: str) -> None:
         self._conversation.turns.clear()
-        note("the chat begins anew")
+        note("the chat starts over")
 
     def _quit(self, _: str) -> None:
         self._has_ended = True
@@ -167,7 +167,7 @@ class Chat:
             print(flush=True)
             raise
         except PromptTooLong as error:
-            note(f"{error}. Or begin anew with /reset")
+            note(f"{error}. Or start over with /reset")
             return False
         except QuadrigaError as error:
             print(flush=True)

@@ -178,7 +178,7 @@ class LLM:
 
 
 def _watch(client: Client, server: OwnedServer) -> None:
-    """Fail the calls at once when the launcher dies, which notifies no client."""
+    """Fail the calls when the launcher ends, also where no other process could notify them."""
     end = server.wait_for_end()
     if end:
         with suppress(RequestAborted):  # the client was closed meanwhile

@@ -45,7 +45,8 @@ EXIT_FORCED = 5
 EXIT_LAUNCHER_DIED = 6
 
 # Time in which the processes that have clients report the launcher's death to them.
-FAREWELL_TIMEOUT_S = 1.5
+FAIL_TIMEOUT_S = 1.5
+LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
 
 LOW_PRIORITY_NICENESS = 10
 # Its value MODULE:FUNCTION names a function for debugging, which every process calls with its own
@@ -86,7 +87,7 @@ class ControlChannel:
     def __init__(self, connection: socket.socket | None, run_dir: Path) -> None:
         self._connection = connection
         self._run_dir = run_dir
-        self._farewell: str | None = None
+        self._fails_clients = False
         self._commands: deque[tuple[Command, str]] = deque()
         self._wake_receive, self._wake_send = socket.socketpair()
         self._answers_in_loop = False
@@ -106,12 +107,12 @@ class ControlChannel:
         """
         self._answers_in_loop = True
 
-    def say_farewell(self, reason: str) -> None:
-        """Put a FAIL command with this reason before the exit at the launcher's death.
+    def fail_clients_at_launcher_death(self) -> None:
+        """Give the main loop a FAIL command when the launcher dies, before the process exits.
 
-        The process exits when its main loop has carried it out, or after FAREWELL_TIMEOUT_S.
+        The process exits when the loop has carried it out, or after FAIL_TIMEOUT_S.
         """
-        self._farewell = reason
+        self._fails_clients = True
 
     def read_commands(self) -> list[tuple[Command, str]]:
         """Return the commands that have arrived, each with its argument."""
@@ -148,9 +149,9 @@ class ControlChannel:
                 else:
                     self._queue(command, argument)
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        if self._farewell is not None:
-            self._queue(Command.FAIL, self._farewell)
-            time.sleep(FAREWELL_TIMEOUT_S)
+        if self._fails_clients:
+            self._queue(Command.FAIL, LAUNCHER_DIED)
+            time.sleep(FAIL_TIMEOUT_S)
         self._exit_without_launcher()
 
     def _queue(self, command: Command, argument: str) -> None:

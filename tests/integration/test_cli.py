@@ -37,7 +37,7 @@ def test_a_chat_goes_on_after_an_answer_that_has_no_room(server: Server) -> None
         typed=f"Hello\n{long}\nHello again\n/clear\nHello\n",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Or begin anew with /reset" in done.stderr
+    assert "Or start over with /reset" in done.stderr
     answers = done.stdout.splitlines()
     assert len(answers) >= 3 and answers[0] == answers[-1], "the same question, anew"
 
