@@ -9,13 +9,9 @@ from quadriga.cli.models.weights import summarize_weights
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.config.worker_args import OTHER_FRACTION
 from quadriga.errors import ModelError, QuadrigaError
-from quadriga.model_files.architectures import (
-    ArchitectureConfig,
-    LlamaConfig,
-    find_architecture,
-    kv_bytes_per_token,
-)
+from quadriga.model_files.architectures import find_architecture, kv_bytes_per_token
 from quadriga.model_files.builtin import cached_builtin_weights
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
@@ -118,11 +114,10 @@ def _describe_files(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = (files.tokenizer_dir / "tokenizer.json").is_file()
 
 
-def _describe_architecture(
-    report: ModelReport, files: ModelFiles, config: ArchitectureConfig
-) -> None:
+def _describe_architecture(report: ModelReport, files: ModelFiles, config: DecoderConfig) -> None:
     report.architecture = find_architecture(files.config)
-    report.rope = config.rope.kind if isinstance(config, LlamaConfig) else "learned positions"
+    kinds = sorted({rope.kind for rope in config.ropes if rope is not None})
+    report.rope = ", ".join(kinds) or "learned positions"
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     report.kv_bytes_per_token = {
         "float32": kv_bytes_per_token(*shape, 4),
@@ -138,7 +133,7 @@ def _check_tokenizer(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = True
 
 
-def _way(config: ArchitectureConfig) -> str:
+def _way(config: DecoderConfig) -> str:
     try:
         find_compiler()
     except NoCompiler:

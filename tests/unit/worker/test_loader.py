@@ -110,10 +110,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish"),
         ({"rope_parameters": {"rope_type": "su"}}, "rope_type = 'su'; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; supported: 1.0"),
+        ({"num_key_value_heads": 5}, "num_attention_heads = 6, which is no multiple of"),
         ({"num_attention_heads": None}, "no 'num_attention_heads'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
     files = dummy_files(tiny_llama(tmp_path))
     first_load, second_load = (load_model(files, torch.float32, CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first_load[name], second_load[name]) for name in first_load)
-    first, second = (first_load[f"blocks.{layer}.down_proj.weight"] for layer in (0, 1))
+    first, second = (first_load[f"blocks.{layer}.mlp.down_proj.weight"] for layer in (0, 1))
     assert not torch.equal(first, second)
     assert abs(float(first.std()) - 0.02) < 0.002
     assert bool((first_load["final_norm.weight"] == 1).all())
