@@ -17,10 +17,12 @@ class Model(nn.Module):
     Attributes:
         attention_shape: Layers, heads and head size of this rank.
         vocab_size: Number of columns of the logits.
+        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
+    window: int = 0
 
     @abstractmethod
     def forward(self, ops: Ops[Value]) -> Value:
