@@ -269,7 +269,7 @@ class SchedulerCore:
                     return
                 continue
             self.waiting.take(request)
-            expected += self.kv.growth(request, request.num_remaining_tokens)
+            expected += self.kv.growth([request], request.num_remaining_tokens)
             budget -= self._admit(request, count, plan, now)
             num_admissible -= 1
             if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:

@@ -60,13 +60,7 @@ class Admission:
 
     def expected_tokens(self) -> int:
         """Return for how many tokens all holders may still take pages, before the ratio."""
-        expected = 0
-        for request in self.holders.values():
-            remaining = request.max_total_tokens - request.num_known_tokens
-            if remaining > MAX_EXPECTED_TOKENS:
-                remaining = MAX_EXPECTED_TOKENS
-            expected += self.kv.growth(request, remaining)
-        return expected
+        return self.kv.growth(self.holders.values(), MAX_EXPECTED_TOKENS)
 
     def can_admit(self, request: Request, expected: int) -> bool:
         """Return whether slot and pages are free, and will probably last until a request ends.
@@ -82,7 +76,7 @@ class Admission:
         spare = self.kv.num_available - self.kv.pages_needed(request)
         if spare < 0 or not self.holders:
             return spare >= 0
-        expected += self.kv.growth(request, min(request.num_remaining_tokens, MAX_EXPECTED_TOKENS))
+        expected += self.kv.growth([request], MAX_EXPECTED_TOKENS)
         return spare * self.kv.page_size >= self.ratio.value * expected
 
     def admit(self, request: Request, now: float) -> None:

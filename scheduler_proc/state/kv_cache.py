@@ -54,9 +54,16 @@ class KVCache:
         """Return the number of pages without which a request of so many tokens cannot run."""
         return self.pages_for(num_tokens)
 
-    def growth(self, _request: Request, num_tokens: int) -> int:
-        """Return for how many of its next `num_tokens` tokens a request takes further pages."""
-        return num_tokens
+    def growth(self, requests: Iterable[Request], max_tokens: int) -> int:
+        """Return for how many tokens requests may still take pages, at most `max_tokens` each.
+
+        What is known of a waiting request does not count: see `pages_needed`.
+        """
+        growth = 0
+        for request in requests:
+            remaining = request.max_total_tokens - request.num_known_tokens
+            growth += remaining if remaining < max_tokens else max_tokens
+        return growth
 
     # --- a request's way --------------------------------------------------------------------------
 

@@ -128,13 +128,17 @@ class WindowedKVCache(KVCache):
         """Return the number of pages without which a request of so many tokens cannot run."""
         return min(self.pages_for(num_tokens), self._num_seen + 1)
 
-    def growth(self, request: Request, num_tokens: int) -> int:
-        """Return for how many of its next `num_tokens` tokens a request takes further pages."""
-        num_held = len(request.pages) - request.first_page
-        if num_held == 0:
-            span = self._span(request)
-            num_held = span.end - span.first
-        return min(num_tokens, max(0, self._num_seen + 1 - num_held) * self.page_size)
+    def growth(self, requests: Iterable[Request], max_tokens: int) -> int:
+        """Return for how many tokens requests may still take pages, at most `max_tokens` each."""
+        growth = 0
+        for request in requests:
+            num_held = len(request.pages) - request.first_page
+            if num_held == 0:
+                span = self._span(request)
+                num_held = span.end - span.first
+            limit = max(0, self._num_seen + 1 - num_held) * self.page_size
+            growth += min(request.num_remaining_tokens, max_tokens, limit)
+        return growth
 
     def _span(self, request: Request) -> PageSpan:
         matched = self.match_prefix(request)
