@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.errors import ConfigError, ModelError
+from quadriga.windows import Windows, mistral_windows, qwen_windows
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
@@ -75,7 +76,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The supported part of a Llama's config.json, with the sizes of one rank."""
+    """The supported part of a Llama's config.json, with the sizes of one rank.
+
+    Attributes:
+        windows: Tokens that each layer's attention is limited to; None: none.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -86,6 +91,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeScaling
+    windows: Windows
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
@@ -110,16 +116,18 @@ class LlamaConfig:
             intermediate_size=intermediate_size,
         )
         head_dim = setting(config, "head_dim", hidden_size // num_heads)
+        num_layers = setting(config, "num_hidden_layers")
         return cls(
             vocab_size=setting(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=intermediate_size // tp_size,
-            num_layers=setting(config, "num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads // tp_size,
             num_kv_heads=num_kv_heads // tp_size,
             head_dim=head_dim,
             rms_norm_eps=setting(config, "rms_norm_eps", 1e-6),
             rope=RopeScaling.from_hf(config, head_dim),
+            windows=layer_windows(config, num_layers),
             attention_bias=setting(config, "attention_bias", False),
             mlp_bias=setting(config, "mlp_bias", False),
             tie_word_embeddings=setting(config, "tie_word_embeddings", False),
@@ -183,6 +191,9 @@ CONFIGS: dict[str, type[LlamaConfig] | type[GPT2Config]] = {
     "qwen3": LlamaConfig,
 }
 
+# Other architectures have no windows, whatever config.json says.
+LAYER_WINDOWS = {"mistral": mistral_windows, "qwen2": qwen_windows, "qwen3": qwen_windows}
+
 
 def find_architecture(config: dict[str, Any]) -> str:
     """Return the key of CONFIGS for a config.json.
@@ -209,6 +220,12 @@ def read_architecture(config: dict[str, Any]) -> ArchitectureConfig:
         ModelError: The architecture, or something that the model needs, is not supported.
     """
     return CONFIGS[find_architecture(config)].from_hf(config)
+
+
+def layer_windows(config: dict[str, Any], num_layers: int) -> Windows:
+    """Return the tokens that each layer's attention is limited to; None: all are seen."""
+    read = LAYER_WINDOWS.get(find_architecture(config))
+    return read(config, num_layers) if read else (None,) * num_layers
 
 
 def kv_bytes_per_token(

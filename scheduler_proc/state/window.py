@@ -13,6 +13,7 @@ pages that the next token can see.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quadriga.windows import num_seen_pages
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request
@@ -118,8 +119,7 @@ class WindowedKVCache(KVCache):
         super().__init__(num_pages, page_size, prefix_cache)
         self._window = window
         self._max_row_tokens = max_row_tokens
-        # Without a page before it, a node for the next page would have no place in the tree.
-        self._num_seen = max(1, self.pages_for(window - 1))
+        self._num_seen = num_seen_pages(window, page_size)
         self.tree = WindowedTree(self._num_seen)
 
     # --- sizes ------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from abc import abstractmethod
 
 from torch import Tensor, nn
 
+from quadriga.windows import common_window
 from worker_proc.attention.base import AttentionShape
+from worker_proc.models.layers import Attention
 from worker_proc.models.ops import Ops, Value
 
 
@@ -17,12 +19,15 @@ class Model(nn.Module):
     Attributes:
         attention_shape: Layers, heads and head size of this rank.
         vocab_size: Number of columns of the logits.
-        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
-    window: int = 0
+
+    @property
+    def window(self) -> int:
+        """Tokens that every layer's attention is limited to; 0 if a layer sees all."""
+        return common_window(m.window for m in self.modules() if isinstance(m, Attention))
 
     @abstractmethod
     def forward(self, ops: Ops[Value]) -> Value:

@@ -1,10 +1,9 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Touvron et al. 2023, https://arxiv.org/abs/2302.13971; scaled positions are in rope_scaling.py.
-Mistral 7B (https://arxiv.org/abs/2310.06825) is the same where
-its window is not shorter than the context, Qwen 2 (https://arxiv.org/abs/2407.10671) has biased
-queries, keys and values, and Qwen 3 (https://arxiv.org/abs/2505.09388) normalises the heads of
-queries and keys.
+The layers of Mistral 7B (https://arxiv.org/abs/2310.06825) have a window, Qwen 2
+(https://arxiv.org/abs/2407.10671) has biased queries, keys and values, and Qwen 3
+(https://arxiv.org/abs/2505.09388) normalises the heads of queries and keys.
 """
 
 from typing import Any
@@ -48,7 +47,7 @@ class Llama(Model):
         )
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
-            LlamaBlock(config, self.qkv_bias, self.head_norms) for _ in range(config.num_layers)
+            LlamaBlock(config, window, self.qkv_bias, self.head_norms) for window in config.windows
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = (
@@ -72,6 +71,8 @@ class Llama(Model):
         for block in self.blocks:
             assert isinstance(block, LlamaBlock)
             block.attention.rope = rope
+            if (block.attention.window or 0) >= context_length:
+                block.attention.window = None
 
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
@@ -107,7 +108,9 @@ class Qwen3(Llama):
 class LlamaBlock(nn.Module):
     """Attention and gated MLP, each after an RMSNorm and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, qkv_bias: bool, head_norms: bool) -> None:
+    def __init__(
+        self, config: LlamaConfig, window: int | None, qkv_bias: bool, head_norms: bool
+    ) -> None:
         super().__init__()
         self.q_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
@@ -118,7 +121,7 @@ class LlamaBlock(nn.Module):
         self.qkv_proj = Linear(hidden_size, qkv_size, qkv_bias, Parallel.COLUMN)
         dim = config.head_dim
         norms = QKNorms(dim, dim, config.rms_norm_eps) if head_norms else None
-        self.attention = Attention(dim**-0.5, norms)
+        self.attention = Attention(dim**-0.5, norms, window=window)
         self.out_proj = Linear(self.q_size, hidden_size, config.attention_bias, Parallel.ROW)
         self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.gate_up_proj = Linear(hidden_size, 2 * inner, config.mlp_bias, Parallel.COLUMN)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.model_files.windows import common_window, mistral_windows, qwen_windows
+from quadriga.windows import common_window, mistral_windows, qwen_windows
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,8 @@ def test_the_windows_of_a_mistral(fields: dict[str, Any]) -> None:
     assert mistral_windows(fields, 2) == (window, window)
 
 
-def test_a_layer_that_sees_all_and_a_window_as_long_as_the_context_are_no_common_window() -> None:
-    assert common_window((), 64) == 0
-    assert common_window((8, 8), 64) == 8
-    assert common_window((8, 12), 64) == 12
-    assert common_window((8, None), 64) == 0
-    assert common_window((8, 0), 64) == 0
-    assert common_window((64, 64), 64) == 0
+def test_a_model_has_a_window_where_no_layer_sees_all() -> None:
+    assert common_window(()) == 0
+    assert common_window((8, 8)) == 8
+    assert common_window((8, 12)) == 12
+    assert common_window((8, None)) == 0

@@ -1,4 +1,4 @@
-"""Sliding windows in a config.json: how many tokens each layer's attention is limited to."""
+"""Sliding windows: the tokens that a layer's attention is limited to, and the pages of these."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,17 +27,19 @@ def qwen_windows(config: dict[str, Any], num_layers: int) -> Windows:
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
-# By model type. Other architectures have no windows, whatever config.json says.
-LAYER_WINDOWS = {"mistral": mistral_windows, "qwen2": qwen_windows, "qwen3": qwen_windows}
-
-
-def common_window(windows: Iterable[int | None], context_length: int) -> int:
-    """Return how many tokens, itself included, a token of a model sees at most; 0: all.
+def common_window(windows: Iterable[int | None]) -> int:
+    """Return the tokens that every layer's attention is limited to; 0 if a layer sees all.
 
     Args:
-        windows: the window of each layer; None or 0: the layer sees all.
-        context_length: tokens of the longest request, which a longer window does not limit.
+        windows: the window of each layer, in tokens; None: the layer sees all.
     """
-    all_windows = [window or context_length for window in windows]
-    window = max(all_windows, default=context_length)
-    return window if window < context_length else 0
+    known = list(windows)
+    return max((window or 0 for window in known), default=0) if all(known) else 0
+
+
+def num_seen_pages(window: int, page_size: int) -> int:
+    """Return the number of KV pages before its own that the first token of a page sees.
+
+    It is at least 1, as the prefix tree needs the page before as a parent.
+    """
+    return max(1, -(-(window - 1) // page_size))
