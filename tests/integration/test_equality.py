@@ -157,7 +157,7 @@ def test_models_that_are_nearly_llama_give_the_tokens_of_transformers(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "static"))
+@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "static", "retracted at random"))
 def test_prompts_longer_than_the_kv_pool_where_every_layer_has_a_window(
     way: str, backend: str, tmp_path: Path
 ) -> None:
