@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from quadriga.windows import common_window
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.checkpoint_parts import StoredTensor
+from worker_proc.models.layers import Attention
 from worker_proc.models.ops import Ops, Value
 
 
@@ -23,6 +25,11 @@ class Model(nn.Module):
 
     attention_shape: AttentionShape
     vocab_size: int
+
+    @property
+    def window(self) -> int:
+        """Tokens that every layer's attention is limited to; 0 if a layer sees all."""
+        return common_window(m.window for m in self.modules() if isinstance(m, Attention))
 
     @abstractmethod
     def forward(self, ops: Ops[Value]) -> Value:

@@ -78,6 +78,8 @@ class Decoder(Model):
         device = self.embedding.weight.device
         ropes: dict[int, Rope] = {}
         for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
+            if (block.attention.window or 0) >= context_length:
+                block.attention.window = None
             if scaling is None:
                 continue
             if id(scaling) not in ropes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.windows import mistral_windows
 
 
 def llama(config: dict[str, Any]) -> DecoderConfig:
@@ -24,4 +25,5 @@ def llama(config: dict[str, Any]) -> DecoderConfig:
 
 def mistral(config: dict[str, Any]) -> DecoderConfig:
     """Read a Mistral's config.json."""
-    return DecoderConfig.from_hf(config)
+    windows = mistral_windows(config, setting(config, "num_hidden_layers"))
+    return DecoderConfig.from_hf(config, windows=windows)

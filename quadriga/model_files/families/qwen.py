@@ -8,14 +8,22 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.windows import qwen_windows
 
 
 def qwen2(config: dict[str, Any]) -> DecoderConfig:
     """Read a Qwen 2's config.json."""
-    return DecoderConfig.from_hf(config, qkv_bias=True)
+    windows = qwen_windows(config, setting(config, "num_hidden_layers"))
+    return DecoderConfig.from_hf(config, qkv_bias=True, windows=windows)
 
 
 def qwen3(config: dict[str, Any]) -> DecoderConfig:
     """Read a Qwen 3's config.json."""
     bias = setting(config, "attention_bias", False)
-    return DecoderConfig.from_hf(config, qk_norm="heads", qkv_bias=bias, out_bias=bias)
+    return DecoderConfig.from_hf(
+        config,
+        qk_norm="heads",
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=qwen_windows(config, setting(config, "num_hidden_layers")),
+    )

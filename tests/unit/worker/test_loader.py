@@ -22,6 +22,7 @@ from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
+from worker_proc.models.layers import Attention
 from worker_proc.runner import Runner
 from worker_proc.startup.memory_profile import num_pool_pages
 from worker_proc.step.slot_table import SlotTable
@@ -163,12 +164,20 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
         load_model(files, torch.float32, CPU)
 
 
-def test_a_window_shorter_than_the_context_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_window_is_that_of_config_json_where_it_is_shorter_than_the_context(
+    tmp_path: Path,
+) -> None:
     tiny_mistral(tmp_path, sliding_window=64)
-    with pytest.raises(ModelError, match=r"last 64 tokens only.*take --context-length 64"):
-        load_on_cpu(tmp_path)
+    assert load_on_cpu(tmp_path).window == 64
     files = resolve_model(ModelArgs(model=str(tmp_path), context_length=64))
-    assert load_model(files, torch.float32, CPU).vocab_size == 512
+    assert load_model(files, torch.float32, CPU).window == 0
+
+
+def test_a_model_of_which_a_layer_sees_all_has_no_window(tmp_path: Path) -> None:
+    tiny_qwen2(tmp_path, sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    model = load_on_cpu(tmp_path)
+    windows = [m.window for m in model.modules() if isinstance(m, Attention)]
+    assert (windows, model.window) == ([None, 64, 64], 0)
 
 
 def test_float16_on_a_cpu_is_refused() -> None:
@@ -219,7 +228,7 @@ def test_a_pool_without_room_for_a_page_is_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("known", "computed", "pages"),
-    [(3, 3, [0]), (0, 0, [0]), (33, 0, [0, 1, 2]), (5, 0, [0]), (4, 0, [8]), (4, 0, [-1])],
+    [(3, 3, [0]), (0, 0, [0]), (33, 0, [0, 1, 2]), (5, 4, [0]), (4, 0, [8]), (4, 0, [-1])],
 )
 def test_a_slot_that_does_not_add_up_is_refused(
     known: int, computed: int, pages: list[int]
