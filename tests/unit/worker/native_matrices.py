@@ -13,7 +13,7 @@ from worker_proc.cpu.program import Buffer, ComputeType, Format, Op, OpKind, Pro
 from worker_proc.cpu.recorder import Recorder
 from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.models.layers import Linear
+from worker_proc.models.layers import Activation, Linear
 
 NO_ATTENTION = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
 
@@ -29,8 +29,10 @@ class NativeMatrix:
         linear.blocks = tuple(parts)
         self._weights = PackedWeights()  # keeps the panels
         self._recorder = Recorder(NO_ATTENTION, self._weights)
-        record = self._recorder.linear_swiglu if gated else self._recorder.linear
-        record(linear, Buffer.NORMED)
+        if gated:
+            self._recorder.linear_gated(linear, Buffer.NORMED, Activation.SILU)
+        else:
+            self._recorder.linear(linear, Buffer.NORMED)
         self.matrix = self._weights.matrix(linear)
 
     @property
@@ -49,7 +51,8 @@ class NativeMatrix:
 
     def look_up(self) -> Tensor:
         """Return all rows [outputs, inputs] as the embeddings of their numbers."""
-        op = Op(kind=OpKind.EMBED, output=Buffer.RESIDUAL, width=self.inputs, matrix=self.matrix)
+        op = Op(kind=OpKind.EMBED, output=Buffer.RESIDUAL, width=self.inputs, scale=1.0)
+        op.matrix = self.matrix
         widths = {Buffer.RESIDUAL: self.inputs}
         return self._run([op], widths, {}, self.outputs, 1)[:, : self.inputs]
 
