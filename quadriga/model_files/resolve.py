@@ -12,7 +12,8 @@ from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture
-from quadriga.model_files.builtin import builtin_sampling, builtin_weights
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
@@ -124,7 +125,7 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
     dummy = args.load_format == "dummy"
     size = gpt2_sizes.find_size(args.model)
     path = Path(args.model).expanduser()
-    is_local = args.model == BUILTIN_MODEL or path.exists() or (dummy and size is not None)
+    is_local = args.model in BUILTINS or path.exists() or (dummy and size is not None)
     if args.revision and is_local:
         raise ConfigError(
             f"--revision is {args.revision}, but --model {args.model} is not fetched from the Hub;"
@@ -132,8 +133,8 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         )
     if dummy and size is not None:
         return _dummy_gpt2(args, size, show_progress)
-    if args.model == BUILTIN_MODEL:
-        return _from_gguf(args.model, builtin_weights(show_progress), dummy)
+    if args.model in BUILTINS:
+        return _from_gguf(args.model, builtin_weights(show_progress, args.model), dummy)
     if path.is_dir():
         return _from_directory(args, path, show_progress)
     if path.is_file():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import ModelError
-from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.tokenizer import load_tokenizer
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
