@@ -4,7 +4,7 @@ The worker builds models from these configurations, and the launcher refuses a m
 before a process starts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from quadriga.errors import ConfigError, ModelError
@@ -173,15 +173,75 @@ class GPT2Config:
         return self.num_heads
 
 
+@dataclass(frozen=True, slots=True)
+class GemmaConfig(LlamaConfig):
+    """The supported part of a Gemma 2's or Gemma 3's config.json, with the sizes of one rank.
+
+    `rope` is that of the layers without a window.
+
+    Attributes:
+        attention_scale: Factor of the scores.
+        attention_softcap: Bound of the scores; None: none.
+        final_softcap: Bound of the logits; None: none.
+        windows: Tokens that each layer sees; None: all.
+        local_rope: Rotary positions of the layers with a window.
+    """
+
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    windows: tuple[int | None, ...]
+    local_rope: RopeScaling
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], tp_size: int = 1) -> "GemmaConfig":
+        """Read config.json. Raise the errors of `LlamaConfig.from_hf`."""
+        require(config, "hidden_activation", ("gelu_pytorch_tanh",))
+        require(config, "use_bidirectional_attention", (False, None))
+        require(config, "tie_word_embeddings", (True, None))
+        second = find_architecture(config) == "gemma2"
+        given = {key: value for key, value in config.items() if value is not None}
+        given.pop("hidden_act", None)  # an old name of hidden_activation
+        ropes = config.get("rope_parameters") or {}
+        given["rope_parameters"] = ropes.get("full_attention", ropes)
+        given.setdefault("rope_theta", DEFAULT_THETA if second else 1e6)
+        llama = LlamaConfig.from_hf({"head_dim": 256, "tie_word_embeddings": True} | given, tp_size)
+        local = {
+            "max_position_embeddings": config.get("max_position_embeddings"),
+            "rope_theta": config.get("rope_local_base_freq"),
+            "rope_parameters": ropes.get("sliding_attention"),
+        }
+        period = setting(config, "sliding_window_pattern", 2 if second else 6)
+        kinds = config.get("layer_types") or [
+            "full_attention" if layer % period == 0 else "sliding_attention"
+            for layer in range(1, llama.num_layers + 1)
+        ]
+        window = int(setting(config, "sliding_window", 4096))
+        return cls(
+            **{field.name: getattr(llama, field.name) for field in fields(LlamaConfig)},
+            attention_scale=float(setting(config, "query_pre_attn_scalar", 256)) ** -0.5,
+            attention_softcap=config.get("attn_logit_softcapping"),
+            final_softcap=config.get("final_logit_softcapping"),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+            local_rope=llama.rope if second else RopeScaling.from_hf(local, llama.head_dim),
+        )
+
+
 ArchitectureConfig = LlamaConfig | GPT2Config
 
 CONFIGS: dict[str, type[LlamaConfig] | type[GPT2Config]] = {
+    "gemma2": GemmaConfig,
+    "gemma3": GemmaConfig,
+    "gemma3_text": GemmaConfig,
     "gpt2": GPT2Config,
     "llama": LlamaConfig,
     "mistral": LlamaConfig,
     "qwen2": LlamaConfig,
     "qwen3": LlamaConfig,
 }
+
+# Their layers attend to a window each; other architectures attend to all tokens.
+ARCHITECTURES_WITH_WINDOWS = ("gemma2", "gemma3", "gemma3_text")
 
 
 def find_architecture(config: dict[str, Any]) -> str:

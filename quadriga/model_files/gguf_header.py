@@ -13,6 +13,7 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
 from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
@@ -168,6 +169,8 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "qwen2": partial(_like_llama, "Qwen2"),
     "qwen3": partial(_like_llama, "Qwen3"),
     "gpt2": _gpt2_config,
+    "gemma2": gemma2_config,
+    "gemma3": gemma3_config,
 }
 
 

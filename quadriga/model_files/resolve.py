@@ -11,10 +11,10 @@ from typing import Any
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
-from quadriga.model_files.architectures import find_architecture
+from quadriga.model_files.architectures import ARCHITECTURES_WITH_WINDOWS, find_architecture
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
-from quadriga.model_files.directory import find_problem, read_json
+from quadriga.model_files.directory import find_problem, read_config, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
@@ -187,7 +187,7 @@ def _from_directory(args: ModelArgs, path: Path, show_progress: bool) -> ModelFi
     files = ModelFiles(
         name=args.model,
         location=str(path),
-        config=read_json(path / "config.json"),
+        config=read_config(path),
         generation_config=read_json(path / "generation_config.json"),
         tokenizer_dir=path,
         weights=None if dummy else path,
@@ -251,6 +251,8 @@ def _check_config(files: ModelFiles) -> None:
     window = files.attention_window
     if window is not None and window < files.context_length:
         _check_architecture(files)
+        if find_architecture(files.config) in ARCHITECTURES_WITH_WINDOWS:
+            return
         raise ModelError(
             f"{files.name} attends to the last {window} tokens only, which is not supported, and"
             f" the context is {files.context_length}; take --context-length {window}"

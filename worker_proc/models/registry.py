@@ -6,10 +6,15 @@ import torch
 
 from quadriga.model_files.architectures import find_architecture
 from worker_proc.models.base import Model
+from worker_proc.models.gemma2 import Gemma2
+from worker_proc.models.gemma3 import Gemma3
 from worker_proc.models.gpt2 import GPT2
 from worker_proc.models.llama import Llama, Qwen2, Qwen3
 
 ARCHITECTURES: dict[str, type[Model]] = {
+    "gemma2": Gemma2,
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3,
     "gpt2": GPT2,
     "llama": Llama,
     "mistral": Llama,

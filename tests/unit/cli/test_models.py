@@ -66,8 +66,8 @@ def test_refusals_are_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = check(model, capsys)
     assert report["way"] == "refused"
     assert report["refusal"] == (
-        f"{model}: config.json names phi3 as its architecture; supported: gpt2, llama, mistral,"
-        " qwen2, qwen3"
+        f"{model}: config.json names phi3 as its architecture; supported: gemma2, gemma3,"
+        " gemma3_text, gpt2, llama, mistral, qwen2, qwen3"
     )
 
 
@@ -75,9 +75,9 @@ def test_an_unsupported_architecture_is_named_before_its_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = changed(
-        tiny_llama(tmp_path / "model"), model_type="gemma2", architectures=[], sliding_window=64
+        tiny_llama(tmp_path / "model"), model_type="phi3", architectures=[], sliding_window=64
     )
-    assert "names gemma2 as its architecture" in check(model, capsys)["refusal"]
+    assert "names phi3 as its architecture" in check(model, capsys)["refusal"]
 
 
 def test_a_window_is_servable_with_the_flag_that_the_refusal_names(

@@ -122,7 +122,7 @@ def test_the_header_says_whether_a_text_begins_with_bos(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2"),
+        ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2, gemma2"),
         ({"pre": "tekken"}, "'tekken' is not known"),
         ({"kind": "t5"}, "Hugging Face directory"),
         ({"scaling": "su"}, "rope.scaling.type = 'su' is not supported; supported: none, linear"),
