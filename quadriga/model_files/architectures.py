@@ -216,6 +216,11 @@ class GemmaConfig(LlamaConfig):
             "full_attention" if layer % period == 0 else "sliding_attention"
             for layer in range(1, llama.num_layers + 1)
         ]
+        if len(kinds) != llama.num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"the model's config.json has layer_types = {kinds}; supported: full_attention or"
+                f" sliding_attention for each of the {llama.num_layers} layers"
+            )
         window = int(setting(config, "sliding_window", 4096))
         return cls(
             **{field.name: getattr(llama, field.name) for field in fields(LlamaConfig)},

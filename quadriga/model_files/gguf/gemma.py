@@ -28,11 +28,19 @@ def gemma3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     return _shared("gemma3", values) | {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": values["attention.sliding_window"],
-        "sliding_window_pattern": values.get("attention.sliding_window_pattern", 6),
+        **_window_pattern(values.get("attention.sliding_window_pattern", 6)),
         "final_logit_softcapping": values.get("final_logit_softcapping"),
         "rope_theta": values.get("rope.freq_base", 1000000.0),
         "rope_local_base_freq": values.get("rope.freq_base_swa", 10000.0),
     }
+
+
+def _window_pattern(pattern: int | list[bool]) -> dict[str, Any]:
+    """Return which layers have a window: all but every n-th one, or those of a list."""
+    if isinstance(pattern, int):
+        return {"sliding_window_pattern": pattern}
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {"layer_types": [kinds[has_window] for has_window in pattern]}
 
 
 def _shared(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,17 @@ def test_the_positions_of_layers_with_a_window_are_not_scaled() -> None:
     assert config.local_rope.kind == "default"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [(3, (512, 512, None, 512)), ([False, True, True, False], (None, 512, 512, None))],
+)
+def test_the_header_may_say_which_layers_have_a_window(
+    pattern: int | list[bool], expected: tuple[int | None, ...]
+) -> None:
+    values = {"attention.sliding_window_pattern": pattern}
+    assert config_of("gemma3", block_count=4, **values).windows == expected
+
+
 def test_a_gemma_2_has_soft_caps_and_a_window_in_every_second_layer() -> None:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = config_of("gemma2", block_count=4, **caps)

@@ -136,6 +136,8 @@ def test_old_and_new_configs_describe_the_same_positions(tmp_path: Path) -> None
         ({"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ({"layer_types": ["full_attention"]}, "for each of the 4 layers"),
+        ({"layer_types": ["chunked_attention"] * 4}, "supported: full_attention or"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
