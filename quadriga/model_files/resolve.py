@@ -35,6 +35,8 @@ class ModelFiles:
         context_limit: the value of --context-length.
         own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
         chat_template: Jinja file in place of the model's own template; None: the model's own.
+        model_impl: the value of --model-impl.
+        trust_remote_code: whether code of the model's repository may run.
         notes: lines to print at the start of the server.
     """
 
@@ -48,6 +50,8 @@ class ModelFiles:
     context_limit: int | None = None
     own_tokenizer: bool = True
     chat_template: Path | None = None
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -110,7 +114,12 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
         ModelError: the model cannot be found, fetched or used.
         ConfigError: --context-length is longer than the model's own, or --revision has no effect.
     """
-    files = replace(_find(args, show_progress), context_limit=args.context_length)
+    files = replace(
+        _find(args, show_progress),
+        context_limit=args.context_length,
+        model_impl=args.model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
     if args.tokenizer:
         directory = find_tokenizer(args.tokenizer, show_progress)
         files = replace(files, tokenizer_dir=directory, own_tokenizer=False)
@@ -246,13 +255,6 @@ def _check_config(files: ModelFiles) -> None:
         raise ConfigError(
             f"--context-length is {files.context_limit}, but the context of {files.name} is"
             f" {context_length} tokens; leave the flag out or give at most that"
-        )
-    window = files.attention_window
-    if window is not None and window < files.context_length:
-        _check_architecture(files)
-        raise ModelError(
-            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
-            f" the context is {files.context_length}; take --context-length {window}"
         )
 
 
