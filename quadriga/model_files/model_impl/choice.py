@@ -14,6 +14,7 @@ from quadriga.model_files.resolve import ModelFiles
 from quadriga.programs import install_command
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 _NO_TEXT_MODEL = ("vision_config", "audio_config", "speech_config", "vq_config")
 
 
@@ -108,7 +109,9 @@ def _refuse_known(
     names = [str(name) for name in config.get("architectures") or ()]
     if names and not any(name.endswith(_CAUSAL_SUFFIXES) for name in names):
         return f"config.json names {', '.join(names)}, which is no causal language model"
-    if model.has_own_cache:
+    layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ["unknown"])
+    only_attends = layer_types <= _ATTENTION_LAYERS
+    if model.has_own_cache and not only_attends:
         return f"{model_type} has recurrent layers, whose state is not kept in KV pages"
     if not model.has_attention_interface:
         return (

@@ -1,7 +1,7 @@
 """What the installed package transformers can run, read from its sources without importing it.
 
 Importing transformers takes seconds and loads torch. The list of its causal language models is a
-literal in `models/auto/modeling_auto.py`, and each model's features are class attributes.
+literal in `models/auto/modeling_auto.py`, and each model's source shows its features.
 """
 
 import ast
@@ -52,9 +52,7 @@ class TransformersPackage:
         text = source.read_text(encoding="utf-8")
         return PackageModel(
             class_name,
-            has_attention_interface=bool(
-                re.search(r"^ +_supports_attention_backend = True", text, re.M)
-            ),
+            has_attention_interface="ALL_ATTENTION_FUNCTIONS" in text,
             has_own_cache=bool(re.search(r"^ +_is_stateful = True", text, re.M)),
         )
 

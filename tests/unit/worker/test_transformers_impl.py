@@ -1,0 +1,137 @@
+"""Models of transformers over KV pages: the tokens of `generate`, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
+from quadriga.model_files.resolve import resolve_model
+from tests.tiny_models import tiny_llama
+from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
+from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.runner import Runner
+from worker_proc.startup.build import make_runner
+
+NEW_TOKENS = 8
+
+
+def transformers_runner(directory: Path, **flags: Any) -> Runner:
+    """Build a runner of float32 on the CPU with pages of 4 tokens."""
+    defaults = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 1024,
+                "max_running_requests": 8, "model_impl": "transformers"}  # fmt: skip
+    config = ServerConfig().replace(**{**defaults, **flags, "model": str(directory)})
+    return make_runner(config, resolve_model(config.model))
+
+
+@torch.inference_mode()
+def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+            min_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = tiny_model(family, tmp_path / "model")
+    assert choose_model_impl(resolve_model(ModelArgs(model=str(directory)))) is (
+        ModelImpl.TRANSFORMERS
+    )
+    prompts = prompts_of([1, 2, 5, 17, 40, CONTEXT_LENGTH - NEW_TOKENS])
+    expected = generated(directory, prompts)
+    for chunk in (7, 10**6):
+        driver = Driver(transformers_runner(directory, model_impl="auto"))
+        requests = [driver.add(prompt) for prompt in prompts]
+        driver.generate(requests, NEW_TOKENS, chunk)
+        assert [request.output for request in requests] == expected
+
+
+def test_pages_that_another_request_filled_give_the_same_tokens(tmp_path: Path) -> None:
+    directory = tiny_model("cohere", tmp_path / "model")
+    runner = transformers_runner(directory)
+    (prompt,) = prompts_of([30])
+    driver = Driver(runner)
+    first = driver.add(prompt)
+    driver.generate([first], NEW_TOKENS)
+    second = driver.add([*prompt[:20], 7, 8, 9], like=first, shared=20)
+    driver.generate([second], NEW_TOKENS)
+    assert second.output == generated(directory, [second.prompt])[0]
+
+
+def test_llama_gives_the_tokens_of_its_native_file(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "model")
+    outputs = []
+    for runner in (transformers_runner(directory), runner_of(directory)):
+        driver = Driver(runner)
+        requests = [driver.add(prompt) for prompt in prompts_of([1, 9, 33])]
+        driver.generate(requests, NEW_TOKENS, chunk=7)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_bfloat16_weights_of_linear_layers_are_packed_once(tmp_path: Path) -> None:
+    directory = tiny_model("cohere", tmp_path / "model")
+    runner = transformers_runner(directory, dtype="bfloat16")
+    driver = Driver(runner)
+    request = driver.add(prompts_of([20])[0])
+    driver.generate([request], NEW_TOKENS)
+    assert len(request.output) == NEW_TOKENS
+
+
+def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    directory = tiny_model("stablelm", tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    outputs = []
+    for _ in range(2):
+        driver = Driver(transformers_runner(directory, load_format="dummy"))
+        request = driver.add(prompts_of([20])[0])
+        driver.generate([request], NEW_TOKENS)
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "mixes tokens"),
+        ("bert", {}, "not causal"),
+        ("deepseek_v32", {}, "without masks and cache fails"),
+    ],
+)
+def test_a_model_that_pages_cannot_serve_is_refused_at_the_start(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    directory = tiny_model(kind, tmp_path / "model", **changes)
+    with pytest.raises(ModelError, match=words) as refused:
+        transformers_runner(directory)
+    assert "\n" not in str(refused.value)
+    assert str(directory) in str(refused.value)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    directory = tiny_model("nemotron", tmp_path / "model")
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"lacks \d+ tensors: model.layers.2"):
+        transformers_runner(directory)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("attention_backend", "native"), ("quantization", "int8"), ("kv_cache_dtype", "int8")],
+)
+def test_flags_of_native_files_are_refused(flag: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value} needs a native"):
+        transformers_runner(tiny_llama(tmp_path / "model"), **{flag: value})
