@@ -12,6 +12,7 @@ from worker_proc.transformers_impl.masks import recognised_masks
 from worker_proc.transformers_impl.probe import (
     FIRST_PASS,
     SECOND_PASS,
+    AttentionRecorder,
     LayerAttention,
     attention_shape,
     probe_layers,
@@ -42,6 +43,8 @@ class TransformersModel:
         """
         base = causal_lm.base_model
         if base is causal_lm:
+            base = getattr(causal_lm, "model", None)
+        if base is None:
             raise ModelError(f"{type(causal_lm).__name__} has no base model without a head")
         self._causal_lm = causal_lm
         self._function = function
@@ -90,21 +93,19 @@ class TransformersModel:
         return _HiddenStates(self._given_hidden)
 
     def _probe(self, context_length: int) -> None:
-        hidden = torch.empty(0)
-
-        def run(tokens: list[int], positions: list[int], handle: CallHandler) -> None:
-            nonlocal hidden
+        def run(tokens: list[int], positions: list[int], handle: CallHandler) -> Tensor:
             ids = torch.tensor(tokens, device=self._device)
-            hidden = self.hidden_states(ids, torch.tensor(positions, device=self._device), handle)
+            return self.hidden_states(ids, torch.tensor(positions, device=self._device), handle)
 
-        def first_pass(handle: CallHandler) -> None:
+        def first_pass(handle: CallHandler) -> Tensor:
             with recognised_masks(self._function.name, context_length):
-                run(*FIRST_PASS, handle)
+                return run(*FIRST_PASS, handle)
 
         self.layers: tuple[LayerAttention, ...] = probe_layers(
             first_pass, lambda handle: run(*SECOND_PASS, handle)
         )
         self.attention_shape = attention_shape(self.layers)
+        hidden = run(*FIRST_PASS, AttentionRecorder())
         self.vocab_size = self.logits(hidden).shape[-1]
 
 

@@ -1,9 +1,10 @@
 """Find out how a model of transformers attends, and refuse one that pages cannot serve.
 
 Two forward passes of three tokens are enough. Their attention is replaced by one that returns each
-token's own value, so that nothing may flow between tokens. The second pass has the tokens in
-another order, beside another one: where a token's queries, keys or values change, the model mixes
-tokens outside of attention (a recurrence, a convolution), or does not use the given positions.
+token's own value, so that nothing may flow between tokens. The second pass has two of the tokens in
+another order, beside another one: where their queries, keys, values or hidden states change, the
+model mixes tokens outside of attention (a recurrence, a convolution), or does not use the given
+positions.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,9 @@ FIRST_PASS = ([1, 2, 3], [0, 1, 2])
 SECOND_PASS = ([2, 3, 4], [1, 2, 0])
 # Relative to the largest value; a mixed or misplaced token differs by far more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_FAILURES = (
+    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 # Options of the attention function that pages need not know.
 HARMLESS_OPTIONS = frozenset(
     (
@@ -32,8 +36,8 @@ HARMLESS_OPTIONS = frozenset(
     )
 )  # fmt: skip
 
-# Runs the model on token ids and positions, `[tokens]` each, with this attention.
-ForwardPass = Callable[[Tensor, Tensor, CallHandler], object]
+# Runs the model with this attention and returns hidden states `[tokens, hidden]`.
+ForwardPass = Callable[[CallHandler], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,7 @@ class AttentionRecorder:
         return repeat_kv(call.value, call.query.shape[1])
 
 
-def probe_layers(
-    first_pass: Callable[[CallHandler], object], second_pass: Callable[[CallHandler], object]
-) -> tuple[LayerAttention, ...]:
+def probe_layers(first_pass: ForwardPass, second_pass: ForwardPass) -> tuple[LayerAttention, ...]:
     """Return how each layer attends.
 
     Args:
@@ -85,21 +87,13 @@ def probe_layers(
         ModelError: Attention over pages would not compute the same.
     """
     first, second = AttentionRecorder(), AttentionRecorder()
-    for run, recorder in ((first_pass, first), (second_pass, second)):
-        try:
-            run(recorder)
-        except (
-            AssertionError,
-            AttributeError,
-            IndexError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(
-                f"a forward pass without masks and cache fails: {type(error).__name__}: {reason}"
-            ) from error
+    try:
+        hidden, other_hidden = first_pass(first), second_pass(second)
+    except _FAILURES as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"a forward pass without masks and cache fails: {type(error).__name__}: {reason}"
+        ) from error
     if not first.calls:
         raise ModelError("no layer calls the attention function")
     layers = tuple(_layer(call) for call in first.calls)
@@ -109,11 +103,8 @@ def probe_layers(
         if other.mask is not None:
             raise ModelError(f"layer {number} makes an attention mask of its own")
         for name in ("query", "key", "value"):
-            if not _agree(getattr(one, name)[1:], getattr(other, name)[:2]):
-                raise ModelError(
-                    f"the {name} of layer {number} depends on other tokens, or on their order:"
-                    " something besides attention mixes tokens, or positions are not taken"
-                )
+            _check_agree(getattr(one, name), getattr(other, name), f"{name} of layer {number}")
+    _check_agree(hidden, other_hidden, "hidden state")
     return layers
 
 
@@ -166,8 +157,13 @@ def _window(call: AttentionCall) -> int | None:
     return window
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    tolerance = TOLERANCES.get(one.dtype, 1e-3)
-    one, other = one.float(), other.float()
+def _check_agree(first: Tensor, second: Tensor, what: str) -> None:
+    """Check the tokens that occur in both passes: the last two of the first one come first."""
+    tolerance = TOLERANCES.get(first.dtype, 1e-3)
+    one, other = first[1:].float(), second[:2].float()
     largest = max(1e-6, float(one.abs().nan_to_num().max()))
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    if not torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True):
+        raise ModelError(
+            f"the {what} depends on other tokens, or on their order: something besides attention"
+            " mixes tokens, or positions are not taken"
+        )

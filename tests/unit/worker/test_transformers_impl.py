@@ -105,7 +105,12 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "mixes tokens"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 depends on other tokens"),
+        (
+            "minimax",
+            {"layer_types": ["full_attention", "linear_attention"], "num_local_experts": 4},
+            "the hidden state depends on other tokens",
+        ),
         ("bert", {}, "not causal"),
         ("deepseek_v32", {}, "without masks and cache fails"),
     ],
