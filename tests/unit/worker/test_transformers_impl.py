@@ -140,3 +140,38 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 def test_flags_of_native_files_are_refused(flag: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value} needs a native"):
         transformers_runner(tiny_llama(tmp_path / "model"), **{flag: value})
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class AcornConfig(LlamaConfig):
+    model_type = "acorn"
+
+
+class AcornForCausalLM(LlamaForCausalLM):
+    config_class = AcornConfig
+"""
+
+
+def test_code_of_a_repository_runs_with_the_flag_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache))
+    monkeypatch.syspath_prepend(str(cache))
+    directory = tiny_llama(tmp_path / "model")
+    expected = generated(directory, prompts_of([9]))
+    (directory / "modeling_acorn.py").write_text(CODE)
+    file = directory / "config.json"
+    auto_map = {"AutoConfig": "modeling_acorn.AcornConfig",
+                "AutoModelForCausalLM": "modeling_acorn.AcornForCausalLM"}  # fmt: skip
+    changes = {"model_type": "acorn", "architectures": ["AcornForCausalLM"], "auto_map": auto_map}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        transformers_runner(directory)
+    driver = Driver(transformers_runner(directory, trust_remote_code=True))
+    request = driver.add(prompts_of([9])[0])
+    driver.generate([request], NEW_TOKENS)
+    assert request.output == expected[0]
