@@ -8,6 +8,7 @@ import torch
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
+from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
@@ -26,7 +27,6 @@ from worker_proc.startup.nvtx import mark_steps
 from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.devices import choose_device, choose_dtype, free_memory, trim_heap
-from worker_proc.transformers_impl.flags import check_flags
 from worker_proc.transformers_impl.loading import build_empty, load_transformers_model
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def make_runner(
         ModelError: The model cannot be loaded.
     """
     args, impl = config.worker, choose_model_impl(files)
-    if impl is ModelImpl.TRANSFORMERS:
-        check_flags(args)
+    check_flags(args, impl)
     device = choose_device(args.device, part.rank)
     native_kernels = False
     if device.type == "cpu" and impl is ModelImpl.NATIVE:

@@ -133,6 +133,28 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         transformers_runner(directory)
 
 
+@pytest.mark.parametrize(("context", "long"), [(96, True), (48, False)])
+def test_longrope_uses_one_list_of_factors_in_every_step(
+    context: int, long: bool, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48,
+            "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}  # fmt: skip
+    directory = tiny_llama(
+        tmp_path / "model", rope_parameters=rope, max_position_embeddings=96, head_dim=16
+    )
+    outputs = []
+    for runner in (
+        transformers_runner(directory, context_length=context),
+        runner_of(directory, context_length=context),
+    ):
+        driver = Driver(runner)
+        requests = [driver.add(prompt) for prompt in prompts_of([1, 9, 33])]
+        driver.generate(requests, NEW_TOKENS, chunk=7)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+    assert (outputs[0] == generated(directory, prompts_of([1, 9, 33]))) != long
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("attention_backend", "native"), ("quantization", "int8"), ("kv_cache_dtype", "int8")],

@@ -2,10 +2,13 @@
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.model_files.model_impl.choice import ModelImpl
 
 
-def check_flags(args: WorkerArgs) -> None:
-    """Raise ConfigError for the first flag that a model of transformers does not support."""
+def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
+    """Raise ConfigError for the first flag that is not supported by what runs the model."""
+    if impl is ModelImpl.NATIVE:
+        return
     for flag, is_set in (
         (
             f"--attention-backend {args.attention_backend}",
