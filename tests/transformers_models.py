@@ -13,6 +13,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.25},
     "nemotron": {"head_dim": 24},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "cohere2": {  # a window in two of three layers, no rotation in the third
+        "num_hidden_layers": 3,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "vaultgemma": {  # scores and logits have a soft cap
+        "head_dim": 24,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "granite_swa": {"head_dim": 16, "sliding_window": 12},  # sinks
     "deepseek_v3": {  # values of another size than keys; experts in groups
         "num_key_value_heads": 4,
         "head_dim": 8,

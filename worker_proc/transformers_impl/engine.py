@@ -10,7 +10,7 @@ from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.transformers_impl.attention_call import AttentionCall
 from worker_proc.transformers_impl.model import TransformersModel
-from worker_proc.transformers_impl.probe import LayerAttention
+from worker_proc.transformers_impl.probe import LayerAttention, check_options
 
 
 class TransformersEngine(Engine):
@@ -19,10 +19,6 @@ class TransformersEngine(Engine):
     name = "transformers"
 
     def __init__(self, model: TransformersModel, attention: TorchAttention) -> None:
-        if any(x.window or x.softcap or x.sinks is not None for x in model.layers):
-            raise ModelError(
-                "the model has attention with a window, a soft cap or sinks, which is not supported"
-            )
         self.model = model
         self._attention = attention
 
@@ -50,12 +46,18 @@ class StepAttention:
         self._layer = 0
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Write keys and values to the pages, and return `[tokens, heads, value_dim]`."""
+        """Write keys and values to the pages, and return `[tokens, heads, value_dim]`.
+
+        Raises:
+            ModelError: The call has a mask or options that the probed ones did not have.
+        """
         layer, self._layer = self._layer, self._layer + 1
         how = self._layers[layer]
-        factor = how.scale * self._head_dim**0.5
-        query, key, value = map(self._pad, (call.query * factor, call.key, call.value))
-        out = self._step.attend(layer, query, torch.stack((key, value), 1))
+        if call.mask is not None:
+            raise ModelError(f"layer {layer} makes an attention mask of its own")
+        check_options(call.options)
+        query, key, value = map(self._pad, (call.query, call.key, call.value))
+        out = self._step.attend(layer, query, torch.stack((key, value), 1), how.rules)
         return out.view(len(out), how.heads, self._head_dim)[..., : how.value_dim]
 
     def _pad(self, heads: Tensor) -> Tensor:

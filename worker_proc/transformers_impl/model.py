@@ -58,7 +58,7 @@ class TransformersModel:
     @property
     def window(self) -> int:
         """Number of last tokens that every layer is limited to; 0 if a layer sees all."""
-        windows = [layer.window for layer in self.layers]
+        windows = [layer.rules.window for layer in self.layers]
         return 0 if None in windows else max(window or 0 for window in windows)
 
     def parameters(self) -> list[nn.Parameter]:

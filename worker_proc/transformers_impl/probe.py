@@ -9,12 +9,14 @@ positions.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
+from worker_proc.models.layers import Attention
 from worker_proc.transformers_impl.attention_call import AttentionCall, CallHandler, repeat_kv
 from worker_proc.transformers_impl.masks import RecognisedMask
 
@@ -48,20 +50,14 @@ class LayerAttention:
         heads, kv_heads: Number of query heads, and of key and value heads.
         head_dim: Size of a query and of a key.
         value_dim: Size of a value.
-        scale: Factor of the scores.
-        window: Number of last tokens that a token sees; None: all.
-        softcap: The scores become softcap * tanh(scores / softcap); None: they stay.
-        sinks: `[heads]` further scores without a value; None: there are none.
+        rules: Scale, window, soft cap and sinks.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    rules: Attention
 
 
 class AttentionRecorder:
@@ -123,14 +119,22 @@ def attention_shape(layers: tuple[LayerAttention, ...]) -> AttentionShape:
     return AttentionShape(len(layers), heads, kv_heads, head_dim)
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ModelError if the attention function gets options that change what it computes."""
+    unknown = sorted(
+        name for name in options.keys() - HARMLESS_OPTIONS if options[name] is not None
+    )
+    if unknown:
+        raise ModelError(f"its attention needs {', '.join(unknown)}, which pages do not have")
+
+
 def _layer(call: AttentionCall) -> LayerAttention:
     num_tokens = len(FIRST_PASS[0])
     if any(len(part) != num_tokens for part in (call.query, call.key, call.value)):
         raise ModelError("its attention has other tokens than those of the text")
-    options = {name: value for name, value in call.options.items() if value is not None}
-    if unknown := sorted(options.keys() - HARMLESS_OPTIONS):
-        raise ModelError(f"its attention needs {', '.join(unknown)}, which pages do not have")
-    if not options.get("is_causal", True) or not getattr(call.module, "is_causal", True):
+    check_options(call.options)
+    options = call.options
+    if options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
         raise ModelError("its attention is not causal")
     head_dim = call.query.shape[2]
     return LayerAttention(
@@ -138,10 +142,12 @@ def _layer(call: AttentionCall) -> LayerAttention:
         kv_heads=call.key.shape[1],
         head_dim=head_dim,
         value_dim=call.value.shape[2],
-        scale=head_dim**-0.5 if call.scaling is None else float(call.scaling),
-        window=_window(call),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
+        rules=Attention(
+            head_dim**-0.5 if call.scaling is None else float(call.scaling),
+            softcap=options.get("softcap"),
+            window=_window(call),
+            sinks=options.get("s_aux"),
+        ),
     )
 
 
