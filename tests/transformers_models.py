@@ -26,6 +26,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "granite_swa": {"head_dim": 16, "sliding_window": 12},  # sinks
+    "glm4_moe": {  # an expert for all tokens, and those that a router chooses
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
     "deepseek_v3": {  # values of another size than keys; experts in groups
         "num_key_value_heads": 4,
         "head_dim": 8,

@@ -75,7 +75,7 @@ def make_runner(
     model = (
         load_model(files, dtype, device, args.quantization == "gguf", part)
         if impl is ModelImpl.NATIVE
-        else load_transformers_model(files, dtype, device)
+        else load_transformers_model(files, dtype, device, part, ranks)
     )
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 

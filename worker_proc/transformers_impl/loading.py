@@ -1,24 +1,33 @@
 """Build a model of transformers and load its weights from safetensors."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from quadriga.errors import ModelError, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
+from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.transformers_impl.attention_call import AttentionFunction
 from worker_proc.transformers_impl.linear import pack_linears
 from worker_proc.transformers_impl.model import TransformersModel
+from worker_proc.transformers_impl.parallel import split_layers
 from worker_proc.transformers_impl.rope import fix_rope
+
+if TYPE_CHECKING:
+    from worker_proc.distributed.tp_group import TPGroup
 
 SEED_OF_DUMMY_WEIGHTS = 0
 MAX_NAMES_SHOWN = 5
 
 
 def load_transformers_model(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: TPRank = WHOLE,
+    ranks: "TPGroup | None" = None,
 ) -> TransformersModel:
     """Build a model, load its weights and probe its attention.
 
@@ -26,6 +35,8 @@ def load_transformers_model(
         files: The model's files; without weights, the model gets random ones.
         dtype: Of the weights, but for those that transformers keeps in float32.
         device: Of the weights.
+        part: The rank whose part of each layer is kept; the whole model passes the main memory.
+        ranks: The processes with the other parts, if there are any.
 
     Raises:
         ModelError: transformers cannot build the model, tensors are missing, or attention over
@@ -36,18 +47,20 @@ def load_transformers_model(
     transformers.utils.logging.disable_progress_bar()
     function = AttentionFunction()
     try:
-        config = _config(files)
-        if files.weights is None:
-            causal_lm = _random_model(files, config, dtype, device, function.name)
-        else:
-            causal_lm = _from_safetensors(files, config, dtype, device, function.name)
+        config = read_config(files)
+        place = device if ranks is None else torch.device("cpu")
+        build = _random_model if files.weights is None else _from_safetensors
+        causal_lm = build(files, config, dtype, place, function.name)
         causal_lm.eval().requires_grad_(False)
+        if ranks is not None:
+            split_layers(causal_lm.base_model, config.base_model_tp_plan, part, ranks)
+            causal_lm.to(device)
         fix_rope(causal_lm, files.context_length)
         pack_linears(causal_lm)
         model = TransformersModel(causal_lm, function, files.context_length)
     except QuadrigaError as error:
         raise ModelError(_refusal(files, str(error))) from None
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever the model's code raises ends the start
         raise ModelError(_refusal(files, f"{type(error).__name__}: {_one_line(error)}")) from error
     if model.vocab_size != files.vocab_size:
         raise ModelError(
@@ -71,14 +84,15 @@ def build_empty(files: ModelFiles, dtype: torch.dtype) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                _config(files), dtype=dtype, trust_remote_code=files.trust_remote_code
+                read_config(files), dtype=dtype, trust_remote_code=files.trust_remote_code
             )
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever the model's code raises ends the start
         raise ModelError(_refusal(files, f"{type(error).__name__}: {_one_line(error)}")) from error
     return model
 
 
-def _config(files: ModelFiles) -> Any:
+def read_config(files: ModelFiles) -> Any:
+    """Return the model's configuration as transformers reads it."""
     from transformers import AutoConfig
 
     if Path(files.location).is_dir():

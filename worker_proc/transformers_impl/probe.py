@@ -25,9 +25,6 @@ FIRST_PASS = ([1, 2, 3], [0, 1, 2])
 SECOND_PASS = ([2, 3, 4], [1, 2, 0])
 # Relative to the largest value; a mixed or misplaced token differs by far more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-_FAILURES = (
-    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
 # Options of the attention function that pages need not know.
 HARMLESS_OPTIONS = frozenset(
     (
@@ -85,7 +82,7 @@ def probe_layers(first_pass: ForwardPass, second_pass: ForwardPass) -> tuple[Lay
     first, second = AttentionRecorder(), AttentionRecorder()
     try:
         hidden, other_hidden = first_pass(first), second_pass(second)
-    except _FAILURES as error:
+    except Exception as error:  # whatever the model's code raises ends the start
         reason = " ".join(str(error).split())
         raise ModelError(
             f"a forward pass without masks and cache fails: {type(error).__name__}: {reason}"

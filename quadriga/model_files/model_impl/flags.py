@@ -17,7 +17,6 @@ def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
         (f"--quantization {args.quantization}", args.quantization != "none"),
         (f"--kv-cache-dtype {args.kv_cache_dtype}", args.kv_cache_dtype != "auto"),
         ("--enable-deterministic-inference", args.enable_deterministic_inference),
-        (f"--tp {args.tp}", args.tp > 1),
     ):
         if is_set:
             raise ConfigError(
