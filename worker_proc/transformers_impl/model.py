@@ -48,7 +48,7 @@ class TransformersModel:
             raise ModelError(f"{type(causal_lm).__name__} has no base model without a head")
         self._causal_lm = causal_lm
         self._function = function
-        self._device: torch.device = causal_lm.device
+        self._device: torch.device = causal_lm.get_input_embeddings().weight.device
         self._base_forward = base.forward
         self._given_hidden = torch.empty(0)
         base.forward = self._return_hidden

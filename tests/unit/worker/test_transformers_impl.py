@@ -17,6 +17,7 @@ from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.runner import Runner
 from worker_proc.startup.build import make_runner
+from worker_proc.step.inputs import make_inputs
 
 NEW_TOKENS = 8
 
@@ -56,6 +57,24 @@ def test_each_family_gives_the_tokens_of_transformers(family: str, tmp_path: Pat
         requests = [driver.add(prompt) for prompt in prompts]
         driver.generate(requests, NEW_TOKENS, chunk)
         assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("family", ["cohere", "vaultgemma"])
+def test_logits_of_all_tokens_have_the_scale_and_soft_cap_of_the_model(
+    family: str, tmp_path: Path
+) -> None:
+    directory = tiny_model(family, tmp_path / "model")
+    runner = transformers_runner(directory)
+    driver = Driver(runner)
+    (prompt,) = prompts_of([30])
+    plan = driver.plan([(driver.add(prompt), len(prompt))])
+    with torch.inference_mode():
+        runner.table.apply(plan)
+        hidden = runner.engine.forward(make_inputs(plan, runner.table))
+        logits = runner.engine.logits(hidden)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        expected = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_pages_that_another_request_filled_give_the_same_tokens(tmp_path: Path) -> None:
