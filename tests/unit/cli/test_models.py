@@ -82,10 +82,12 @@ def test_an_unsupported_architecture_is_named_before_its_window(
 def test_what_no_native_file_runs_is_left_to_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = changed(tiny_llama(tmp_path / "model"), hidden_act="relu")
+    model = changed(
+        tiny_llama(tmp_path / "model"), model_type="cohere", architectures=["CohereForCausalLM"]
+    )
     assert check(model, capsys)["way"].startswith("transformers")
     refusal = check(model, capsys, "--model-impl", "native")["refusal"]
-    assert "hidden_act = 'relu'" in refusal
+    assert "names cohere" in refusal
     assert "transformers" not in refusal
 
 
