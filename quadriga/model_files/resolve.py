@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture
 from quadriga.model_files.builtin import builtin_sampling, builtin_weights
-from quadriga.model_files.directory import find_problem, read_json
+from quadriga.model_files.directory import find_problem, has_code, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
@@ -154,9 +154,13 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         hub_id,
         weights=not dummy,
         show_progress=show_progress,
-        is_complete=lambda cached: find_problem(cached, not dummy, not args.tokenizer) is None,
+        is_complete=lambda cached: (
+            find_problem(cached, not dummy, not args.tokenizer) is None
+            and (has_code(cached) or not args.trust_remote_code)
+        ),
         remedy=_remedy(size),
         revision=args.revision,
+        code=args.trust_remote_code,
     )
     return _from_directory(args, directory, show_progress)
 

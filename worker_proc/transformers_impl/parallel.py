@@ -64,8 +64,8 @@ def split_layers(base: nn.Module, plan: dict[str, str], part: TPRank, ranks: "TP
             if style == ROW:
                 module.register_forward_hook(sum_over_ranks)
         for parameter_name, weight in list(module.named_parameters(recurse=False)):
-            if style := _style(f"{name}.{parameter_name}", plan):  # [experts, outputs, inputs]
-                cut = _cut(weight, style, part, outputs=1)
+            if style := _style(f"{name}.{parameter_name}", plan):
+                cut = _cut(weight, style, part)
                 setattr(module, parameter_name, nn.Parameter(cut, requires_grad=False))
 
 
@@ -85,15 +85,16 @@ def _split_linear(linear: nn.Linear, style: str, part: TPRank) -> None:
     linear.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def _cut(weight: Tensor, style: str, part: TPRank, outputs: int = 0) -> Tensor:
-    """Return one rank's part of `[..., outputs, inputs]`, or of a bias `[outputs]`.
+def _cut(weight: Tensor, style: str, part: TPRank) -> Tensor:
+    """Return one rank's part of `[outputs]`, `[outputs, inputs]` or `[experts, outputs, inputs]`.
 
     Packed outputs are two matrices of equal height, each of which is cut.
     """
     if style == WHOLE:
         return weight
+    outputs = max(0, weight.dim() - 2)
     if style == PACKED_COLUMN:
         halves = weight.chunk(2, outputs)
-        return torch.cat([_cut(half, COLUMN, part, outputs) for half in halves], outputs)
+        return torch.cat([_cut(half, COLUMN, part) for half in halves], outputs)
     dim = outputs if style == COLUMN else outputs + 1
     return weight.detach().chunk(part.count, dim)[part.rank].clone()
