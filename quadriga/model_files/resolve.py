@@ -86,14 +86,6 @@ class ModelFiles:
         return fingerprint(self.config, self.tokenizer_dir, self.weights)
 
     @property
-    def attention_window(self) -> int | None:
-        """Number of last tokens that are attended to; None: all."""
-        if not self.config.get("use_sliding_window", True):
-            return None
-        window = self.config.get("sliding_window")
-        return window if window is None else int(window)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text, from config.json and generation_config.json."""
         ids: set[int] = set()

@@ -4,7 +4,7 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import ArchitectureConfig
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.resolve import ModelFiles
 
@@ -12,7 +12,7 @@ from quadriga.model_files.resolve import ModelFiles
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> ArchitectureConfig | None:
+def check_servable(files: ModelFiles) -> DecoderConfig | None:
     """Return what the model asks of a native file; None if transformers runs it.
 
     Raises:

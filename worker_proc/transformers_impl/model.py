@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quadriga.errors import ModelError
+from quadriga.windows import common_window
 from worker_proc.attention.base import AttentionShape
 from worker_proc.transformers_impl.attention_call import AttentionFunction, CallHandler
 from worker_proc.transformers_impl.masks import recognised_masks
@@ -58,8 +59,7 @@ class TransformersModel:
     @property
     def window(self) -> int:
         """Number of last tokens that every layer is limited to; 0 if a layer sees all."""
-        windows = [layer.rules.window for layer in self.layers]
-        return 0 if None in windows else max(window or 0 for window in windows)
+        return common_window(layer.rules.window for layer in self.layers)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights."""

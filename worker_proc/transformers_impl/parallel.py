@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quadriga.errors import ConfigError
-from quadriga.model_files.architectures import check_tp_size
+from quadriga.model_files.config.config_values import check_tp_size
 from worker_proc.loading.sharding import TPRank
 
 if TYPE_CHECKING:

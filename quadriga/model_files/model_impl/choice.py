@@ -4,7 +4,8 @@ import enum
 from typing import Any
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import ArchitectureConfig, read_architecture
+from quadriga.model_files.architectures import read_architecture
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.model_impl.transformers_package import (
     PackageModel,
     TransformersPackage,
@@ -46,23 +47,16 @@ def choose_model_impl(files: ModelFiles) -> ModelImpl:
     return ModelImpl.TRANSFORMERS
 
 
-def read_native(files: ModelFiles) -> ArchitectureConfig:
+def read_native(files: ModelFiles) -> DecoderConfig:
     """Return what a model asks of a native file.
 
     Raises:
         ModelError: No native file runs the model.
     """
     try:
-        config = read_architecture(files.config)
+        return read_architecture(files.config)
     except ModelError as error:
         raise ModelError(f"{files.location}: {error}") from None
-    window = files.attention_window
-    if window is not None and window < files.context_length:
-        raise ModelError(
-            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
-            f" the context is {files.context_length}; take --context-length {window}"
-        )
-    return config
 
 
 def transformers_refusal(files: ModelFiles) -> str | None:
