@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 4.0,
         "final_logit_softcapping": 3.0,
     },
+    "ministral": {"head_dim": 16, "sliding_window": 12},  # a window in every layer
     "granite_swa": {"head_dim": 16, "sliding_window": 12},  # sinks
     "glm4_moe": {  # an expert for all tokens, and those that a router chooses
         "head_dim": 16,

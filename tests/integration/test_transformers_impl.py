@@ -17,7 +17,7 @@ from worker_proc.distributed.check import check_ranks
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
-@pytest.mark.parametrize("family", ["cohere", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["cohere", "olmoe", "deepseek_v3", "ministral"])
 def test_models_without_a_native_file_give_the_tokens_of_transformers(
     family: str, way: str, tmp_path: Path
 ) -> None:
