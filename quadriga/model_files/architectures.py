@@ -10,9 +10,14 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.families.gemma import gemma2, gemma3
+from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
+from quadriga.model_files.families.gpt_neox import gpt_neox
 from quadriga.model_files.families.llama import llama, mistral
+from quadriga.model_files.families.opt import opt
+from quadriga.model_files.families.phi3 import phi3
 from quadriga.model_files.families.qwen import qwen2, qwen3
+from quadriga.model_files.families.starcoder2 import starcoder2
 
 INT8_SCALE_BYTES = 4
 
@@ -21,11 +26,17 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "glm": glm,
+    "glm4": glm4,
     "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
     "llama": llama,
     "mistral": mistral,
+    "opt": opt,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "starcoder2": starcoder2,
 }
 
 
