@@ -85,8 +85,10 @@ def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
-# The families that share Llama's code. Tests take their parameters from here.
-LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
+# A model of each family, by model_type. Tests take their parameters from here.
+FAMILIES: dict[str, Callable[..., Path]] = {
+    "gpt2": tiny_gpt2,
+    "llama": tiny_llama,
     "mistral": tiny_mistral,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
