@@ -11,6 +11,14 @@ from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.llama import llama, mistral
+from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
+from quadriga.model_files.families.llama_variants.exaone4 import exaone4
+from quadriga.model_files.families.llama_variants.gemma1 import gemma
+from quadriga.model_files.families.llama_variants.granite import granite
+from quadriga.model_files.families.llama_variants.helium import helium
+from quadriga.model_files.families.llama_variants.olmo import olmo2, olmo3
+from quadriga.model_files.families.llama_variants.seed_oss import seed_oss
+from quadriga.model_files.families.llama_variants.smollm3 import smollm3
 from quadriga.model_files.families.qwen import qwen2, qwen3
 
 INT8_SCALE_BYTES = 4
@@ -20,6 +28,15 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "gpt2": gpt2,
     "llama": llama,
     "mistral": mistral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "granite": granite,
+    "smollm3": smollm3,
+    "gemma": gemma,
+    "exaone4": exaone4,
+    "seed_oss": seed_oss,
+    "ernie4_5": ernie4_5,
+    "helium": helium,
     "qwen2": qwen2,
     "qwen3": qwen3,
 }
