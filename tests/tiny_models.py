@@ -15,10 +15,20 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     HeliumConfig,
@@ -31,6 +41,10 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -39,6 +53,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -171,6 +187,73 @@ def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
+def tiny_phi3(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 20, 12 of their channels rotated, and a window of 24."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
+    changes = {"sliding_window": 24, "rope_parameters": rope, "pad_token_id": 0, **changes}
+    return _odd_sizes(Phi3ForCausalLM, Phi3Config, directory, changes)
+
+
+def tiny_starcoder2(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 biased heads of 20 with a window of 24 tokens."""
+    changes = {"sliding_window": 24, "tie_word_embeddings": True, **changes}
+    return _odd_sizes(Starcoder2ForCausalLM, Starcoder2Config, directory, changes)
+
+
+def tiny_glm(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 biased heads of 28, half of their channels rotated in pairs."""
+    changes = {"head_dim": 28, "pad_token_id": 0, **changes}
+    return _odd_sizes(GlmForCausalLM, GlmConfig, directory, changes)
+
+
+def tiny_glm4(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_glm with norms before and after each block."""
+    changes = {"head_dim": 28, "pad_token_id": 0, **changes}
+    return _odd_sizes(Glm4ForCausalLM, Glm4Config, directory, changes)
+
+
+def tiny_gpt_neox(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 24, 6 of their channels rotated, with parallel blocks."""
+    changes = {"hidden_size": 144, "num_key_value_heads": 6, **changes}
+    return _odd_sizes(GPTNeoXForCausalLM, GPTNeoXConfig, directory, changes)
+
+
+def tiny_opt(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 20 with learned positions and ReLU."""
+    sizes = {"ffn_dim": 152, "num_key_value_heads": 6}
+    changes = {**sizes, "tie_word_embeddings": True, "pad_token_id": 0, **changes}
+    return _odd_sizes(OPTForCausalLM, OPTConfig, directory, changes)
+
+
+def _odd_sizes(
+    model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]
+) -> Path:
+    sizes = {"hidden_size": 120, "intermediate_size": 152}
+    return _like_llama(model_class, config_class, directory, False, {**sizes, **changes})
+
+
+def tiny_gemma2(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 2 of 4 layers, every second with a window of 20, and low soft caps."""
+    fields = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0, "sliding_window": 20}
+    return _gemma(Gemma2ForCausalLM, Gemma2Config, directory, fields | changes)
+
+
+def tiny_gemma3(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
+    fields = {
+        "sliding_window": 20,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+
+
+GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}
+
+
 # A model of each family, by model_type. Tests take their parameters from here.
 FAMILIES: dict[str, Callable[..., Path]] = {
     "gpt2": tiny_gpt2,
@@ -187,7 +270,19 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "helium": tiny_helium,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+    **GEMMA,
+    "glm": tiny_glm,
+    "glm4": tiny_glm4,
+    "gpt_neox": tiny_gpt_neox,
+    "opt": tiny_opt,
+    "phi3": tiny_phi3,
+    "starcoder2": tiny_starcoder2,
 }
+
+
+def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:
+    fields = {"num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, **changes}
+    return _like_llama(model_class, config_class, directory, True, fields)
 
 
 def _like_llama(

@@ -20,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
@@ -28,7 +30,7 @@ from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
 # One for each kind of block; tests/unit/worker/test_families.py has all.
-SERVED_FAMILIES = ["mistral", "qwen2", "qwen3"]
+SERVED_FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"]
 
 
 def lengths_up_to(most: int) -> list[int]:
@@ -189,8 +191,11 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
 @pytest.mark.usefixtures("every_cpu")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", ways("default"))
-def test_the_built_in_model(way: str, tmp_path: Path) -> None:
-    files = resolve_model(ModelArgs())
+@pytest.mark.parametrize("name", BUILTINS)
+def test_the_built_in_models(name: str, way: str, tmp_path: Path) -> None:
+    if name != BUILTIN_MODEL and cached_builtin_weights(name) is None:
+        pytest.skip(f"{name} is not in the cache; quadriga serve --model {name}")
+    files = resolve_model(ModelArgs(name))
     assert files.weights is not None
     model = AutoModelForCausalLM.from_pretrained(
         files.weights.parent,
@@ -200,4 +205,5 @@ def test_the_built_in_model(way: str, tmp_path: Path) -> None:
     )
     context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
-    check(model, prompts, tmp_path / "log", way, "--context-length", str(context))
+    flags = ["--model", name, "--context-length", str(context)]
+    check(model, prompts, tmp_path / "log", way, *flags)

@@ -105,8 +105,10 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
     return [request.output for request in requests]
 
 
+# One family for each kind of block; test_families.py has all.
+BLOCK_KINDS = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox"]
 MODELS: dict[str, Callable[[Path], Path]] = {
-    **{name: FAMILIES[name] for name in ("mistral", "qwen2", "qwen3")},
+    **{name: FAMILIES[name] for name in BLOCK_KINDS},
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, tiny_glm, tiny_gpt_neox, tiny_opt, tiny_phi3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 
@@ -22,7 +22,30 @@ CHUNKS = [1, 7, 64]
 NO_IDS = pack_ids([])
 
 # Options of a family that its model in FAMILIES does not have.
-VARIANTS: dict[str, Callable[[Path], Path]] = {}
+LONGROPE = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.6,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.0 + 0.9 * pair for pair in range(6)],
+}
+VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "glm (no biases, tied)": lambda path: tiny_glm(
+        path, attention_bias=False, tie_word_embeddings=True
+    ),
+    "gpt_neox (sequential, no biases in attention)": lambda path: tiny_gpt_neox(
+        path, use_parallel_residual=False, attention_bias=False
+    ),
+    "opt (GELU, no biases)": lambda path: tiny_opt(
+        path, activation_function="gelu", enable_bias=False
+    ),
+    "phi3 (beyond the original context of LongRoPE, no window)": lambda path: tiny_phi3(
+        path,
+        sliding_window=None,
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=16,
+        tie_word_embeddings=True,
+    ),
+}
 MODELS: dict[str, Callable[[Path], Path]] = {**FAMILIES, **VARIANTS}
 
 

@@ -23,4 +23,5 @@ def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() 
 
 
 def test_each_family_is_tested() -> None:
-    assert CONFIGS.keys() == FAMILIES.keys()
+    # A `gemma3` is a `gemma3_text` with images.
+    assert CONFIGS.keys() - {"gemma3"} == FAMILIES.keys()
