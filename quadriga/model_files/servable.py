@@ -4,15 +4,22 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import ArchitectureConfig, read_architecture
+from quadriga.model_files.architectures import read_architecture
+from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.gguf.types import check_packed_types
 from quadriga.model_files.resolve import ModelFiles
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> ArchitectureConfig:
+def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig:
     """Return what the model asks of the worker.
+
+    Args:
+        files: The model's files.
+        quantization: Value of --quantization.
 
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
@@ -27,6 +34,8 @@ def check_servable(files: ModelFiles) -> ArchitectureConfig:
             f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
             " which is not read; take the unquantised model with --quantization int8, or a GGUF"
         )
+    if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:
+        check_packed_types(files.weights, read_json(files.tensor_index))
     return config
 
 

@@ -16,6 +16,7 @@ from quadriga.config.server_config import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.servable import check_servable
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.native_matrices import NativeMatrix
@@ -112,6 +113,9 @@ def test_a_type_that_is_not_multiplied_as_stored_is_refused_by_name(tmp_path: Pa
     message = r"tiny\.gguf: tensor blk\.1\.attn_v\.weight has type IQ2_XXS.*Q4_K.*none"
     with pytest.raises(ModelError, match=message):
         load(files, packed=True)
+    with pytest.raises(ModelError, match=message):
+        check_servable(files, "gguf")
+    check_servable(files)
 
 
 def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_path: Path) -> None:
