@@ -93,13 +93,16 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
         drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
-def test_a_fused_matrix_with_a_part_in_float16_stays_dense(tmp_path: Path) -> None:
+def test_a_fused_matrix_with_a_part_in_float16_becomes_dense_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kinds = {"blk.1.attn_v.weight": Kind.F16}
     files = gguf_of(llama(tmp_path), lambda name: kinds.get(name, Kind.Q4_0))
     layers = dict(load(files, packed=True).named_modules())
     dense = dict(load(files, packed=False).named_modules())
     name = "blocks.1.qkv_proj"
     assert layers[name].blocks == ()
+    assert "2 quantised tensors are fused with one in 16 or 32 bits" in caplog.text
     assert torch.equal(layers[name].weight, dense[name].weight)
     assert len(layers["blocks.0.qkv_proj"].blocks) == 3
 
