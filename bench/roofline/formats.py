@@ -20,9 +20,9 @@ from worker_proc.engine_factory import make_engine
 from worker_proc.loading.gguf_blocks import PackedRows
 
 ROWS = (1, 8, 32)
-CACHED = Product(1024, 256)
-CACHED_ROWS = 512
-NUM_ROUNDS = 5
+CACHED = Product(2048, 1024)
+CACHED_ROWS = 32
+NUM_ROUNDS = 10
 # Random bytes below this bit are scales in float16 that are finite and not too small to be fast.
 BYTE_MASK = 0x3F
 

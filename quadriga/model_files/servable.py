@@ -4,18 +4,18 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gguf.types import check_packed_types
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.resolve import ModelFiles
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig:
-    """Return what the model asks of the worker.
+def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig | None:
+    """Return what the model asks of a native file; None if transformers runs it.
 
     Args:
         files: The model's files.
@@ -24,10 +24,7 @@ def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConf
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
-    try:
-        config = read_architecture(files.config)
-    except ModelError as error:
-        raise ModelError(f"{files.location}: {error}") from None
+    impl = choose_model_impl(files)
     method = (files.config.get("quantization_config") or {}).get("quant_method")
     if files.weights is not None and method:
         raise ModelError(
@@ -36,7 +33,7 @@ def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConf
         )
     if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:
         check_packed_types(files.weights, read_json(files.tensor_index))
-    return config
+    return read_native(files) if impl is ModelImpl.NATIVE else None
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:
