@@ -11,7 +11,7 @@ from typing import Any
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
-from quadriga.model_files.architectures import ARCHITECTURES_WITH_WINDOWS, find_architecture
+from quadriga.model_files.architectures import find_architecture
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, read_config, read_json
@@ -81,14 +81,6 @@ class ModelFiles:
     def fingerprint(self) -> str:
         """Text that identifies the model, independent of the location of its files."""
         return fingerprint(self.config, self.tokenizer_dir, self.weights)
-
-    @property
-    def attention_window(self) -> int | None:
-        """Number of last tokens that are attended to; None: all."""
-        if not self.config.get("use_sliding_window", True):
-            return None
-        window = self.config.get("sliding_window")
-        return window if window is None else int(window)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -247,15 +239,6 @@ def _check_config(files: ModelFiles) -> None:
         raise ConfigError(
             f"--context-length is {files.context_limit}, but the context of {files.name} is"
             f" {context_length} tokens; leave the flag out or give at most that"
-        )
-    window = files.attention_window
-    if window is not None and window < files.context_length:
-        _check_architecture(files)
-        if find_architecture(files.config) in ARCHITECTURES_WITH_WINDOWS:
-            return
-        raise ModelError(
-            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
-            f" the context is {files.context_length}; take --context-length {window}"
         )
 
 

@@ -28,7 +28,8 @@ class OpKind(IntEnum):
     COMBINE = 10
     QUANTISE = 11
     NORM_ADD = 12
-    SCALE_CAP = 13
+    COPY = 13
+    SCALE_CAP = 14
 
 
 class Buffer(IntEnum):

@@ -144,6 +144,8 @@ class Recorder(Ops[Buffer]):
         return output
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+        if x == Buffer.RESIDUAL:
+            x = self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
         if matrix.format != Format.DENSE:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)

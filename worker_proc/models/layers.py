@@ -5,7 +5,6 @@ import enum
 import torch
 from torch import Tensor, nn
 
-from quadriga.errors import ModelError
 from worker_proc.loading.gguf_blocks import PackedRows
 
 
@@ -27,36 +26,13 @@ class Parallel(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """A function of an MLP, by the `hidden_act` of a config.json."""
+    """A function of an MLP, by the names of `DecoderConfig`."""
 
     SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
+    GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     RELU = "relu"
     CLAMPED_SWIGLU = "clamped_swiglu"
-
-    @classmethod
-    def of(cls, hidden_act: str) -> "Activation":
-        """Return the activation of a name that config.json may have.
-
-        Raises:
-            ModelError: There is no such activation.
-        """
-        try:
-            return cls(_ACTIVATION_ALIASES.get(hidden_act, hidden_act))
-        except ValueError:
-            raise ModelError(
-                f"the model's config.json has the activation {hidden_act!r}; supported: "
-                + ", ".join([*(activation.value for activation in cls), *_ACTIVATION_ALIASES])
-            ) from None
-
-
-_ACTIVATION_ALIASES = {
-    "swish": "silu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "gelu_python": "gelu",
-}
 
 
 class Linear(nn.Module):
@@ -66,7 +42,6 @@ class Linear(nn.Module):
         weight: [outputs, inputs].
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
-        fused: Number of matrices of equal height that the checkpoint keeps as one; each is split.
     """
 
     def __init__(
@@ -75,11 +50,9 @@ class Linear(nn.Module):
         outputs: int,
         bias: bool = False,
         parallel: Parallel = Parallel.NONE,
-        fused: int = 1,
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.fused = fused
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
         self.bias: Tensor | None = parameter(outputs) if bias else None

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.model_files.architectures import GemmaConfig
+from quadriga.model_files.architectures import read_architecture
+from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.config.rope_config import RopeScaling
 from quadriga.model_files.gguf_header import make_config
 
 TENSORS = {"token_embd.weight": {"shape": [262144, 640]}}
@@ -34,27 +36,38 @@ def metadata(architecture: str, **values: Any) -> dict[str, Any]:
     }
 
 
-def config_of(architecture: str, **values: Any) -> GemmaConfig:
-    return GemmaConfig.from_hf(make_config(metadata(architecture, **values), TENSORS, {}))
+def config_of(architecture: str, **values: Any) -> DecoderConfig:
+    return read_architecture(make_config(metadata(architecture, **values), TENSORS, {}))
+
+
+def ropes_of(config: DecoderConfig) -> tuple[RopeScaling, RopeScaling]:
+    """Return the positions of a layer without a window, and of one with a window."""
+    of_window = {
+        window is not None: rope for window, rope in zip(config.windows, config.ropes, strict=True)
+    }
+    full, sliding = of_window[False], of_window[True]
+    assert full is not None and sliding is not None
+    return full, sliding
 
 
 def test_a_gemma_3_has_a_window_in_five_layers_of_six_and_two_rope_bases() -> None:
     config = config_of("gemma3", **{"rope.freq_base": 1000000.0})
     assert config.windows == (*(512,) * 5, None) * 3
-    assert (config.rope.parameters["rope_theta"], config.rope.kind) == (1e6, "default")
-    assert (config.local_rope.parameters["rope_theta"], config.local_rope.kind) == (1e4, "default")
+    full, sliding = ropes_of(config)
+    assert (full.parameters["rope_theta"], full.kind) == (1e6, "default")
+    assert (sliding.parameters["rope_theta"], sliding.kind) == (1e4, "default")
     assert config.attention_scale == 1 / 16
-    assert config.attention_softcap is None and config.final_softcap is None
+    assert config.attention_softcap is None and config.logit_softcap is None
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (262144, 256, 1)
-    assert config.rms_norm_eps == 1e-6 and config.tie_word_embeddings
+    assert config.norm_eps == 1e-6 and config.tie_word_embeddings
 
 
 def test_the_positions_of_layers_with_a_window_are_not_scaled() -> None:
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-    config = config_of("gemma3", **{"rope.freq_base": 1000000.0, **scaling})
-    assert (config.rope.kind, config.rope.parameters["factor"]) == ("linear", 8.0)
-    assert config.rope.parameters["rope_theta"] == 1e6
-    assert config.local_rope.kind == "default"
+    full, sliding = ropes_of(config_of("gemma3", **{"rope.freq_base": 1000000.0, **scaling}))
+    assert (full.kind, full.parameters["factor"]) == ("linear", 8.0)
+    assert full.parameters["rope_theta"] == 1e6
+    assert sliding.kind == "default"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +85,10 @@ def test_a_gemma_2_has_soft_caps_and_a_window_in_every_second_layer() -> None:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = config_of("gemma2", block_count=4, **caps)
     assert config.windows == (512, None, 512, None)
-    assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
-    assert config.rope.parameters["rope_theta"] == 1e4
-    assert config.local_rope == config.rope
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    full, sliding = ropes_of(config)
+    assert full.parameters["rope_theta"] == 1e4
+    assert sliding == full
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])

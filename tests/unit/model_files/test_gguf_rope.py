@@ -9,7 +9,7 @@ import torch
 from gguf import GGUFWriter
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import RopeScaling
+from quadriga.model_files.config.rope_config import RopeScaling
 from quadriga.model_files.gguf.reader import read_header
 from quadriga.model_files.gguf_header import rope_divisors_of
 from quadriga.model_files.gguf_rope import rope_parameters

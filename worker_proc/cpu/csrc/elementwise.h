@@ -75,6 +75,18 @@ void norm(const Step& step, const Op& op, long token) {
     }
 }
 
+template <class E>
+void copy(const Step& step, const Op& op, long token) {
+    typedef typename E::Passed Passed;
+    long from = op.sampled && step.sampled ? step.sampled[token] : token;
+    const float* x = (const float*)step.buffers[op.input] + from * step.strides[op.input];
+    Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
+    for (long d = 0; d < op.width; d += LANES) {
+        long count = std::min<long>(LANES, op.width - d);
+        narrow_partial(to + d, load_partial(x + d, count), count);
+    }
+}
+
 // Adds the norm of a token's row of the input to its row of the residual stream.
 inline void norm_add(const Step& step, const Op& op, long token) {
     long row = op.sampled && step.sampled ? step.sampled[token] : token;

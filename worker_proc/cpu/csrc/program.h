@@ -19,6 +19,7 @@ enum OpKind : int32_t {
     COMBINE,       // output = combined parts of the rows whose context was split
     QUANTISE,      // output = input in 8 bits, for a quantised matrix
     NORM_ADD,      // output += input / rms(input) * gain, float
+    COPY,          // output = input, the residual stream
     SCALE_CAP,     // output = scale * output, then softcap * tanh(output / softcap), float
 };
 
