@@ -13,9 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    Gemma3Config,
     Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -46,17 +44,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-GEMMA_FIELDS = {
-    "num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 20,
-}  # fmt: skip
-GEMMA3_FIELDS = {
-    "sliding_window_pattern": 3,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
 
 
 def tiny_gpt2(directory: Path, **changes: Any) -> Path:
@@ -102,41 +89,39 @@ def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
-def tiny_gemma2(directory: Path, **changes: Any) -> Path:
-    """Write a Gemma 2 of 4 layers, every second with a window of 20, and low soft caps."""
-    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
-    fields = {**GEMMA_FIELDS, **caps, **changes}
-    return _like_llama(Gemma2ForCausalLM, Gemma2Config, directory, True, fields)
-
-
-def tiny_gemma3_text(directory: Path, **changes: Any) -> Path:
-    """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
-    fields = {**GEMMA_FIELDS, **GEMMA3_FIELDS, **changes}
-    return _like_llama(Gemma3ForCausalLM, Gemma3TextConfig, directory, True, fields)
-
-
-def tiny_gemma3(directory: Path) -> Path:
-    """Write a model like tiny_gemma3_text that also reads images."""
-
-    def with_images(**fields: Any) -> Gemma3Config:
-        image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
-        ids: dict[str, Any] = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
-        return Gemma3Config(text_config=fields, vision_config=image, mm_tokens_per_image=4, **ids)
-
-    fields = {**GEMMA_FIELDS, **GEMMA3_FIELDS}
-    return _like_llama(Gemma3ForConditionalGeneration, with_images, directory, True, fields)
-
-
 # The families that share Llama's code. Tests take their parameters from here.
 LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
-    "gemma2": tiny_gemma2,
-    "gemma3": tiny_gemma3,
-    "gemma3_text": tiny_gemma3_text,
     "mistral": tiny_mistral,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
 }
+
+
+def tiny_gemma2(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 2 of 4 layers, every second with a window of 20, and low soft caps."""
+    fields = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0, "sliding_window": 20}
+    return _gemma(Gemma2ForCausalLM, Gemma2Config, directory, fields | changes)
+
+
+def tiny_gemma3(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
+    fields = {
+        "sliding_window": 20,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+
+
+GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}
+
+
+def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:
+    fields = {"num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, **changes}
+    return _like_llama(model_class, config_class, directory, True, fields)
 
 
 def _like_llama(

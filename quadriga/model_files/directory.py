@@ -49,6 +49,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return {**shared, **_GEMMA3_TEXT, **text}
 
 
+def has_code(directory: Path) -> bool:
+    """Return whether a directory has the modules that its config.json names for transformers."""
+    auto_map = read_json(directory / "config.json").get("auto_map") or {}
+    classes = [auto_map.get(key) for key in ("AutoConfig", "AutoModelForCausalLM")]
+    modules = {str(name).partition(".")[0] for name in classes if name and "--" not in str(name)}
+    return all((directory / f"{module}.py").is_file() for module in modules)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} without a file. Raise ModelError if it is broken."""
     try:

@@ -113,8 +113,8 @@ class DecoderConfig:
         qkv_by_head: A fused projection has the rows of a query, key and value head side by side.
         transposed: The checkpoint has the weights of blocks as [inputs, outputs].
         skipped: Ends of the names of tensors that are not read.
+        skipped_starts: Starts of such names.
         removed: Parts of tensors' names that are removed before they are looked up.
-        foreign: Begins of the names of tensors of other models in the checkpoint.
     """
 
     vocab_size: int
@@ -154,8 +154,8 @@ class DecoderConfig:
     qkv_by_head: bool = False
     transposed: bool = False
     skipped: tuple[str, ...] = ()
+    skipped_starts: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], **fields: Any) -> "DecoderConfig":

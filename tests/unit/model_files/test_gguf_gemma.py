@@ -40,22 +40,20 @@ def config_of(architecture: str, **values: Any) -> DecoderConfig:
     return read_architecture(make_config(metadata(architecture, **values), TENSORS, {}))
 
 
-def ropes_of(config: DecoderConfig) -> tuple[RopeScaling, RopeScaling]:
-    """Return the positions of a layer without a window, and of one with a window."""
-    of_window = {
-        window is not None: rope for window, rope in zip(config.windows, config.ropes, strict=True)
-    }
-    full, sliding = of_window[False], of_window[True]
-    assert full is not None and sliding is not None
-    return full, sliding
+def rope_of(config: DecoderConfig, local: bool) -> RopeScaling:
+    """Return the rotary positions of the layers with a window, or of those without."""
+    layer = next(i for i, window in enumerate(config.windows) if (window is not None) == local)
+    rope = config.ropes[layer]
+    assert rope is not None
+    return rope
 
 
 def test_a_gemma_3_has_a_window_in_five_layers_of_six_and_two_rope_bases() -> None:
     config = config_of("gemma3", **{"rope.freq_base": 1000000.0})
     assert config.windows == (*(512,) * 5, None) * 3
-    full, sliding = ropes_of(config)
-    assert (full.parameters["rope_theta"], full.kind) == (1e6, "default")
-    assert (sliding.parameters["rope_theta"], sliding.kind) == (1e4, "default")
+    whole, local = rope_of(config, local=False), rope_of(config, local=True)
+    assert (whole.parameters["rope_theta"], whole.kind) == (1e6, "default")
+    assert (local.parameters["rope_theta"], local.kind) == (1e4, "default")
     assert config.attention_scale == 1 / 16
     assert config.attention_softcap is None and config.logit_softcap is None
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (262144, 256, 1)
@@ -64,10 +62,11 @@ def test_a_gemma_3_has_a_window_in_five_layers_of_six_and_two_rope_bases() -> No
 
 def test_the_positions_of_layers_with_a_window_are_not_scaled() -> None:
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-    full, sliding = ropes_of(config_of("gemma3", **{"rope.freq_base": 1000000.0, **scaling}))
-    assert (full.kind, full.parameters["factor"]) == ("linear", 8.0)
-    assert full.parameters["rope_theta"] == 1e6
-    assert sliding.kind == "default"
+    config = config_of("gemma3", **{"rope.freq_base": 1000000.0, **scaling})
+    whole = rope_of(config, local=False)
+    assert (whole.kind, whole.parameters["factor"]) == ("linear", 8.0)
+    assert whole.parameters["rope_theta"] == 1e6
+    assert rope_of(config, local=True).kind == "default"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +85,8 @@ def test_a_gemma_2_has_soft_caps_and_a_window_in_every_second_layer() -> None:
     config = config_of("gemma2", block_count=4, **caps)
     assert config.windows == (512, None, 512, None)
     assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
-    full, sliding = ropes_of(config)
-    assert full.parameters["rope_theta"] == 1e4
-    assert sliding == full
+    assert rope_of(config, local=False).parameters["rope_theta"] == 1e4
+    assert rope_of(config, local=True) == rope_of(config, local=False)
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])

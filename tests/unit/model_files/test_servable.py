@@ -35,7 +35,7 @@ def changed(directory: Path, **changes: Any) -> Path:
 
 def refusal(directory: Path) -> str:
     with pytest.raises(ModelError) as refused:
-        check_servable(resolve_model(ModelArgs(model=str(directory))))
+        check_servable(resolve_model(ModelArgs(model=str(directory), model_impl="native")))
     return str(refused.value)
 
 
@@ -43,6 +43,7 @@ def refusal(directory: Path) -> str:
 def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Path) -> None:
     files = resolve_model(ModelArgs(model=str(build(tmp_path / "model"))))
     config, shape = check_servable(files), build_model(files.config).attention_shape
+    assert config is not None
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (
         shape.layers, shape.heads, shape.kv_heads, shape.head_dim,
     )  # fmt: skip

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
+from quadriga.config.server_config import ModelArgs
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.directory import read_config
-from tests.tiny_models import LIKE_LLAMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_text
+from quadriga.model_files.families.gemma import gemma2, gemma3
+from quadriga.model_files.resolve import resolve_model
+from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 
 NEW_TOKENS = 6
@@ -21,9 +21,9 @@ NEW_TOKENS = 6
 LENGTHS = [1, 5, 19, 20, 21, 47, 110]
 
 
-@pytest.fixture(scope="module", params=[name for name in LIKE_LLAMA if "gemma" in name])
+@pytest.fixture(scope="module", params=list(GEMMA))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return LIKE_LLAMA[request.param](tmp_path_factory.mktemp("model"))
+    return GEMMA[request.param](tmp_path_factory.mktemp("model"))
 
 
 @torch.inference_mode()
@@ -74,47 +74,45 @@ def test_log_probabilities_are_those_of_transformers(
         assert (ours - theirs).abs().max() < 1e-3
 
 
-def test_the_text_model_of_a_published_checkpoint_with_images_is_served(tmp_path: Path) -> None:
-    """Its config.json leaves out defaults, and its tensors have older names."""
-    tiny_gemma3(tmp_path)
+def test_the_text_model_of_a_checkpoint_with_images_is_served(tmp_path: Path) -> None:
+    """Its config.json is nested and leaves out defaults, and its tensors have other names."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_gemma3(tmp_path, num_attention_heads=8, num_key_value_heads=4)
     before = load_on_cpu(tmp_path).checkpoint_tensors()
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["text_config"].pop("model_type") == "gemma3_text"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    renamed = {
-        f"language_model.{name.replace('language_model.', '')}" if "language_model" in name
-        else name.removeprefix("model."): tensor
-        for name, tensor in load_file(tmp_path / "model.safetensors").items()
-    }  # fmt: skip
-    assert {name.split(".")[0] for name in renamed} == {
-        "language_model", "vision_tower", "multi_modal_projector",
-    }  # fmt: skip
-    save_file(renamed, tmp_path / "model.safetensors")
-    after = load_on_cpu(tmp_path).checkpoint_tensors()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_defaults_of_a_nested_config_are_those_of_transformers(tmp_path: Path) -> None:
-    text: dict[str, Any] = {
-        "num_hidden_layers": 34,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
+    for key in ("num_attention_heads", "num_key_value_heads", "architectures", "dtype"):
+        del config[key]
+    nested = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": config,
+        "vision_config": {"hidden_size": 1},
     }
-    nested = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1}}
     (tmp_path / "config.json").write_text(json.dumps(nested))
-    ours, theirs = read_architecture(read_config(tmp_path)), Gemma3TextConfig(**text)
-    assert ours.vocab_size == theirs.vocab_size
-    assert (ours.num_heads, ours.num_kv_heads) == (8, 4)
-    assert (ours.head_dim, ours.norm_eps) == (theirs.head_dim, theirs.rms_norm_eps)
-    kinds = ["full_attention" if window is None else "sliding_attention" for window in ours.windows]
-    assert kinds == theirs.layer_types
-    assert ours.ropes[0] is not None
-    assert ours.ropes[0].max_length == theirs.max_position_embeddings
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    renamed["vision_tower.x.weight"] = torch.zeros(1)
+    renamed["multi_modal_projector.y.weight"] = torch.zeros(1)
+    save_file(renamed, tmp_path / "model.safetensors")
+    model = load_on_cpu(tmp_path)
+    after = model.checkpoint_tensors()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert resolve_model(ModelArgs(str(tmp_path))).vocab_size == 512
+
+
+def test_names_of_tensors_of_new_checkpoints_with_images(tmp_path: Path) -> None:
+    model, tensor = load_on_cpu(tiny_gemma3(tmp_path)), torch.zeros(1)
+    for stored, names in (
+        ("model.language_model.norm.weight", ["model.norm.weight"]),
+        ("model.vision_tower.x.weight", []),
+        ("language_model.lm_head.weight", []),
+    ):
+        assert [name for name, _ in model.checkpoint_parts(stored, tensor)] == names
 
 
 def test_old_and_new_configs_describe_the_same_positions(tmp_path: Path) -> None:
-    tiny_gemma3_text(tmp_path)
+    tiny_gemma3(tmp_path)
     new = json.loads((tmp_path / "config.json").read_text())
     old = {
         key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")
@@ -125,20 +123,24 @@ def test_old_and_new_configs_describe_the_same_positions(tmp_path: Path) -> None
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         "sliding_window_pattern": 3,
     }
-    ours, theirs = read_architecture(old), read_architecture(new)
+    ours, theirs = gemma3(old), gemma3(new)
     assert ours.windows == theirs.windows == (20, 20, None, 20)
     for one, other in zip(ours.ropes, theirs.ropes, strict=True):
-        assert one is not None and other is not None
+        assert one is not None
+        assert other is not None
         assert one.kind == other.kind
         assert one.parameters["rope_theta"] == other.parameters["rope_theta"]
         assert one.parameters.get("factor") == other.parameters.get("factor")
+    assert ours.ropes[2] is not None
+    assert ours.ropes[2].parameters["factor"] == 4.0
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_activation": "tanh"}, "hidden_activation = 'tanh'"),
+        ({"hidden_activation": "mish"}, "hidden_activation = 'mish'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         ({"layer_types": ["full_attention"]}, "for each of the 4 layers"),
         ({"layer_types": ["chunked_attention"] * 4}, "supported: full_attention or"),
     ],
@@ -146,4 +148,4 @@ def test_old_and_new_configs_describe_the_same_positions(tmp_path: Path) -> None
 def test_what_is_not_computed_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     config = json.loads((tiny_gemma2(tmp_path) / "config.json").read_text())
     with pytest.raises(ModelError, match=said):
-        read_architecture(config | change)
+        gemma2(config | change)

@@ -19,7 +19,7 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot
 from tests.tiny_models import (
     tiny_gemma2,
-    tiny_gemma3_text,
+    tiny_gemma3,
     tiny_gpt2,
     tiny_llama,
     tiny_mistral,
@@ -157,7 +157,7 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
         tiny_qwen2,
         tiny_qwen3,
         tiny_gemma2,
-        tiny_gemma3_text,
+        tiny_gemma3,
     ],
 )
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
