@@ -14,6 +14,7 @@ _GEMMA3_TEXT = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131072,
 }
+ADAPTER_CONFIG = "adapter_config.json"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
@@ -25,6 +26,9 @@ def find_problem(directory: Path, weights: bool, tokenizer: bool = True) -> str 
         weights: it must have weights.
         tokenizer: it must have a tokenizer.
     """
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "its model"
+        return f"is an adapter, which is not served; merge it into {base}, and serve the result"
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if ggufs:
