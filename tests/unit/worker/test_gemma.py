@@ -1,6 +1,7 @@
 """Gemma 2 and Gemma 3 give the tokens and the log-probabilities of transformers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[Path], Path]] = {
     **GEMMA,
     "gemma3": tiny_gemma3_with_images,
     "gemma2 with biases": lambda path: tiny_gemma2(path, attention_bias=True),
