@@ -7,9 +7,9 @@ import numpy as np
 
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape, Ints
-from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
+from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.cpu.weights import LANES, PackedWeights, round_up
+from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -29,7 +29,7 @@ ACTIVATIONS = (
     Activation.RELU,
     Activation.CLAMPED_SWIGLU,
 )
-QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
+QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
 class Recorder(Ops[Buffer]):
