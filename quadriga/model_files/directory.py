@@ -6,6 +6,14 @@ from typing import Any
 
 from quadriga.errors import ModelError
 
+# Defaults of transformers' Gemma3TextConfig, which the published files leave out.
+_GEMMA3_TEXT = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
@@ -33,6 +41,20 @@ def has_code(directory: Path) -> bool:
     classes = [auto_map.get(key) for key in ("AutoConfig", "AutoModelForCausalLM")]
     modules = {str(name).partition(".")[0] for name in classes if name and "--" not in str(name)}
     return all((directory / f"{module}.py").is_file() for module in modules)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return a config.json; of a Gemma 3 for texts and images, the part of its text model.
+
+    Raises:
+        ModelError: the file is broken.
+    """
+    config = read_json(directory / "config.json")
+    text = config.get("text_config")
+    if config.get("model_type") != "gemma3" or not isinstance(text, dict):
+        return config
+    shared = {key: value for key, value in config.items() if not key.endswith("_config")}
+    return {**shared, **_GEMMA3_TEXT, **text}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 import psutil
 
 from quadriga.cli.models.weights import summarize_weights
-from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.config.server_config import ModelArgs
 from quadriga.config.worker_args import OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ModelError, QuadrigaError
 from quadriga.model_files.architectures import find_architecture, kv_bytes_per_token
-from quadriga.model_files.builtin import cached_builtin_weights
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gpt2_sizes import find_size
@@ -93,9 +94,12 @@ def check_model(model: str, **flags: Any) -> ModelReport:
 
 def _on_this_machine(model: str) -> str:
     """Return a value of --model that is resolved without a network."""
-    if model == BUILTIN_MODEL:
-        if cached_builtin_weights() is None:
-            raise ModelError(f"{model} is not fetched yet; quadriga serve fetches it (93 MB)")
+    if model in BUILTINS:
+        if cached_builtin_weights(model) is None:
+            raise ModelError(
+                f"{model} is not fetched yet; quadriga serve --model {model} fetches it"
+                f" ({BUILTINS[model].download_mb} MB)"
+            )
         return model
     if Path(model).expanduser().exists() or looks_like_a_path(model):
         return model

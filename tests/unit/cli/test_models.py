@@ -149,7 +149,12 @@ def test_weights_that_are_cut_short_are_refused(
 
 def test_what_is_not_on_this_machine_is_not_fetched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quadriga serve a/b fetches it" in check("a/b", capsys)["refusal"]
-    assert "not fetched yet" in check("smollm2-135m", capsys)["refusal"]
+    for name, size in (("smollm2-135m", "93 MB"), ("gemma3-270m", "238 MB")):
+        refusal = check(name, capsys)["refusal"]
+        assert (
+            refusal
+            == f"{name} is not fetched yet; quadriga serve --model {name} fetches it ({size})"
+        )
     assert "no such file" in check("./none", capsys)["refusal"]
 
 
@@ -161,14 +166,15 @@ def test_the_list_has_caches_and_the_served_model(
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(tiny_llama(tmp_path / "model"), repository / "snapshots" / ("0" * 40))
     assert main(["models", "--json", "--endpoint", "tcp://127.0.0.1:1"]) == 0
-    builtin, cached = json.loads(capsys.readouterr().out)
-    assert builtin["where"] == "built-in, not fetched yet"
+    builtin, gemma, cached = json.loads(capsys.readouterr().out)
+    assert builtin["where"] == "built-in, not fetched yet (93 MB)"
+    assert (gemma["name"], gemma["num_bytes"]) == ("gemma3-270m", None)
     assert (cached["name"], cached["architecture"]) == ("org/tiny", "llama")
     assert cached["num_bytes"] > 0
     assert main(["models", "--endpoint", "tcp://127.0.0.1:1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "where", "architecture", "size"]
-    assert len(lines) == 3
+    assert len(lines) == 4
 
 
 def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,16 +83,16 @@ def test_an_unsupported_gguf_is_refused_before_its_vocabulary_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(sys.modules, "gguf", None)  # the full reader
-    name, value = b"general.architecture", b"gemma3"
-    path = tmp_path / "gemma.gguf"
+    monkeypatch.setitem(sys.modules, "gguf", None)  # needed by the full reader
+    name, value = b"general.architecture", b"mamba"
+    path = tmp_path / "mamba.gguf"
     path.write_bytes(
         b"GGUF" + struct.pack("<IQQ", 3, 10, 10)
         + struct.pack("<Q", len(name)) + name
         + struct.pack("<IQ", 8, len(value)) + value
     )  # fmt: skip
     began_at = time.monotonic()
-    with pytest.raises(ModelError, match="is 'gemma3', which is not supported in a GGUF"):
+    with pytest.raises(ModelError, match="is 'mamba', which is not supported in a GGUF"):
         header_files(path)
     assert time.monotonic() - began_at < 5
 
