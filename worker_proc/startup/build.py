@@ -1,5 +1,6 @@
 """Builds the runner: device, dtype, weights, and the KV pool in the memory that is left."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quadriga.config.server_config import ServerConfig
-from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
 from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
@@ -55,6 +56,9 @@ def make_runner(
     """
     args, impl = config.worker, choose_model_impl(files)
     check_flags(args, impl)
+    if impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0:
+        if reason := native_refusal(files):
+            logging.warning("%s: transformers runs the model instead, more slowly", reason)
     device = choose_device(args.device, part.rank)
     native_kernels = False
     if device.type == "cpu" and impl is ModelImpl.NATIVE:

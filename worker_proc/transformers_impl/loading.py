@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quadriga.errors import ModelError, QuadrigaError
+from quadriga.model_files.model_impl.choice import native_refusal
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.transformers_impl.attention_call import AttentionFunction
@@ -147,7 +148,10 @@ def _from_safetensors(
 
 
 def _refusal(files: ModelFiles, reason: str) -> str:
-    return f"{files.location}: transformers cannot serve {files.config.get('model_type')}: {reason}"
+    native = native_refusal(files) if files.model_impl == "auto" else None
+    before = f"{native}; " if native else ""
+    model_type = files.config.get("model_type")
+    return f"{files.location}: {before}transformers cannot serve {model_type}: {reason}"
 
 
 def _one_line(error: Exception) -> str:

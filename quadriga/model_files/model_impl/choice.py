@@ -4,7 +4,8 @@ import enum
 from typing import Any
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
+from quadriga.model_files.architectures import find_architecture, read_architecture
+from quadriga.model_files.config.config_values import BrokenConfig
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.model_impl.transformers_package import (
     PackageModel,
@@ -37,6 +38,8 @@ def choose_model_impl(files: ModelFiles) -> ModelImpl:
         try:
             read_native(files)
             return ModelImpl.NATIVE
+        except BrokenConfig:
+            raise
         except ModelError as error:
             if files.model_impl == ModelImpl.NATIVE.value:
                 raise
@@ -56,7 +59,20 @@ def read_native(files: ModelFiles) -> DecoderConfig:
     try:
         return read_architecture(files.config)
     except ModelError as error:
-        raise ModelError(f"{files.location}: {error}") from None
+        raise type(error)(f"{files.location}: {error}") from None
+
+
+def native_refusal(files: ModelFiles) -> str | None:
+    """Return why no native file runs a model of a known family; None for other models."""
+    try:
+        find_architecture(files.config)
+    except ModelError:
+        return None
+    try:
+        read_architecture(files.config)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def transformers_refusal(files: ModelFiles) -> str | None:

@@ -280,6 +280,19 @@ def test_a_complete_cached_snapshot_needs_no_network(
     assert (files.name, files.location) == ("somebody/model", str(directory))
 
 
+def of_wheels(monkeypatch: pytest.MonkeyPatch, *parts: WheelPart) -> None:
+    """Let the built-in model consist of these wheels."""
+    model = BuiltinModel(BUILTIN_MODEL, "tiny.gguf", parts, download_mb=1, terms="the terms")
+    monkeypatch.setitem(BUILTINS, BUILTIN_MODEL, model)
+
+
+def wheel_of(path: Path, content: bytes) -> WheelPart:
+    """Write a wheel that holds `content`."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data/part", content)
+    return WheelPart(path.name, sha256(path.read_bytes()).hexdigest(), "data/part")
+
+
 def test_code_of_a_repository_is_fetched_with_the_flag_that_lets_it_run(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,19 +317,6 @@ def test_code_of_a_repository_is_fetched_with_the_flag_that_lets_it_run(
     (directory / "modeling_acorn.py").write_text("")
     resolve_model(ModelArgs("somebody/model", trust_remote_code=True))
     assert not asked
-
-
-def of_wheels(monkeypatch: pytest.MonkeyPatch, *parts: WheelPart) -> None:
-    """Let the built-in model consist of these wheels."""
-    model = BuiltinModel(BUILTIN_MODEL, "tiny.gguf", parts, download_mb=1, terms="the terms")
-    monkeypatch.setitem(BUILTINS, BUILTIN_MODEL, model)
-
-
-def wheel_of(path: Path, content: bytes) -> WheelPart:
-    """Write a wheel that holds `content`."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data/part", content)
-    return WheelPart(path.name, sha256(path.read_bytes()).hexdigest(), "data/part")
 
 
 def test_without_pip_the_builtin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,3 +102,16 @@ def test_a_gguf_whose_header_ends_early_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ModelError, match=r"tiny.gguf is damaged or cut short"):
         header_files(path)
+
+
+def test_sizes_that_do_not_divide_are_refused_at_once(tmp_path: Path) -> None:
+    model = changed(tiny_llama(tmp_path / "model"), num_attention_heads=7, head_dim=None)
+    assert "num_attention_heads = 7, which is no multiple of num_key_value_heads = 2" in refusal(
+        model
+    )
+
+
+def test_an_adapter_is_refused_with_the_name_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/llama"}')
+    with pytest.raises(ModelError, match="is an adapter, which is not served; merge it into a/ll"):
+        resolve_model(ModelArgs(model=str(tmp_path)))
