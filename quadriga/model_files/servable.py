@@ -5,6 +5,7 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 
 from quadriga.errors import ModelError
 from quadriga.model_files.architectures import ArchitectureConfig, read_architecture
+from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
@@ -19,14 +20,10 @@ def check_servable(files: ModelFiles) -> ArchitectureConfig:
     """
     try:
         config = read_architecture(files.config)
+        if files.weights is not None:
+            read_quantization(files.config)
     except ModelError as error:
         raise ModelError(f"{files.location}: {error}") from None
-    method = (files.config.get("quantization_config") or {}).get("quant_method")
-    if files.weights is not None and method:
-        raise ModelError(
-            f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
-            " which is not read; take the unquantised model with --quantization int8, or a GGUF"
-        )
     return config
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.quantised.coded_rows import CodedRows
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -32,6 +33,7 @@ class Linear(nn.Module):
         weight: [outputs, inputs].
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
+        coded: Likewise, of a quantised checkpoint.
         fused: Number of matrices of equal height that the checkpoint keeps as one; each is split.
     """
 
@@ -48,16 +50,18 @@ class Linear(nn.Module):
         self.fused = fused
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
+        self.coded: tuple[CodedRows, ...] = ()
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 
 class Embedding(nn.Module):
-    """A table of vectors: weight [entries, hidden_size]; blocks as in `Linear`."""
+    """A table of vectors: weight [entries, hidden_size]; blocks and coded as in `Linear`."""
 
     def __init__(self, entries: int, hidden_size: int) -> None:
         super().__init__()
         self.weight: Tensor = parameter(entries, hidden_size)
         self.blocks: tuple[PackedRows, ...] = ()
+        self.coded: tuple[CodedRows, ...] = ()
 
 
 class LayerNorm(nn.Module):

@@ -10,6 +10,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantised.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
@@ -62,7 +63,8 @@ def make_runner(
     if device.type == "cuda":
         empty = build_model(files.config, dtype, tp_size=part.count)
         check_weights(empty, dtype, free_memory(device), device)
-    model = load_model(files, dtype, device, args.quantization == "gguf", part)
+    packed = keeps_packed(args, files, dtype)
+    model = load_model(files, dtype, device, packed, part)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:

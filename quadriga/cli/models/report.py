@@ -19,6 +19,7 @@ from quadriga.model_files.builtin import cached_builtin_weights
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
+from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_native_heads, check_servable, check_tokenizer
 from quadriga.model_files.tokenizer import load_tokenizer, template_source
@@ -36,6 +37,7 @@ class ModelReport:
         way: how a CPU computes it: native kernels, torch or refused.
         refusal: the server's error; "" if it can be served.
         weight_bytes: bytes by format, as stored.
+        quantization: method and bits of a quantised checkpoint.
         kv_bytes_per_token: bytes by number format of the KV cache.
         context_length: tokens of the model's context, or the given limit.
         max_context_here: tokens of one request that the KV pool holds in the memory free now.
@@ -48,6 +50,7 @@ class ModelReport:
     location: str = ""
     architecture: str = ""
     weight_bytes: dict[str, int] = field(default_factory=dict)
+    quantization: str = ""
     num_parameters: int | None = None
     kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
     context_length: int | None = None
@@ -122,6 +125,7 @@ def _describe_architecture(
     report: ModelReport, files: ModelFiles, config: ArchitectureConfig
 ) -> None:
     report.architecture = find_architecture(files.config)
+    report.quantization = str(read_quantization(files.config) or "")
     report.rope = config.rope.kind if isinstance(config, LlamaConfig) else "learned positions"
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     report.kv_bytes_per_token = {
@@ -151,12 +155,15 @@ def _fit_memory(report: ModelReport) -> None:
     """Compute the context from the memory that is free now and the default KV pool's share."""
     item_bytes = ITEM_BYTES[report.way]
     weight_bytes = (report.num_parameters or 0) * item_bytes
+    if report.quantization and report.way == NATIVE:
+        weight_bytes = sum(report.weight_bytes.values())
     pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"
     num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
     report.max_context_here = max(0, min(num_tokens, report.context_length or num_tokens))
     if num_tokens < 1:
         raise ModelError(
-            f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in {dtype}, which does"
+            f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in"
+            f" {report.quantization or dtype}, which does"
             " not leave memory for a KV pool; take a smaller model or free memory"
         )
