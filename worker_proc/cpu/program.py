@@ -27,6 +27,7 @@ class OpKind(IntEnum):
     ATTEND = 9
     COMBINE = 10
     QUANTISE = 11
+    ARRANGE = 12
 
 
 class Buffer(IntEnum):
@@ -40,6 +41,7 @@ class Buffer(IntEnum):
     INNER = 5
     LOGITS = 6
     QUANTISED = 7
+    ARRANGED = 8
 
 
 class Format(IntEnum):
@@ -48,6 +50,10 @@ class Format(IntEnum):
     DENSE = 0
     INT8 = 1
     INT4 = 2
+    CODED_INT8 = 3
+    CODED_INT4 = 4
+    CODED_FLOAT8 = 5
+    CODED_TABLE4 = 6
 
 
 class ComputeType(IntEnum):
@@ -74,6 +80,8 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
     ]
 
 

@@ -12,6 +12,8 @@ from worker_proc.cpu.weights import LANES, PackedWeights, round_up
 from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
 from worker_proc.models.ops import Ops
 
+# Formats whose inputs are multiplied as floats.
+FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
 QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
 
 
@@ -82,7 +84,9 @@ class Recorder(Ops[Buffer]):
         return self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
-        if matrix.format != Format.DENSE:
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
+        if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 

@@ -63,7 +63,7 @@ def make_runner(
     if device.type == "cuda":
         empty = build_model(files.config, dtype, tp_size=part.count)
         check_weights(empty, dtype, free_memory(device), device)
-    packed = keeps_packed(args, files, dtype)
+    packed = keeps_packed(args, files, dtype, device)
     model = load_model(files, dtype, device, packed, part)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 

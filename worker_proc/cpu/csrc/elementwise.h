@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention_work.h"
+#include "coded.h"
 #include "pages.h"
 #include "quantised.h"
 
@@ -14,6 +15,10 @@ INLINE float embedding(const Matrix& m, long id, long d) {
     int lane = int(id % LANES);
     if (m.format == INT8) return QuantisedPanel<Int8>(panel, m.depth).weight(lane, d);
     if (m.format == INT4) return QuantisedPanel<Int4>(panel, m.depth).weight(lane, d);
+    if (m.format == CODED_INT8) return CodedPanel<CodedInt8>(panel, m.depth).weight(lane, d);
+    if (m.format == CODED_INT4) return CodedPanel<CodedInt4>(panel, m.depth).weight(lane, d);
+    if (m.format == CODED_FLOAT8) return CodedPanel<CodedFloat8>(panel, m.depth).weight(lane, d);
+    if (m.format == CODED_TABLE4) return CodedPanel<CodedTable4>(panel, m.depth).weight(lane, d);
     const typename E::Stored* unit = (const typename E::Stored*)(panel + d / E::PACK * LANES + lane);
     return widen_one(unit[d % E::PACK]);
 }
@@ -35,9 +40,19 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
 
 template <class E>
 void quantise_token(const Step& step, const Op& op, long token) {
-    quantise((char*)step.buffers[op.output] + token * step.strides[op.output],
-                (const typename E::Passed*)step.buffers[op.input] + token * step.strides[op.input],
-                op.width);
+    char* to = (char*)step.buffers[op.output] + token * step.strides[op.output];
+    long first = token * step.strides[op.input];
+    if (op.input == ARRANGED)
+        quantise(to, (const float*)step.buffers[op.input] + first, op.width);
+    else
+        quantise(to, (const typename E::Passed*)step.buffers[op.input] + first, op.width);
+}
+
+template <class E>
+void arrange_token(const Step& step, const Op& op, long token) {
+    arrange((float*)step.buffers[op.output] + token * step.strides[op.output],
+            (const typename E::Passed*)step.buffers[op.input] + token * step.strides[op.input],
+            op.matrix.order, op.matrix.inputs, op.width);
 }
 
 // Returns 1 / sqrt(mean((x - mean)²) + epsilon).

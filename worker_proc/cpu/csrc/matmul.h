@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "coded.h"
 #include "program.h"
 #include "quantised.h"
 #include "tile.h"
@@ -121,6 +122,10 @@ struct Matmul {
         switch (op.matrix.format) {
         case INT8: return piece_of<Quantised<Int8>>(i, next);
         case INT4: return piece_of<Quantised<Int4>>(i, next);
+        case CODED_INT8: return piece_of<CodedIntegers<CodedInt8>>(i, next);
+        case CODED_INT4: return piece_of<CodedIntegers<CodedInt4>>(i, next);
+        case CODED_FLOAT8: return piece_of<CodedFloats<CodedFloat8>>(i, next);
+        case CODED_TABLE4: return piece_of<CodedFloats<CodedTable4>>(i, next);
         default: return piece_of<Dense<E>>(i, next);
         }
     }
@@ -171,6 +176,7 @@ struct Matmul {
 
     long row_words() const {
         long bytes = op.matrix.format == DENSE ? sizeof(Passed) : 1;
+        if (op.input == ARRANGED) bytes = sizeof(float);
         return step.strides[op.input] * bytes / long(sizeof(uint32_t));
     }
     const uint32_t* input(long row) const {

@@ -18,11 +18,13 @@ enum OpKind : int32_t {
     ATTEND,        // output = attention(input)
     COMBINE,       // output = combined parts of the rows whose context was split
     QUANTISE,      // output = input in 8 bits, for a quantised matrix
+    ARRANGE,       // output = input as floats, in the order of a matrix's columns
 };
 
-enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED, BUFFERS };
+enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED, ARRANGED, BUFFERS };
 
-enum Format : int64_t { DENSE, INT8, INT4 };
+// CODED_*: of quantised checkpoints, see coded.h.
+enum Format : int64_t { DENSE, INT8, INT4, CODED_INT8, CODED_INT4, CODED_FLOAT8, CODED_TABLE4 };
 
 enum ComputeType : int64_t { FLOAT32, BFLOAT16, BFLOAT16_PAIRS };  // see numbers.h
 
@@ -34,6 +36,8 @@ struct Matrix {
     int64_t columns;         // without the padding of the last panel
     int64_t panel_count;
     int64_t depth;           // dense: units of a column; quantised: groups
+    const int32_t* order;    // [inputs] of each column of the weight, or null: in order
+    int64_t inputs;          // coded: without the padding of the last group
 };
 
 struct Op {

@@ -8,10 +8,13 @@ from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
+from worker_proc.engine_factory import native_kernels_compute
 
 
-def keeps_packed(args: WorkerArgs, files: ModelFiles, dtype: torch.dtype) -> bool:
-    """Return whether quantised matrices stay packed, and log what happens to those of a checkpoint.
+def keeps_packed(
+    args: WorkerArgs, files: ModelFiles, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether quantised matrices stay packed, and log what a checkpoint's become.
 
     Raises:
         ConfigError: The checkpoint is quantised, and --quantization asks to quantise it.
@@ -24,9 +27,12 @@ def keeps_packed(args: WorkerArgs, files: ModelFiles, dtype: torch.dtype) -> boo
             f"--quantization {args.quantization} cannot be used with {files.location}, whose"
             f" weights are quantised already ({quantization}): leave it out"
         )
+    if native_kernels_compute(args, device):
+        logging.info("weights: %s, multiplied as they are", quantization)
+        return True
     name = str(dtype).removeprefix("torch.")
     logging.warning(
-        "weights: %s, dequantised to %s (%d bits)",
+        "weights: %s, dequantised to %s (%d bits); only a CPU's native kernels keep them packed",
         quantization,
         name,
         dtype.itemsize * 8,
