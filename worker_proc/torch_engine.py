@@ -1,6 +1,6 @@
 """The engine in plain torch, for every device; the kernels are tested against it."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
+    Activation,
+    Attention,
     Embedding,
-    HeadNorms,
+    Experts,
     LayerNorm,
     Linear,
     Parallel,
@@ -18,6 +20,7 @@ from worker_proc.models.layers import (
     Rope,
 )
 from worker_proc.models.ops import Ops
+from worker_proc.models.torch_functions import activate, cap, gate_up, route
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 
@@ -78,52 +81,86 @@ class TorchOps(Ops[Tensor]):
             self._heads = attention.shape
             self._attention = attention.begin_step(inputs.layout)
         self._ranks = ranks
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles: dict[Rope, tuple[Tensor, Tensor]] = {}
 
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Tensor:
+    def embed(
+        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+    ) -> Tensor:
         assert self._inputs is not None
         x = F.embedding(self._inputs.token_ids, tokens.weight)
+        if scale != 1.0:
+            x = x * scale
         if positions is not None:
-            x = x + F.embedding(self._inputs.positions, positions.weight)
+            x = x + F.embedding(self._inputs.positions + positions.first_row, positions.weight)
         return x
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
         if isinstance(norm, LayerNorm):
             return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.epsilon)
-        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.epsilon)
+        gain = norm.gain
+        return F.rms_norm(x.to(gain.dtype), gain.shape, gain, norm.epsilon).to(x.dtype)
+
+    def norm_add(self, residual: Tensor, norm: RMSNorm, x: Tensor) -> Tensor:
+        return residual + self.norm(norm, x)
 
     def linear(self, proj: Linear, x: Tensor) -> Tensor:
-        return self._project(proj, proj.bias, x)
-
-    def linear_gelu(self, proj: Linear, x: Tensor) -> Tensor:
-        return F.gelu(self.linear(proj, x), approximate="tanh")
-
-    def linear_swiglu(self, proj: Linear, x: Tensor) -> Tensor:
-        gate, up = self.linear(proj, x).chunk(2, -1)
-        return F.silu(gate) * up
-
-    def linear_add(self, residual: Tensor, proj: Linear, x: Tensor) -> Tensor:
-        added = self.linear(proj, x)
+        projected = self._project(proj, proj.bias, x)
         if self._ranks is not None and proj.parallel is Parallel.ROW:
-            added = self._ranks.all_reduce(added)
-        return residual + added
+            projected = self._ranks.all_reduce(projected)
+        return projected
 
-    def attend(
-        self, layer: int, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None = None
+    def linear_activation(self, proj: Linear, x: Tensor, activation: Activation) -> Tensor:
+        return activate(activation, self.linear(proj, x))
+
+    def linear_gated(self, proj: Linear, x: Tensor, activation: Activation) -> Tensor:
+        return gate_up(activation, self.linear(proj, x))
+
+    def linear_add(self, residual: Tensor, proj: Linear, x: Tensor, scale: float = 1.0) -> Tensor:
+        added = self.linear(proj, x)
+        return residual + (added if scale == 1.0 else added * scale)
+
+    def experts_add(
+        self, residual: Tensor, experts: Experts, x: Tensor, scale: float = 1.0
     ) -> Tensor:
+        weights, chosen = route(experts, self.linear(experts.router, x))
+        added = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            inner = self.linear_gated(
+                cast(Linear, experts.gate_up[number]), x[tokens], experts.activation
+            )
+            output = self._project(down := cast(Linear, experts.down[number]), down.bias, inner)
+            output = output * weights[tokens, place, None].to(output.dtype)
+            added.index_add_(0, tokens, output)
+        if self._ranks is not None:
+            added = self._ranks.all_reduce(added)
+        return residual + (added if scale == 1.0 else added * scale)
+
+    def attend(self, layer: int, qkv: Tensor, attention: Attention) -> Tensor:
         heads, kv_heads = self._heads.heads, self._heads.kv_heads
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self._heads.head_dim)
-        if norms is not None:
-            queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-            queries.copy_(self.norm(norms.queries, queries))
-            keys.copy_(self.norm(norms.keys, keys))
-        if rope is not None:
-            self._rotate(qkv[:, : heads + kv_heads], rope)
+        queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        if (norms := attention.norms) is not None:
+            for norm, part in ((norms.queries, queries), (norms.keys, keys)):
+                part.copy_(self._norm_heads(norm, part, norms.whole))
+        if attention.rope is not None:
+            self._rotate(qkv[:, : heads + kv_heads], attention.rope)
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
-        return self._attention.attend(layer, qkv[:, :heads], kv)
+        return self._attention.attend(layer, queries, kv, attention)
 
-    def logits(self, head: Linear | Embedding, x: Tensor) -> Tensor:
-        return self._project(head, None, x)
+    def logits(
+        self,
+        head: Linear | Embedding,
+        x: Tensor,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Tensor:
+        logits = self._project(head, None if isinstance(head, Embedding) else head.bias, x)
+        return cap(logits if scale == 1.0 else logits * scale, softcap)
+
+    def _norm_heads(self, norm: RMSNorm, x: Tensor, whole: bool) -> Tensor:
+        """Normalise `[tokens, heads, head_dim]`, each head or, if `whole`, each token."""
+        return self.norm(norm, x.flatten(1)).view_as(x) if whole else self.norm(norm, x)
 
     def _project(self, weights: Linear | Embedding, bias: Tensor | None, x: Tensor) -> Tensor:
         packed = self._packed.get(weights)
@@ -134,17 +171,22 @@ class TorchOps(Ops[Tensor]):
 
     def _rotate(self, x: Tensor, rope: Rope) -> None:
         """Rotate `[tokens, heads, head_dim]` by the tokens' positions, in place."""
-        if self._angles is None:
+        rotated = x[..., : 2 * rope.cosines.shape[1]]
+        cosines, sines = self._angles_of(rope, x.dtype)
+        swapped = torch.roll(rotated, rope.cosines.shape[1], -1)
+        rotated.mul_(cosines).addcmul_(swapped, sines)
+
+    def _angles_of(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines `[tokens, 1, rotated channels]` of a rope."""
+        if (angles := self._angles.get(rope)) is None:
             assert self._inputs is not None
             cosines = rope.cosines.index_select(0, self._inputs.positions).unsqueeze(1)
             sines = rope.sines.index_select(0, self._inputs.positions).unsqueeze(1)
-            self._angles = (
-                torch.cat((cosines, cosines), -1).to(x.dtype),
-                torch.cat((-sines, sines), -1).to(x.dtype),
+            angles = self._angles[rope] = (
+                torch.cat((cosines, cosines), -1).to(dtype),
+                torch.cat((-sines, sines), -1).to(dtype),
             )
-        cosines, sines = self._angles
-        swapped = torch.roll(x, x.shape[-1] // 2, -1)
-        x.mul_(cosines).addcmul_(swapped, sines)
+        return angles
 
 
 def _pack(module: Linear | Embedding) -> Tensor | None:

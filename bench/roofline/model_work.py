@@ -5,8 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from bench.roofline.roofline_model import Product, Work
+from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 from worker_proc.models.ops import Ops
 from worker_proc.models.registry import build_model
 
@@ -39,31 +48,43 @@ class _WorkRecorder(Ops[None]):
         self._sampled_from = 0
         self._widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> None:
+    def embed(
+        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+    ) -> None:
         pass
 
     def norm(self, norm: LayerNorm | RMSNorm, x: None) -> None:
         pass
 
+    def norm_add(self, residual: None, norm: RMSNorm, x: None) -> None:
+        pass
+
     def linear(self, proj: Linear, x: None) -> None:
         self._add(proj)
 
-    def linear_gelu(self, proj: Linear, x: None) -> None:
+    def linear_activation(self, proj: Linear, x: None, activation: Activation) -> None:
         self._add(proj)
 
-    def linear_swiglu(self, proj: Linear, x: None) -> None:
+    def linear_gated(self, proj: Linear, x: None, activation: Activation) -> None:
         self._add(proj)
 
-    def linear_add(self, residual: None, proj: Linear, x: None) -> None:
+    def linear_add(self, residual: None, proj: Linear, x: None, scale: float = 1.0) -> None:
         self._add(proj)
 
-    def attend(
-        self, layer: int, qkv: None, rope: Rope | None, norms: HeadNorms | None = None
-    ) -> None:
+    def experts_add(self, residual: None, experts: Experts, x: None, scale: float = 1.0) -> None:
+        raise ModelError("the roofline of a mixture of experts is not known")
+
+    def attend(self, layer: int, qkv: None, attention: Attention) -> None:
         self.attention.append(self._widths)
         self._sampled_from = len(self.products)
 
-    def logits(self, head: Linear | Embedding, x: None) -> None:
+    def logits(
+        self,
+        head: Linear | Embedding,
+        x: None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         self._add(head, head=True)
 
     def products_by_rows(self) -> Iterator[Product]:

@@ -10,7 +10,8 @@ Every engine has its own attention over its own pages: plain torch (torch_refere
 - Pages may be shared: the past of a row may lie in pages that another row of the same step fills
   (two prompts with a common beginning that start together). So every row's keys and values of a
   layer are written before any row attends. A token is written by one row only.
-- Scores are scaled by head_dim ** -0.5.
+- Scale, soft cap, window and sinks are those of the layer (`Attention` of models/layers.py). Keys
+  before the window of a row's first query are not read: their pages may be those of others.
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
+from worker_proc.models.layers import Attention
+from worker_proc.models.torch_functions import cap
 from worker_proc.system.transfer import send
 
 # A group may waste half of its query-key pairs on padding, and so many more.
@@ -34,8 +36,8 @@ class _Group:
         spread: `[rows * queries]` the token at each padded place; None without padding.
         collect: `[tokens]` the padded place of each token; None without padding.
         gather: The parts of pages to gather; None for rows without a past.
-        mask: `[rows, queries, keys]` true where a query sees a key; None for rows without a past,
-            where the diagonal decides.
+        mask: `[rows, queries, keys]` true where a query sees a key; None where the diagonal
+            decides.
         bias: The mask as 0 or -inf, for each batched matrix of scores
             `[rows * kv_heads, group_heads * queries, keys]`; None if scores are not materialised.
     """
@@ -83,11 +85,23 @@ class TorchAttention:
     def begin_step(self, layout: BatchLayout) -> "TorchStepAttention":
         """Compute the indexes and masks of a step, once for all layers."""
         first_tokens = np.concatenate(([0], np.cumsum(layout.num_tokens)))
-        groups = [
-            self._group(layout, start, stop, first_tokens)
-            for start, stop in self._cut(layout.num_tokens, layout.num_computed)
+        return TorchStepAttention(self, layout, self._write_places(layout, first_tokens))
+
+    def groups(self, layout: BatchLayout, window: int | None) -> "list[_Group]":
+        """Cut a step into dense problems for the layers with this window."""
+        first_tokens = np.concatenate(([0], np.cumsum(layout.num_tokens)))
+        first_pages = self._first_pages(layout.num_computed, window)
+        past = layout.num_computed - first_pages * self.page_size
+        return [
+            self._group(layout, start, stop, first_tokens, first_pages, window)
+            for start, stop in self._cut(layout.num_tokens, past)
         ]
-        return TorchStepAttention(self, self._write_places(layout, first_tokens), groups)
+
+    def _first_pages(self, num_computed: Ints, window: int | None) -> Ints:
+        """Return the number of pages that a row's first query and those after it do not see."""
+        if window is None:
+            return np.zeros_like(num_computed)
+        return np.maximum(num_computed + 1 - window, 0) // self.page_size
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """Write `[tokens, 2, kv_heads, head_dim]` to places `[tokens, 2 * kv_heads]`."""
@@ -120,6 +134,7 @@ class TorchAttention:
         """Cut the rows into runs [start, stop) that are worth computing together.
 
         The rows of a run are of one kind, with little padding, and their keys fit the buffer.
+        `num_computed` counts the keys in pages that are gathered.
         """
         bytes_per_key = self.shape.bytes_per_token(self.dtype) // self.shape.layers
         max_keys = MAX_GATHERED_BYTES // bytes_per_key
@@ -145,24 +160,39 @@ class TorchAttention:
         runs.append((start, len(num_tokens)))
         return runs
 
-    def _group(self, layout: BatchLayout, start: int, stop: int, first_tokens: Ints) -> _Group:
+    def _group(
+        self,
+        layout: BatchLayout,
+        start: int,
+        stop: int,
+        first_tokens: Ints,
+        first_pages: Ints,
+        window: int | None,
+    ) -> _Group:
         num_tokens, num_computed = layout.num_tokens[start:stop], layout.num_computed[start:stop]
         count, queries = stop - start, int(num_tokens.max())
         has_past = queries == 1 or bool(num_computed.max() > 0)
         gather, keys = None, queries
+        first_keys = np.zeros_like(num_computed)
         if has_past:
-            num_pages = -(-int((num_computed + num_tokens).max()) // self.page_size)
+            first_keys = first_pages[start:stop] * self.page_size
+            num_pages = -(-int((num_computed + num_tokens - first_keys).max()) // self.page_size)
             keys = num_pages * self.page_size
-            gather = self._gather_index(layout, start, stop, num_pages)
+            gather = self._gather_index(layout, start, stop, first_pages, num_pages)
         spread, collect = None, None
         if (num_tokens != queries).any():
             inside = np.arange(queries) < num_tokens[:, None]
             collect = send(np.flatnonzero(inside), self.device)
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
             spread = send(np.where(inside, places, 0).ravel(), self.device)
-        limits = send(num_computed[:, None] + np.arange(queries), self.device)
-        mask = torch.arange(keys, device=self.device) <= limits.unsqueeze(-1)
+        limits = (num_computed - first_keys)[:, None] + np.arange(queries)
+        last = send(limits, self.device).unsqueeze(-1)
+        key = torch.arange(keys, device=self.device)
+        mask = key <= last
+        if window is not None:
+            mask &= key > last - window
         materialised = count * self.shape.heads * queries * keys <= MAX_SCORES
+        is_causal = not has_past and (window is None or window >= queries)
         return _Group(
             first=int(first_tokens[start]),
             last=int(first_tokens[stop]),
@@ -172,50 +202,55 @@ class TorchAttention:
             spread=spread,
             collect=collect,
             gather=gather,
-            mask=mask if has_past else None,
-            bias=self._bias(mask) if materialised else None,
+            mask=None if is_causal and not materialised else mask,
+            bias=_score_bias(mask, self.shape.heads, self.shape.kv_heads, self.dtype)
+            if materialised
+            else None,
         )
 
-    def _gather_index(self, layout: BatchLayout, start: int, stop: int, num_pages: int) -> Tensor:
+    def _gather_index(
+        self, layout: BatchLayout, start: int, stop: int, first_pages: Ints, num_pages: int
+    ) -> Tensor:
         """Return the parts of pages `[2 * rows * kv_heads * pages]`, each head's keys together."""
         slots = send(layout.slots[start:stop], self.device)
-        table = layout.page_table[:, :num_pages].index_select(0, slots)
+        places = first_pages[start:stop, None] + np.arange(num_pages)
+        places = np.minimum(places, layout.page_table.shape[1] - 1)
+        table = layout.page_table[slots.unsqueeze(1), send(places, self.device)]
         parts = table.view(1, stop - start, 1, num_pages) * (2 * self.shape.kv_heads)
         return (parts + self._head_parts).flatten()
-
-    def _bias(self, mask: Tensor) -> Tensor:
-        count, queries, keys = mask.shape
-        kv_heads, shared = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
-        bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
-        bias.masked_fill_(~mask, float("-inf"))
-        bias = bias.view(count, 1, 1, queries, keys).expand(-1, kv_heads, shared, -1, -1)
-        return bias.reshape(count * kv_heads, shared * queries, keys)
 
 
 class TorchStepAttention:
     """Attention of one step."""
 
-    def __init__(self, pool: TorchAttention, places: Tensor, groups: list[_Group]) -> None:
+    def __init__(self, pool: TorchAttention, layout: BatchLayout, places: Tensor) -> None:
         self._pool = pool
+        self._layout = layout
         self._places = places
-        self._groups = groups
+        self._groups: dict[int | None, list[_Group]] = {}
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, attention: Attention) -> Tensor:
         """Write all the step's keys and values of a layer into the pages, then attend.
 
         Args:
             layer: Number of the layer.
             q: `[tokens, heads, head_dim]`, rotated; may be strided in all but its last dimension.
             kv: `[tokens, 2, kv_heads, head_dim]`, keys (rotated), then values; strided as `q`.
+            attention: Scale, soft cap, window and sinks of the layer.
 
         Returns:
             `[tokens, heads * head_dim]`.
         """
         self._pool.write(layer, self._places, kv)
-        parts = [self._attend_group(layer, group, q, kv) for group in self._groups]
+        window = attention.window
+        if (groups := self._groups.get(window)) is None:
+            groups = self._groups[window] = self._pool.groups(self._layout, window)
+        parts = [self._attend_group(layer, group, q, kv, attention) for group in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_group(self, layer: int, group: _Group, q: Tensor, kv: Tensor) -> Tensor:
+    def _attend_group(
+        self, layer: int, group: _Group, q: Tensor, kv: Tensor, attention: Attention
+    ) -> Tensor:
         """Return `[tokens of the group, heads * head_dim]`."""
         shape = self._pool.shape
         q = _pad(group, q[group.first : group.last])
@@ -225,9 +260,11 @@ class TorchStepAttention:
             fresh = _pad(group, kv[group.first : group.last])
             k, v = fresh.permute(2, 0, 3, 1, 4)
         if group.bias is not None:
-            out = _materialised(group, shape, q, k, v)
+            out = _materialised(group.bias, attention, q, k, v)
+        elif attention.softcap is None and attention.sinks is None:
+            out = _fused(group, attention.scale, q, k, v)
         else:
-            out = _fused(group, q, k, v)
+            out = _in_blocks(group, attention, q, k, v)
         out = out.reshape(group.rows * group.queries, shape.heads * shape.head_dim)
         return out if group.collect is None else out.index_select(0, group.collect)
 
@@ -240,28 +277,40 @@ def _pad(group: _Group, values: Tensor) -> Tensor:
     return padded
 
 
-def _materialised(group: _Group, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _materialised(bias: Tensor, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend by two matrix products, in which query heads that share a key head are more queries.
 
     Args:
-        group: The problem.
-        shape: The heads.
+        bias: The mask as 0 or -inf, for each batched matrix of scores.
+        attention: Scale, soft cap and sinks.
         q: `[rows, queries, heads, head_dim]`, as is what is returned.
         k: `[rows, kv_heads, keys, head_dim]`.
         v: As `k`.
     """
-    assert group.bias is not None
-    shared = shape.heads // shape.kv_heads
-    q = q.unflatten(2, (shape.kv_heads, shared)).permute(0, 2, 3, 1, 4)
-    q = q.reshape(group.rows * shape.kv_heads, shared * group.queries, shape.head_dim)
-    k, v = k.reshape(-1, group.keys, shape.head_dim), v.reshape(-1, group.keys, shape.head_dim)
-    scores = torch.baddbmm(group.bias, q, k.transpose(1, 2), alpha=shape.head_dim**-0.5)
-    out = torch.bmm(torch.softmax(scores, -1), v)
-    out = out.view(group.rows, shape.heads, group.queries, shape.head_dim)
+    rows, queries, heads, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    q = q.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
+    q = q.reshape(rows * kv_heads, -1, head_dim)
+    k, v = k.reshape(-1, keys, head_dim), v.reshape(-1, keys, head_dim)
+    if attention.softcap is None:
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=attention.scale)
+    else:
+        scores = cap(torch.bmm(q, k.transpose(1, 2)) * attention.scale, attention.softcap) + bias
+    out = torch.bmm(_softmax(scores, attention.sinks, rows, queries), v)
+    out = out.view(rows, heads, queries, head_dim)
     return out.transpose(1, 2)
 
 
-def _fused(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _softmax(scores: Tensor, sinks: Tensor | None, rows: int, queries: int) -> Tensor:
+    """Return the weights of scores `[rows * kv_heads, group heads * queries, keys]`."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sink = sinks.to(scores.dtype).repeat_interleave(queries).repeat(rows)
+    scores = torch.cat((scores, sink.view(*scores.shape[:2], 1)), -1)
+    return torch.softmax(scores, -1)[..., :-1]
+
+
+def _fused(group: _Group, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend as `_materialised` does, with scores in small blocks only."""
     mask = None if group.mask is None else group.mask.unsqueeze(1)
     out = F.scaled_dot_product_attention(
@@ -271,8 +320,34 @@ def _fused(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attn_mask=mask,
         is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[1],
+        scale=scale,
     )
     return out.transpose(1, 2)
+
+
+def _in_blocks(group: _Group, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend as `_materialised` does, to a block of queries at a time."""
+    rows, queries, heads, _ = q.shape
+    mask = group.mask
+    if mask is None:
+        mask = torch.ones(group.queries, group.keys, dtype=torch.bool, device=q.device).tril()
+        mask = mask.expand(rows, -1, -1)
+    size = max(1, MAX_SCORES // (rows * heads * group.keys))
+    parts = []
+    for start in range(0, queries, size):
+        block = slice(start, start + size)
+        bias = _score_bias(mask[:, block], heads, k.shape[1], q.dtype)
+        parts.append(_materialised(bias, attention, q[:, block], k, v))
+    return torch.cat(parts, 1)
+
+
+def _score_bias(mask: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return a mask `[rows, queries, keys]` as 0 or -inf for `_materialised`."""
+    count, queries, keys = mask.shape
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    bias.masked_fill_(~mask, float("-inf"))
+    bias = bias.view(count, 1, 1, queries, keys).expand(-1, kv_heads, heads // kv_heads, -1, -1)
+    return bias.reshape(count * kv_heads, -1, keys)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -196,12 +196,13 @@ class NativeEngine(Engine):
             "page_size": page_size,
             "int8_pages": int8_pages,
             "pools": (ctypes.c_void_p * shape.layers)(*addresses),
-            **body.position_tables,
+            "position_vectors": body.position_vectors,
         }
         self._body = Recorded.of(body.ops, body.widths, settings)
         self._head = Recorded.of(head.ops, head.widths, settings)
         self._sampled_body = Recorded.of(body.ops, body.widths, settings)
-        self._whole = Recorded.of(body.ops + head.ops, body.widths, settings)
+        greedy = head.ops if head.ops[-1].kind == OpKind.MATMUL else head.ops[:-1]
+        self._whole = Recorded.of(body.ops + greedy, body.widths, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX

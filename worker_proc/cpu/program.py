@@ -20,14 +20,16 @@ class OpKind(IntEnum):
     LAYER_NORM = 2
     MATMUL = 3
     MATMUL_ADD = 4
-    MATMUL_GELU = 5
-    MATMUL_SWIGLU = 6
+    MATMUL_ACTIVATE = 5
+    MATMUL_GATE = 6
     MATMUL_ARGMAX = 7
     ROTATE_WRITE = 8
     ATTEND = 9
     COMBINE = 10
     QUANTISE = 11
-    ARRANGE = 12
+    NORM_ADD = 12
+    SCALE_CAP = 13
+    ARRANGE = 14
 
 
 class Buffer(IntEnum):
@@ -100,6 +102,15 @@ class Op(ctypes.Structure):
         ("shift", ctypes.c_void_p),
         ("key_gain", ctypes.c_void_p),
         ("epsilon", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("activation", ctypes.c_int64),
+        ("norm_whole", ctypes.c_int64),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("rotated", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     ]
 
 
@@ -117,8 +128,6 @@ class Program(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         ("int8_pages", ctypes.c_int64),
         ("pools", ctypes.POINTER(ctypes.c_void_p)),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
         ("position_vectors", ctypes.c_void_p),
     ]
 

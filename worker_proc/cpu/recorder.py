@@ -5,13 +5,30 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.quantization import GROUP_SIZE
 from worker_proc.cpu.weights import LANES, PackedWeights, round_up
-from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 from worker_proc.models.ops import Ops
 
+# In the order of program.h.
+ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU_TANH,
+    Activation.GELU,
+    Activation.RELU,
+    Activation.CLAMPED_SWIGLU,
+)
 # Formats whose inputs are multiplied as floats.
 FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
 QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
@@ -23,65 +40,110 @@ class Recorder(Ops[Buffer]):
     Attributes:
         ops: The operations recorded so far.
         widths: Elements in a row of each buffer that is written.
-        position_tables: Addresses of the tables that positions are looked up in, by their fields in
-            Program.
+        position_vectors: Address of the embeddings of positions, or None.
     """
 
     def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
         self.ops: list[Op] = []
         self.widths: dict[Buffer, int] = {}
-        self.position_tables: dict[str, int] = {}
+        self.position_vectors: int | None = None
         self._shape = shape
         self._weights = weights
 
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Buffer:
+    def embed(
+        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+    ) -> Buffer:
         width = tokens.weight.shape[1]
         if positions is not None:
-            self.position_tables["position_vectors"] = self._weights.keep_floats(positions.weight)
-        return self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, self._weights.matrix(tokens))
+            vectors = positions.weight[positions.first_row :]
+            self.position_vectors = self._weights.keep_floats(vectors)
+        matrix = self._weights.matrix(tokens)
+        output = self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, matrix)
+        self.ops[-1].scale = scale
+        return output
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Buffer) -> Buffer:
-        kind = OpKind.LAYER_NORM if isinstance(norm, LayerNorm) else OpKind.RMS_NORM
-        output = self._add(kind, x, Buffer.NORMED, len(norm.weight))
+        if isinstance(norm, RMSNorm):
+            return self._normalise(OpKind.RMS_NORM, norm, x, Buffer.NORMED)
+        output = self._add(OpKind.LAYER_NORM, x, Buffer.NORMED, len(norm.weight))
         op = self.ops[-1]
         op.gain, op.epsilon = self._weights.keep_floats(norm.weight), norm.epsilon
-        if isinstance(norm, LayerNorm):
-            op.shift = self._weights.keep_floats(norm.bias)
+        op.shift = self._weights.keep_floats(norm.bias)
         return output
+
+    def norm_add(self, residual: Buffer, norm: RMSNorm, x: Buffer) -> Buffer:
+        return self._normalise(OpKind.NORM_ADD, norm, x, residual)
 
     def linear(self, proj: Linear, x: Buffer) -> Buffer:
         return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(proj))
 
-    def linear_gelu(self, proj: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_GELU, x, Buffer.INNER, self._weights.matrix(proj))
+    def linear_activation(self, proj: Linear, x: Buffer, activation: Activation) -> Buffer:
+        matrix = self._weights.matrix(proj)
+        output = self._multiply(OpKind.MATMUL_ACTIVATE, x, Buffer.INNER, matrix)
+        self.ops[-1].activation = ACTIVATIONS.index(activation)
+        return output
 
-    def linear_swiglu(self, proj: Linear, x: Buffer) -> Buffer:
+    def linear_gated(self, proj: Linear, x: Buffer, activation: Activation) -> Buffer:
         matrix = self._weights.matrix(proj, gated=True)
-        return self._multiply(OpKind.MATMUL_SWIGLU, x, Buffer.INNER, matrix)
+        output = self._multiply(OpKind.MATMUL_GATE, x, Buffer.INNER, matrix)
+        self.ops[-1].activation = ACTIVATIONS.index(activation)
+        return output
 
-    def linear_add(self, residual: Buffer, proj: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(proj))
+    def linear_add(self, residual: Buffer, proj: Linear, x: Buffer, scale: float = 1.0) -> Buffer:
+        output = self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(proj))
+        self.ops[-1].scale = scale
+        return output
 
-    def attend(
-        self, layer: int, qkv: Buffer, rope: Rope | None, norms: HeadNorms | None = None
+    def experts_add(
+        self,
+        residual: Buffer,  # noqa: ARG002
+        experts: Experts,  # noqa: ARG002
+        x: Buffer,  # noqa: ARG002
+        scale: float = 1.0,  # noqa: ARG002
     ) -> Buffer:
-        shape = self._shape
-        if rope is not None:
-            self.position_tables["cosines"] = self._weights.keep_floats(rope.cosines)
-            self.position_tables["sines"] = self._weights.keep_floats(rope.sines)
+        raise ModelError(
+            "the native kernels have no mixture of experts; start with --attention-backend torch"
+        )
+
+    def attend(self, layer: int, qkv: Buffer, attention: Attention) -> Buffer:
+        shape, keep = self._shape, self._weights.keep_floats
         padded_width = shape.heads * round_up(shape.head_dim, LANES)
         queries = self._add(OpKind.ROTATE_WRITE, qkv, Buffer.QUERIES, padded_width, layer=layer)
-        if norms is not None:
-            op = self.ops[-1]
-            op.gain = self._weights.keep_floats(norms.queries.weight)
-            op.key_gain = self._weights.keep_floats(norms.keys.weight)
-            op.epsilon = norms.keys.epsilon
+        op = self.ops[-1]
+        op.scale = attention.scale
+        if (rope := attention.rope) is not None:
+            op.cosines, op.sines = keep(rope.cosines), keep(rope.sines)
+            op.rotated = 2 * rope.cosines.shape[1]
+        if (norms := attention.norms) is not None:
+            op.gain, op.key_gain = keep(norms.queries.gain), keep(norms.keys.gain)
+            op.epsilon, op.norm_whole = norms.keys.epsilon, norms.whole
+        sinks = None if attention.sinks is None else keep(attention.sinks)
         width = shape.heads * shape.head_dim
-        self._add(OpKind.ATTEND, queries, Buffer.ATTENDED, width, layer=layer)
-        return self._add(OpKind.COMBINE, queries, Buffer.ATTENDED, width, layer=layer)
+        for kind in (OpKind.ATTEND, OpKind.COMBINE):
+            self._add(kind, queries, Buffer.ATTENDED, width, layer=layer)
+            op = self.ops[-1]
+            op.window, op.softcap = attention.window or 0, attention.softcap or 0.0
+            op.sinks = sinks
+        return Buffer.ATTENDED
 
-    def logits(self, head: Linear | Embedding, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
+    def logits(
+        self,
+        head: Linear | Embedding,
+        x: Buffer,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Buffer:
+        output = self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
+        if scale != 1.0 or softcap is not None:
+            self._add(OpKind.SCALE_CAP, output, output, self.ops[-1].width)
+            self.ops[-1].scale, self.ops[-1].softcap = scale, softcap or 0.0
+        return output
+
+    def _normalise(self, kind: OpKind, norm: RMSNorm, x: Buffer, output: Buffer) -> Buffer:
+        self._add(kind, x, output, len(norm.weight))
+        op = self.ops[-1]
+        op.gain, op.epsilon = self._weights.keep_floats(norm.gain), norm.epsilon
+        return output
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
         if matrix.order or matrix.format in FLOAT_FORMATS:

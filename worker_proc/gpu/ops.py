@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
+from quadriga.errors import ModelError
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, swiglu
 from worker_proc.gpu.pages import AttentionMetadata, Pages
 from worker_proc.models.layers import (
+    Activation,
+    Attention,
     Embedding,
-    HeadNorms,
+    Experts,
     LayerNorm,
     Linear,
     Parallel,
     RMSNorm,
-    Rope,
 )
 from worker_proc.models.ops import Ops
+from worker_proc.models.torch_functions import cap
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -69,36 +72,77 @@ class TritonOps(Ops[Hidden]):
         self._multiply = multiply
         self._tp_group = tp_group
 
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Hidden:
+    def embed(
+        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+    ) -> Hidden:
         step = self._metadata
         assert step is not None
+        _check(scale == 1.0 and (positions is None or not positions.first_row), "scaled embeddings")
         return Hidden(embed(step.known, step.slots, step.positions, tokens, positions))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
+        _check(not (isinstance(norm, RMSNorm) and norm.offset), "norms with an offset")
         added, x.added = x.added, None
         return Hidden(add_and_norm(x.x, added, norm))
 
-    def linear(self, proj: Linear, x: Hidden) -> Hidden:
-        return Hidden(self._multiply(x.x, proj.weight, proj.bias))
+    def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:  # noqa: ARG002
+        raise _missing("norms after attention and MLP")
 
-    def linear_gelu(self, proj: Linear, x: Hidden) -> Hidden:
+    def linear(self, proj: Linear, x: Hidden) -> Hidden:
+        projected = self._multiply(x.x, proj.weight, proj.bias)
+        if self._tp_group is not None and proj.parallel is Parallel.ROW:
+            projected = self._tp_group.all_reduce(projected)
+        return Hidden(projected)
+
+    def linear_activation(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
+        _check(activation is Activation.GELU_TANH, f"the activation {activation.value}")
         return Hidden(gelu_(self.linear(proj, x).x))
 
-    def linear_swiglu(self, proj: Linear, x: Hidden) -> Hidden:
+    def linear_gated(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
+        _check(activation is Activation.SILU, f"the activation {activation.value}")
         return Hidden(swiglu(self.linear(proj, x).x))
 
-    def linear_add(self, residual: Hidden, proj: Linear, x: Hidden) -> Hidden:
-        added = self.linear(proj, x).x
-        if self._tp_group is not None and proj.parallel is Parallel.ROW:
-            added = self._tp_group.all_reduce(added)
-        return Hidden(residual.settled(), added)
+    def linear_add(self, residual: Hidden, proj: Linear, x: Hidden, scale: float = 1.0) -> Hidden:
+        _check(scale == 1.0, "residual multipliers")
+        return Hidden(residual.settled(), self.linear(proj, x).x)
 
-    def attend(
-        self, layer: int, qkv: Hidden, rope: Rope | None, norms: HeadNorms | None = None
+    def experts_add(
+        self,
+        residual: Hidden,  # noqa: ARG002
+        experts: Experts,  # noqa: ARG002
+        x: Hidden,  # noqa: ARG002
+        scale: float = 1.0,  # noqa: ARG002
     ) -> Hidden:
+        raise _missing("a mixture of experts")
+
+    def attend(self, layer: int, qkv: Hidden, attention: Attention) -> Hidden:
         assert self._metadata is not None
-        heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
+        head_dim = self._pages.shape.head_dim
+        plain = attention.softcap is None and attention.window is None and attention.sinks is None
+        _check(plain and attention.scale == head_dim**-0.5, "windows, soft caps or sinks")
+        rope, norms = attention.rope, attention.norms
+        _check(rope is None or 2 * rope.cosines.shape[1] == head_dim, "partial rotary positions")
+        _check(norms is None or not norms.whole, "norms over all heads")
+        heads = qkv.x.unflatten(1, (-1, head_dim))
         return Hidden(self._metadata.attend(self._pages.layers[layer], heads, rope, norms))
 
-    def logits(self, head: Linear | Embedding, x: Hidden) -> Hidden:
-        return Hidden(self._multiply(x.x, head.weight, None))
+    def logits(
+        self,
+        head: Linear | Embedding,
+        x: Hidden,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Hidden:
+        logits = self._multiply(x.x, head.weight, head.bias if isinstance(head, Linear) else None)
+        return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))
+
+
+def _check(is_supported: bool, what: str) -> None:
+    if not is_supported:
+        raise _missing(what)
+
+
+def _missing(what: str) -> ModelError:
+    return ModelError(
+        f"the GPU kernels do not support {what}; start with --attention-backend torch"
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.models.layers import HeadNorms, Rope
+from worker_proc.models.layers import QKNorms, Rope
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
@@ -88,9 +88,7 @@ class AttentionMetadata:
     positions: Tensor
     launches: tuple[Launch, ...]
 
-    def attend(
-        self, pool: Tensor, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None
-    ) -> Tensor:
+    def attend(self, pool: Tensor, qkv: Tensor, rope: Rope | None, norms: QKNorms | None) -> Tensor:
         """Normalise and rotate queries and keys, write keys and values to the pages, attend.
 
         Args:

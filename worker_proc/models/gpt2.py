@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from quadriga.model_files.architectures import GPT2Config
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model
-from worker_proc.models.layers import Embedding, LayerNorm, Linear, Parallel
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Parallel,
+)
 from worker_proc.models.ops import Ops, Value
 
 
@@ -73,6 +80,7 @@ class GPT2Block(nn.Module):
         hidden_size, attended = config.hidden_size, config.num_heads * config.head_dim
         self.attention_norm = LayerNorm(hidden_size, config.layer_norm_epsilon)
         self.qkv_proj = Linear(hidden_size, 3 * attended, True, Parallel.COLUMN, fused=3)
+        self.attention = Attention(config.head_dim**-0.5)
         self.out_proj = Linear(attended, hidden_size, True, Parallel.ROW)
         self.mlp_norm = LayerNorm(hidden_size, config.layer_norm_epsilon)
         self.up_proj = Linear(hidden_size, config.intermediate_size, True, Parallel.COLUMN)
@@ -80,8 +88,9 @@ class GPT2Block(nn.Module):
 
     def forward(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
-        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope=None))
-        x_mlp = ops.linear_gelu(self.up_proj, ops.norm(self.mlp_norm, x))
+        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, self.attention))
+        x_mlp = ops.norm(self.mlp_norm, x)
+        x_mlp = ops.linear_activation(self.up_proj, x_mlp, Activation.GELU_TANH)
         return ops.linear_add(x, self.down_proj, x_mlp)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import enum
 import torch
 from torch import Tensor, nn
 
+from quadriga.errors import ModelError
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.quantised.coded_rows import CodedRows
 
@@ -24,6 +25,39 @@ class Parallel(enum.Enum):
     NONE = enum.auto()
     COLUMN = enum.auto()
     ROW = enum.auto()
+
+
+class Activation(enum.Enum):
+    """A function of an MLP, by the `hidden_act` of a config.json."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    GELU = "gelu"
+    RELU = "relu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+
+    @classmethod
+    def of(cls, hidden_act: str) -> "Activation":
+        """Return the activation of a name that config.json may have.
+
+        Raises:
+            ModelError: There is no such activation.
+        """
+        try:
+            return cls(_ACTIVATION_ALIASES.get(hidden_act, hidden_act))
+        except ValueError:
+            raise ModelError(
+                f"the model's config.json has the activation {hidden_act!r}; supported: "
+                + ", ".join([*(activation.value for activation in cls), *_ACTIVATION_ALIASES])
+            ) from None
+
+
+_ACTIVATION_ALIASES = {
+    "swish": "silu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_python": "gelu",
+}
 
 
 class Linear(nn.Module):
@@ -55,10 +89,15 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors: weight [entries, hidden_size]; blocks and coded as in `Linear`."""
+    """A table of vectors: weight [entries, hidden_size]; blocks and coded as in `Linear`.
 
-    def __init__(self, entries: int, hidden_size: int) -> None:
+    Attributes:
+        first_row: The row of token or position 0.
+    """
+
+    def __init__(self, entries: int, hidden_size: int, first_row: int = 0) -> None:
         super().__init__()
+        self.first_row = first_row
         self.weight: Tensor = parameter(entries, hidden_size)
         self.blocks: tuple[PackedRows, ...] = ()
         self.coded: tuple[CodedRows, ...] = ()
@@ -75,32 +114,51 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension.
+    """x / sqrt(mean(x²) + epsilon) * (weight + offset) over the last dimension.
 
     Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+
+    Attributes:
+        offset: 1 for checkpoints that store a norm's weight minus 1, such as Gemma's.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight: Tensor = parameter(hidden_size)
         self.epsilon = epsilon
+        self.offset = offset
+
+    @property
+    def gain(self) -> Tensor:
+        """The factors [width]: `weight`, or in float32 `weight + offset`."""
+        return self.weight.float() + self.offset if self.offset else self.weight
 
 
-class HeadNorms(nn.Module):
-    """Norms of each query head and each key head: weights [head_dim], the same epsilon."""
+class QKNorms(nn.Module):
+    """Norms of queries and keys, with the same epsilon.
 
-    def __init__(self, head_dim: int, epsilon: float) -> None:
+    Each head is normalised by itself (weights [head_dim]), or all heads of a token together
+    (weights [num_heads * head_dim] and [num_kv_heads * head_dim]).
+    """
+
+    def __init__(
+        self, queries: int, keys: int, epsilon: float, offset: float = 0.0, whole: bool = False
+    ) -> None:
+        """Allocate norms of this many channels; `whole`: all heads are normalised together."""
         super().__init__()
-        self.queries, self.keys = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
+        self.queries = RMSNorm(queries, epsilon, offset)
+        self.keys = RMSNorm(keys, epsilon, offset)
+        self.whole = whole
 
 
 class Rope:
-    """Rotary positions: pair (i, i + head_dim / 2) of a head turns by position * frequencies[i].
+    """Rotary positions: pair (i, i + n) of a head turns by position * frequencies[i].
 
+    n is the number of frequencies. Channels of a head after the first 2 n are not rotated.
     Su et al. 2021, https://arxiv.org/abs/2104.09864.
 
     Attributes:
-        cosines, sines: [context_length, head_dim / 2] float32, times the attention factor.
+        cosines, sines: [context_length, n] float32, times the attention factor.
     """
 
     def __init__(
@@ -113,3 +171,71 @@ class Rope:
         angles = torch.outer(torch.arange(context_length).float(), frequencies)
         self.cosines = (angles.cos() * attention_factor).to(device)
         self.sines = (angles.sin() * attention_factor).to(device)
+
+
+class Attention(nn.Module):
+    """How a layer attends.
+
+    Attributes:
+        scale: Factor of the scores.
+        norms: Norms of queries and keys before they are rotated, or None.
+        softcap: Scores become `softcap * tanh(score / softcap)`, unless None.
+        window: A token sees itself and the `window - 1` tokens before it; None: all before it.
+        sinks: [num_heads] scores that take part in each head's softmax without a value, or None.
+        rope: Rotary positions, which a model sets in `finish_loading`; None: nothing is rotated.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        norms: QKNorms | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.norms = norms
+        self.softcap = softcap
+        self.window = window
+        self.sinks: Tensor | None = sinks
+        self.rope: Rope | None = None
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each token's router chooses the experts whose outputs are added.
+
+    Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
+
+    Attributes:
+        router: [num_experts, hidden_size], whose outputs score the experts.
+        gate_up: Of each expert, [2 * intermediate_size, hidden_size]: gate rows, then up rows.
+        down: Of each expert, [hidden_size, intermediate_size].
+        num_chosen: Experts of a token.
+        renormalise: The weights of the chosen experts add up to 1; else they are their part of
+            the softmax over all experts.
+        activation: Of the gate.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_chosen: int,
+        renormalise: bool = True,
+        activation: Activation = Activation.SILU,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = Linear(hidden_size, num_experts, bias)
+        self.gate_up = nn.ModuleList(
+            Linear(hidden_size, 2 * intermediate_size, bias, Parallel.COLUMN)
+            for _ in range(num_experts)
+        )
+        self.down = nn.ModuleList(
+            Linear(intermediate_size, hidden_size, bias, Parallel.ROW) for _ in range(num_experts)
+        )
+        self.num_chosen = num_chosen
+        self.renormalise = renormalise
+        self.activation = activation

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from quadriga.model_files.architectures import LlamaConfig
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.base import Model
-from worker_proc.models.layers import Embedding, HeadNorms, Linear, Parallel, RMSNorm, Rope
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    Linear,
+    Parallel,
+    QKNorms,
+    RMSNorm,
+    Rope,
+)
 from worker_proc.models.ops import Ops, Value
 from worker_proc.models.rope_scaling import rope_frequencies
 
@@ -45,13 +54,12 @@ class Llama(Model):
         self.lm_head = (
             None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         )
-        self.rope: Rope | None = None
 
     def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.embedding)
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, LlamaBlock)
-            x = block.forward(ops, layer, x, self.rope)
+            x = block.forward(ops, layer, x)
         return x
 
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
@@ -60,7 +68,10 @@ class Llama(Model):
     def finish_loading(self, context_length: int) -> None:
         frequencies, attention_factor = rope_frequencies(self.config.rope, context_length)
         device = self.embedding.weight.device
-        self.rope = Rope(frequencies, context_length, device, attention_factor)
+        rope = Rope(frequencies, context_length, device, attention_factor)
+        for block in self.blocks:
+            assert isinstance(block, LlamaBlock)
+            block.attention.rope = rope
 
     def map_weight_name(self, name: str) -> str | None:
         if name.endswith(".rotary_emb.inv_freq"):
@@ -105,16 +116,19 @@ class LlamaBlock(nn.Module):
         hidden_size, qkv_size = config.hidden_size, self.q_size + 2 * self.kv_size
         qkv_bias = qkv_bias or config.attention_bias
         self.qkv_proj = Linear(hidden_size, qkv_size, qkv_bias, Parallel.COLUMN)
-        self.head_norms = HeadNorms(config.head_dim, config.rms_norm_eps) if head_norms else None
+        dim = config.head_dim
+        norms = QKNorms(dim, dim, config.rms_norm_eps) if head_norms else None
+        self.attention = Attention(dim**-0.5, norms)
         self.out_proj = Linear(self.q_size, hidden_size, config.attention_bias, Parallel.ROW)
         self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.gate_up_proj = Linear(hidden_size, 2 * inner, config.mlp_bias, Parallel.COLUMN)
         self.down_proj = Linear(inner, hidden_size, config.mlp_bias, Parallel.ROW)
 
-    def forward(self, ops: Ops[Value], layer: int, x: Value, rope: Rope | None) -> Value:
+    def forward(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         qkv = ops.linear(self.qkv_proj, ops.norm(self.attention_norm, x))
-        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, rope, self.head_norms))
-        x_mlp = ops.linear_swiglu(self.gate_up_proj, ops.norm(self.mlp_norm, x))
+        x = ops.linear_add(x, self.out_proj, ops.attend(layer, qkv, self.attention))
+        x_mlp = ops.norm(self.mlp_norm, x)
+        x_mlp = ops.linear_gated(self.gate_up_proj, x_mlp, Activation.SILU)
         return ops.linear_add(x, self.down_proj, x_mlp)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -122,9 +136,9 @@ class LlamaBlock(nn.Module):
             "input_layernorm.weight": self.attention_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
         }
-        if self.head_norms is not None:
-            tensors["self_attn.q_norm.weight"] = self.head_norms.queries.weight
-            tensors["self_attn.k_norm.weight"] = self.head_norms.keys.weight
+        if (norms := self.attention.norms) is not None:
+            tensors["self_attn.q_norm.weight"] = norms.queries.weight
+            tensors["self_attn.k_norm.weight"] = norms.keys.weight
         heads = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
         gated = {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
         tensors |= _parts("self_attn", self.qkv_proj, heads)

@@ -7,7 +7,15 @@ records them once as a list, and the native kernels run that list in every step.
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, Linear, RMSNorm, Rope
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 
 # One row for each token: a tensor [tokens, width], or what stands for it in an implementation.
 Value = TypeVar("Value")
@@ -16,13 +24,16 @@ Value = TypeVar("Value")
 class Ops(ABC, Generic[Value]):
     """Operations on the tokens of one step.
 
-    An implementation may change the residual stream in place: the values that `embed` and
-    `linear_add` return are the residual stream, and a model uses only the latest one.
+    An implementation may change the residual stream in place: the values that `embed`,
+    `linear_add`, `norm_add` and `experts_add` return are the residual stream, and a model uses
+    only the latest one. Of the results of the other operations it uses only the latest of each.
     """
 
     @abstractmethod
-    def embed(self, tokens: Embedding, positions: Embedding | None = None) -> Value:
-        """Return the residual stream [tokens, hidden_size]: the embeddings of the step's tokens.
+    def embed(
+        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+    ) -> Value:
+        """Return the residual stream [tokens, hidden_size]: the scaled embeddings of the tokens.
 
         If `positions` is given, the embeddings of the tokens' positions are added.
         """
@@ -32,43 +43,64 @@ class Ops(ABC, Generic[Value]):
         """Normalise the residual stream `x` into a new value."""
 
     @abstractmethod
-    def linear(self, proj: Linear, x: Value) -> Value:
-        """Return x Wᵀ + b."""
+    def norm_add(self, residual: Value, norm: RMSNorm, x: Value) -> Value:
+        """Return residual + norm(x), where `x` is a result of `linear`.
 
-    @abstractmethod
-    def linear_gelu(self, proj: Linear, x: Value) -> Value:
-        """Return gelu(x Wᵀ + b), with the tanh approximation."""
-
-    @abstractmethod
-    def linear_swiglu(self, proj: Linear, x: Value) -> Value:
-        """Return silu(gate) * up, where [gate, up] = x Wᵀ + b.
-
-        Shazeer 2020, https://arxiv.org/abs/2002.05202.
+        The `residual` passed in is invalid afterwards.
         """
 
     @abstractmethod
-    def linear_add(self, residual: Value, proj: Linear, x: Value) -> Value:
-        """Return residual + x Wᵀ + b; the `residual` passed in is invalid afterwards.
+    def linear(self, proj: Linear, x: Value) -> Value:
+        """Return x Wᵀ + b; if `proj` is split by rows, its sum over the ranks."""
+
+    @abstractmethod
+    def linear_activation(self, proj: Linear, x: Value, activation: Activation) -> Value:
+        """Return activation(x Wᵀ + b)."""
+
+    @abstractmethod
+    def linear_gated(self, proj: Linear, x: Value, activation: Activation) -> Value:
+        """Return activation(gate) * up, where [gate, up] = x Wᵀ + b.
+
+        Shazeer 2020, https://arxiv.org/abs/2002.05202. CLAMPED_SWIGLU is the function of gpt-oss:
+        gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7.
+        """
+
+    @abstractmethod
+    def linear_add(self, residual: Value, proj: Linear, x: Value, scale: float = 1.0) -> Value:
+        """Return residual + scale * (x Wᵀ + b); the `residual` passed in is invalid afterwards.
 
         If `proj` is split by rows, x Wᵀ + b is summed over the ranks.
         """
 
     @abstractmethod
-    def attend(
-        self, layer: int, qkv: Value, rope: Rope | None, norms: HeadNorms | None = None
-    ) -> Value:
+    def experts_add(self, residual: Value, experts: Experts, x: Value, scale: float = 1.0) -> Value:
+        """Return residual + scale * the weighted sum of the outputs of each token's experts.
+
+        The `residual` passed in is invalid afterwards.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, qkv: Value, attention: Attention) -> Value:
         """Normalise and rotate queries and keys, write keys and values to the KV pages, attend.
 
         Args:
             layer: Index of the layer, which selects its pages.
             qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
-            rope: Rotary positions, if the model has them.
-            norms: Norms of query and key heads, applied before the rotation.
+            attention: What the layer does with them.
 
         Returns:
             [tokens, num_heads * head_dim].
         """
 
     @abstractmethod
-    def logits(self, head: Linear | Embedding, x: Value) -> Value:
-        """Return x Wᵀ: [rows, vocab_size]."""
+    def logits(
+        self,
+        head: Linear | Embedding,
+        x: Value,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Value:
+        """Return scale * x Wᵀ: [rows, vocab_size].
+
+        With a `softcap`, each logit becomes `softcap * tanh(logit / softcap)`.
+        """

@@ -16,7 +16,7 @@ from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_bloc
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, store_tokens, swiglu
-from worker_proc.models.layers import Embedding, HeadNorms, LayerNorm, RMSNorm, Rope
+from worker_proc.models.layers import Embedding, LayerNorm, QKNorms, RMSNorm, Rope
 from worker_proc.models.rope_scaling import rope_frequencies
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -155,7 +155,7 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
     expected, expected_pool = qkv.float().clone(), pool.clone()
     turning = expected[:, : heads + kv_heads]
-    norms = HeadNorms(dim, 1e-5).to(DEVICE, dtype)
+    norms = QKNorms(dim, dim, 1e-5).to(DEVICE, dtype)
     for seed, norm in enumerate((norms.queries, norms.keys)):
         norm.weight.copy_(draw(dim, seed=seed))
     if normed:

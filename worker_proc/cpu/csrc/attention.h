@@ -250,8 +250,10 @@ struct Attend {
     // Turns scores into weights e^(score - running maximum), and rescales earlier sums to match.
     void softmax(const Item& item, const KeyBlock& block, long rows, bool first,
                Scratch<E>& s) const {
-        bool all_seen = item.position + 1 - block.key >= block.count * LANES;
+        bool all_seen = item.position + 1 - block.key >= block.count * LANES &&
+                        (!op.window || item.position + item.count - op.window <= block.key);
         if (program.int8_pages) scale_scores(block, rows, s);
+        if (op.softcap) cap_scores(block, rows, s);
         if (!all_seen) mask(item, block, rows, s);
         int plain = all_seen && !program.int8_pages ? block.count : 0;
         if (plain == KEY_PANELS)
@@ -272,11 +274,21 @@ struct Attend {
         }
     }
 
-    // Masks the keys after a query, or after the last key.
+    void cap_scores(const KeyBlock& block, long rows, Scratch<E>& s) const {
+        for (long r = 0; r < rows; r++)
+            for (int i = 0; i < block.count; i++) {
+                float* scores = s.scores + r * KEY_BLOCK + i * LANES;
+                store(scores, soft_cap(load<Floats>(scores), float(op.softcap)));
+            }
+    }
+
+    // Masks the keys after a query, before its window, or after the last key.
     void mask(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads;
         for (long r = 0; r < rows; r++) {
             long seen = item.position + r / group_size + 1 - block.key;
+            long unseen = op.window ? std::min(seen - op.window, block.count * long(LANES)) : 0;
+            for (long i = 0; i < unseen; i++) s.scores[r * KEY_BLOCK + i] = -INFINITY;
             for (long i = std::max(0L, std::min(seen, block.keys)); i < block.count * LANES; i++)
                 s.scores[r * KEY_BLOCK + i] = -INFINITY;
         }
@@ -339,7 +351,10 @@ struct Attend {
             long row = item.output + r / group_size;
             Passed* to = (Passed*)step.buffers[op.output] + row * step.strides[op.output] +
                          (kv_head * group_size + r % group_size) * dim;
-            float scale = 1 / sum(s.total[r]);
+            float total = sum(s.total[r]);
+            if (op.sinks)
+                total += std::exp(op.sinks[kv_head * group_size + r % group_size] - s.max_score[r]);
+            float scale = 1 / total;
             for (long d = 0; d < dim; d += LANES)
                 narrow_partial(to + d, load<Floats>(s.sums + r * program.padded_dim + d) * scale,
                                dim - d);
@@ -368,6 +383,7 @@ void combine(const Program& program, const Step& step, const Op& op, const Split
     for (long i = 0; i < row.parts; i++) max_score = std::max(max_score, parts[i * size]);
     for (long i = 0; i < row.parts; i++)
         total += parts[i * size + 1] * std::exp(parts[i * size] - max_score);
+    if (op.sinks) total += std::exp(op.sinks[head] - max_score);
     Passed* output = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output];
     for (long d = 0; d < dim; d += LANES) {
         Floats v = {};

@@ -35,17 +35,18 @@ struct AttentionWork {
     std::vector<Item> items;
     std::vector<SplitRow> split;
 
-    // Work for every token of the step.
-    AttentionWork(const Program& program, const Step& step) : program(program), step(step) {
+    // Work for every token of the step. window: keys that a query sees; 0: all.
+    AttentionWork(const Program& program, const Step& step, long window)
+        : program(program), step(step), window(window) {
         long token = 0;
         for (long row = 0; row < step.row_count; token += step.num_tokens[row], row++)
             add(row, token, step.computed[row], step.num_tokens[row], token, step.row_count);
     }
 
     // Work for the sampled tokens, whose outputs are contiguous. positions: [tokens].
-    AttentionWork(const Program& program, const Step& step,
+    AttentionWork(const Program& program, const Step& step, long window,
                   const std::vector<TokenPosition>& positions)
-        : program(program), step(step) {
+        : program(program), step(step), window(window) {
         for (long i = 0; i < step.sampled_count; i++) {
             long token = step.sampled[i];
             add(positions[token].row, token, positions[token].position, 1, i, step.sampled_count);
@@ -60,18 +61,26 @@ struct AttentionWork {
   private:
     const Program& program;
     const Step& step;
+    const long window;
     long parts = 0;
+
+    // Returns the first key that a query at `position` sees, or up to 15 keys earlier: the first of
+    // a panel.
+    long first_key(long position) const {
+        return window ? std::max(0L, position + 1 - window) / LANES * LANES : 0;
+    }
 
     // Adds `n` tokens of a row. rows: number of rows of the step.
     void add(long row, long token, long position, long n, long output, long rows) {
-        long length = n == 1 ? part_length(position + 1, rows) : 0;
-        if (n == 1 && length <= position) {
-            long count = (position + length) / length;
+        long first = first_key(position), keys = position + 1 - first;
+        long length = n == 1 ? part_length(keys, rows) : 0;
+        if (n == 1 && length < keys) {
+            long count = (keys + length - 1) / length;
             if ((parts + count) * part_floats(program) <= step.part_floats) {
                 split.push_back({output, parts, count});
                 for (long i = 0; i < count; i++)
-                    items.push_back({row, token, position, 1, output, i * length,
-                                     std::min((i + 1) * length, position + 1), parts++});
+                    items.push_back({row, token, position, 1, output, first + i * length,
+                                     std::min(first + (i + 1) * length, position + 1), parts++});
                 return;
             }
         }
@@ -79,8 +88,8 @@ struct AttentionWork {
         long block = std::max<long>(1, QUERY_BLOCK / group_size);
         for (long q = 0; q < n; q += block) {
             long count = std::min(block, n - q);
-            items.push_back({row, token + q, position + q, count, output + q, 0,
-                             position + q + count, -1});
+            items.push_back({row, token + q, position + q, count, output + q,
+                             first_key(position + q), position + q + count, -1});
         }
     }
 

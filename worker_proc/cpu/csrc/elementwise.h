@@ -34,6 +34,7 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
     for (long d = 0; d < op.width; d++) {
         float x = embedding<E>(op.matrix, id, d);
+        x *= float(op.scale);
         to[d] = position ? x + position[d] : x;
     }
 }
@@ -89,8 +90,29 @@ void norm(const Step& step, const Op& op, long token) {
     }
 }
 
-// Rotates each pair (i, i + dim / 2) of a head by the angle of its position (Su et al. 2021,
-// https://arxiv.org/abs/2104.09864).
+// Adds the norm of a token's row of the input to its row of the residual stream.
+inline void norm_add(const Step& step, const Op& op, long token) {
+    long row = op.sampled && step.sampled ? step.sampled[token] : token;
+    const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
+    float* to = (float*)step.buffers[op.output] + row * step.strides[op.output];
+    float scale = norm_scale(x, 0, op.width, op.epsilon);
+    for (long d = 0; d < op.width; d += LANES) {
+        long count = std::min<long>(LANES, op.width - d);
+        Floats v = load_partial(x + d, count) * scale * load_partial(op.gain + d, count);
+        narrow_partial(to + d, load_partial(to + d, count) + v, count);
+    }
+}
+
+inline void scale_cap(const Step& step, const Op& op, long token) {
+    float* x = (float*)step.buffers[op.output] + token * step.strides[op.output];
+    for (long d = 0; d < op.width; d += LANES) {
+        Floats v = load<Floats>(x + d) * float(op.scale);
+        store(x + d, op.softcap ? soft_cap(v, float(op.softcap)) : v);
+    }
+}
+
+// Rotates each pair (i, i + dim / 2) of the first `dim` channels of a head by the angle of its
+// position (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 INLINE void rotate(float* __restrict to, const float* __restrict x, const float* __restrict cosines,
                    const float* __restrict sines, long dim) {
     long half = dim / 2;
@@ -110,33 +132,41 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
                   long token) {
     typedef typename E::Stored Stored;
     typedef typename E::Passed Passed;
-    long dim = program.head_dim, half = dim / 2, position = at.position;
+    long dim = program.head_dim, position = at.position;
     const float* x = (const float*)step.buffers[op.input] + token * step.strides[op.input];
     Passed* queries = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
     Pages<E> pages(program, step, op.layer);
     pages.prefetch(at.row, position);
     alignas(64) float rotated[MAX_HEAD_DIM] = {}, padded[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
     alignas(64) Stored key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
-    auto normalise_and_rotate = [&](const float* from, const float* gain) {
+    // heads: all queries or keys of the token.
+    auto normalise_and_rotate = [&](const float* heads, long h, const float* gain,
+                                    float scale_of_all) {
+        const float* from = heads + h * dim;
         if (gain) {
-            float scale = norm_scale(from, 0, dim, op.epsilon);
+            float scale = op.norm_whole ? scale_of_all : norm_scale(from, 0, dim, op.epsilon);
+            if (op.norm_whole) gain += h * dim;
             for (long d = 0; d < dim; d++) normed[d] = from[d] * scale * gain[d];
             from = normed;
         }
-        if (program.cosines)
-            rotate(rotated, from, program.cosines + position * half,
-                   program.sines + position * half, dim);
-        else
-            memcpy(rotated, from, dim * sizeof(float));
+        long begin = op.cosines ? op.rotated : 0;
+        if (op.cosines)
+            rotate(rotated, from, op.cosines + position * (begin / 2),
+                   op.sines + position * (begin / 2), begin);
+        memcpy(rotated + begin, from + begin, (dim - begin) * sizeof(float));
     };
-    for (long h = 0; h < program.heads; h++, x += dim) {
-        normalise_and_rotate(x, op.gain);
-        narrow_all(queries + h * program.padded_dim, rotated, program.padded_dim,
-                   1 / std::sqrt(float(dim)));
+    auto scale_of_all = [&](const float* heads, long count) {
+        return op.norm_whole ? norm_scale(heads, 0, count * dim, op.epsilon) : 0;
+    };
+    float scale_of_queries = scale_of_all(x, program.heads);
+    for (long h = 0; h < program.heads; h++) {
+        normalise_and_rotate(x, h, op.gain, scale_of_queries);
+        narrow_all(queries + h * program.padded_dim, rotated, program.padded_dim, float(op.scale));
     }
-    const float* values = x + program.kv_heads * dim;
+    const float *keys = x + program.heads * dim, *values = keys + program.kv_heads * dim;
+    float scale_of_keys = scale_of_all(keys, program.kv_heads);
     for (long h = 0; h < program.kv_heads; h++) {
-        normalise_and_rotate(x + h * dim, op.key_gain);
+        normalise_and_rotate(keys, h, op.key_gain, scale_of_keys);
         narrow_all(key, rotated, program.padded_dim, 1);
         memcpy(padded, values + h * dim, dim * sizeof(float));
         narrow_all(value, padded, program.padded_dim, 1);

@@ -206,16 +206,29 @@ struct Matmul {
             return bias ? v + load<Floats>(bias + column + p * LANES) : v;
         };
         char* output = output_of(row, column);
-        if (op.kind == MATMUL_SWIGLU) return narrow((Passed*)output, silu(value(0)) * value(1));
+        if (op.kind == MATMUL_GATE) return narrow((Passed*)output, gate(value(0), value(1)));
         for (int p = 0; p < panels; p++) {
             float* to = (float*)output + p * LANES;
-            if (op.kind == MATMUL_GELU)
-                narrow((Passed*)output + p * LANES, gelu(value(p)));
+            if (op.kind == MATMUL_ACTIVATE)
+                narrow((Passed*)output + p * LANES, activate(value(p)));
             else if (op.kind == MATMUL_ARGMAX)
                 update_max(maxima[row], value(p), column + p * LANES);
             else
-                store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) : value(p));
+                store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) * float(op.scale)
+                                                : value(p));
         }
+    }
+
+    INLINE Floats activate(Floats x) const {
+        switch (op.activation) {
+        case SILU: return silu(x);
+        case GELU_TANH: return gelu(x);
+        case GELU: return gelu_erf(x);
+        default: return max(x, 0.0f);
+        }
+    }
+    INLINE Floats gate(Floats gate, Floats up) const {
+        return op.activation == CLAMPED_SWIGLU ? clamped_swiglu(gate, up) : activate(gate) * up;
     }
 
     // Returns the address of the outputs of a row, from `column` on.
@@ -223,9 +236,10 @@ struct Matmul {
         long start = (residual_rows ? residual_rows[row] : row) * step.strides[op.output];
         return (char*)step.buffers[op.output] + (start + (column >> halves_columns())) * output_bytes();
     }
-    int halves_columns() const { return op.kind == MATMUL_SWIGLU; }  // two columns become one
+    int halves_columns() const { return op.kind == MATMUL_GATE; }  // two columns become one
     long output_bytes() const {
-        return op.kind == MATMUL_SWIGLU || op.kind == MATMUL_GELU ? sizeof(Passed) : sizeof(float);
+        bool passed = op.kind == MATMUL_GATE || op.kind == MATMUL_ACTIVATE;
+        return passed ? sizeof(Passed) : sizeof(float);
     }
 
     // Prefetches the outputs of a tile while it is multiplied: a line or two of each row, which are

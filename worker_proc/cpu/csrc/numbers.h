@@ -86,6 +86,28 @@ INLINE Floats gelu(Floats x) {
     return x / (1.0f + exp(-2.0f * z));
 }
 
+// x/2 (1 + erf(x / sqrt(2))), with erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+INLINE Floats gelu_erf(Floats x) {
+    Floats z = x * 0.70710678f, size = max(z, -z), t = 1.0f / (1.0f + 0.3275911f * size);
+    Floats p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    Floats tail = p * t * exp(-size * size);  // 1 - erf(size)
+    return 0.5f * x * select(z > 0.0f, 2.0f - tail, tail);
+}
+
+INLINE Floats tanh(Floats x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
+
+INLINE Floats soft_cap(Floats x, float cap) { return cap * tanh(x / cap); }
+
+// The gate of gpt-oss.
+INLINE Floats clamped_swiglu(Floats gate, Floats up) {
+    gate = min(gate, 7.0f), up = max(min(up, 7.0f), -7.0f);
+    return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
+}
+
 // Conversion of stored numbers, which are float, or bfloat16 in 16 bits.
 INLINE Floats widen(const float* from) { return load<Floats>(from); }
 INLINE Floats widen(const uint16_t* from) {

@@ -5,21 +5,25 @@
 #include <cstdint>
 
 enum OpKind : int32_t {
-    EMBED,         // output = table[token] (+ positions[position])
+    EMBED,         // output = table[token] * scale (+ positions[position])
     RMS_NORM,      // output = input / rms(input) * gain
     LAYER_NORM,    // output = (input - mean) / deviation * gain + shift
     MATMUL,        // output = input x matrix (+ bias), float
-    MATMUL_ADD,    // output += input x matrix (+ bias), float
-    MATMUL_GELU,   // output = gelu(input x matrix + bias)
-    MATMUL_SWIGLU, // output = silu(gate) * up; panels of gate and up alternate
+    MATMUL_ADD,    // output += scale * (input x matrix (+ bias)), float
+    MATMUL_ACTIVATE,  // output = activation(input x matrix + bias)
+    MATMUL_GATE,      // output = activation(gate) * up; panels of gate and up alternate
     MATMUL_ARGMAX, // only the column of each row's maximum
     ROTATE_WRITE,  // output = queries of input, normalised (if there is a gain), rotated and
                    // scaled; keys (likewise) and values are written to the pages
     ATTEND,        // output = attention(input)
     COMBINE,       // output = combined parts of the rows whose context was split
     QUANTISE,      // output = input in 8 bits, for a quantised matrix
+    NORM_ADD,      // output += input / rms(input) * gain, float
+    SCALE_CAP,     // output = scale * output, then softcap * tanh(output / softcap), float
     ARRANGE,       // output = input as floats, in the order of a matrix's columns
 };
+
+enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU };
 
 enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED, ARRANGED, BUFFERS };
 
@@ -49,6 +53,16 @@ struct Op {
     const float* shift;  // LAYER_NORM: [width]
     const float* key_gain;  // ROTATE_WRITE: [head_dim] of the keys, or null
     double epsilon;
+    double scale;           // ROTATE_WRITE: of the queries
+    double softcap;         // 0: none
+    int64_t activation;
+    int64_t norm_whole;     // ROTATE_WRITE: not 0: all heads of a token are normalised together, by
+                            // gains of [heads * head_dim] and [kv_heads * head_dim]
+    const float* cosines;   // ROTATE_WRITE: [context][rotated / 2], or null: no rotation
+    const float* sines;
+    int64_t rotated;        // channels of a head that are rotated; the others follow
+    int64_t window;         // ATTEND, COMBINE: keys that a query sees, itself included; 0: all
+    const float* sinks;     // ATTEND, COMBINE: [heads] scores without a value, or null
 };
 
 struct Program {
@@ -60,8 +74,6 @@ struct Program {
     int64_t page_size;
     int64_t int8_pages;       // not 0: keys and values are stored in 8 bits
     void* const* pools;       // one per layer
-    const float* cosines;     // [context][head_dim / 2], or null: no rotation
-    const float* sines;
     const float* position_vectors;  // [context][hidden], or null: the model has none
 };
 

@@ -67,7 +67,6 @@ class Run {
         : program(program),
           step(step),
           threads(threads),
-          attention(program, step),
           barrier(threads),
           counters(program.op_count),
           thread_maxima(threads),
@@ -76,8 +75,9 @@ class Run {
         for (long row = 0; row < step.row_count; row++)
             for (long i = 0; i < step.num_tokens[row]; i++)
                 positions[token++] = {row, step.computed[row] + i};
-        if (step.sampled_count < step.token_count)
-            sampled_attention.reset(new AttentionWork(program, step, positions));
+        for (long i = 0; i < program.op_count; i++)
+            if (program.ops[i].kind == ATTEND && !find_work(program.ops[i].window))
+                works.emplace_back(new WorkOfWindow(program, step, program.ops[i].window, positions));
     }
 
     void thread(int id) {
@@ -118,8 +118,21 @@ class Run {
     const Program& program;
     const Step& step;
     const int threads;  // of the team, which can be fewer than requested
-    AttentionWork attention;
-    std::unique_ptr<AttentionWork> sampled_attention;  // null: every token is sampled
+    // The attention of the layers with the same window, of all tokens and of the sampled ones.
+    struct WorkOfWindow {
+        long window;
+        AttentionWork all;
+        std::unique_ptr<AttentionWork> sampled;  // null: every token is sampled
+
+        WorkOfWindow(const Program& program, const Step& step, long window,
+                     const std::vector<TokenPosition>& positions)
+            : window(window), all(program, step, window) {
+            if (step.sampled_count < step.token_count)
+                sampled.reset(new AttentionWork(program, step, window, positions));
+        }
+    };
+
+    std::vector<std::unique_ptr<WorkOfWindow>> works;
     Barrier barrier;
     std::vector<Counter> counters;
     std::vector<std::vector<RowMax>> thread_maxima;
@@ -149,8 +162,15 @@ class Run {
 
     long rows_of(const Op& op) const { return op.sampled ? step.sampled_count : step.token_count; }
 
+    const WorkOfWindow* find_work(long window) const {
+        for (auto& work : works)
+            if (work->window == window) return work.get();
+        return nullptr;
+    }
+
     const AttentionWork& attention_of(const Op& op) const {
-        return op.sampled && sampled_attention ? *sampled_attention : attention;
+        const WorkOfWindow& work = *find_work(op.window);
+        return op.sampled && work.sampled ? *work.sampled : work.all;
     }
 
     static bool is_memory_bound(const Op& op) { return op.kind == ATTEND || is_product(op); }
@@ -178,6 +198,10 @@ class Run {
         case RMS_NORM:
         case LAYER_NORM:
             return each_row(op, next, id, [&](long token) { norm<E>(step, op, token); });
+        case NORM_ADD:
+            return each_row(op, next, id, [&](long token) { norm_add(step, op, token); });
+        case SCALE_CAP:
+            return each_row(op, next, id, [&](long token) { scale_cap(step, op, token); });
         case QUANTISE:
             return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
         case ARRANGE:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.models.layers import HeadNorms, Rope
+from worker_proc.models.layers import QKNorms, Rope
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _rotate_write(
 
 def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
-    rope: Rope | None, norms: HeadNorms | None = None,
+    rope: Rope | None, norms: QKNorms | None = None,
 ) -> None:  # fmt: skip
     """Normalise and rotate queries in place, and keys on their way to the pages.
 
