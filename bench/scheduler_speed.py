@@ -73,11 +73,14 @@ class SpeedCase:
         )  # fmt: skip
 
 
-def measure(args: SchedulerArgs, steps: int, waiting: int, pages: int) -> list[float]:
-    """Return the seconds of each step."""
+def measure(
+    args: SchedulerArgs, steps: int, waiting: int, pages: int, window: int = 0
+) -> list[float]:
+    """Return the seconds of each step. window: of every layer, in tokens; 0: none."""
     worker, now, load = Sink(), 1000.0, SpeedCase(0)
     scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
-    scheduler.step([], [WorkerReady(pages, PAGE_SIZE, args.max_running_requests, "", "cpu")])
+    slots = args.max_running_requests
+    scheduler.step([], [WorkerReady(pages, PAGE_SIZE, slots, "", "cpu", window=window)])
     scheduler.step([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
     computed: dict[int, tuple[int, int]] = {}
     times: list[float] = []
@@ -123,6 +126,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
     parser.add_argument("--batch-mode", default="mixed", choices=BATCH_MODES)
     parser.add_argument("--pages", type=int, default=16_384, help="of 16 tokens")
+    parser.add_argument("--window", type=int, default=0, help="of every layer, in tokens")
     parser.add_argument("--fair-clients", action="store_true")
     arguments = parser.parse_args()
     gc.disable()  # as in scheduler_proc/main.py
@@ -138,7 +142,7 @@ def main() -> None:
             fair_clients=arguments.fair_clients,
             plan_at_once=True,
         )
-        times = measure(args, arguments.steps, arguments.waiting, arguments.pages)
+        times = measure(args, arguments.steps, arguments.waiting, arguments.pages, arguments.window)
         times = times[arguments.steps // 4 :]  # the running batch has filled up by then
         shares = [percentile(times, share) for share in (50, 90, 99, 99.9, 100)]
         print(f"{policy:12}" + "".join(f"{1e6 * value:8.0f}" for value in shares))

@@ -52,6 +52,7 @@ class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_total_tokens: Tokens in its KV pool with default flags.
+        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
     """
 
     model: str
@@ -63,6 +64,7 @@ class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     max_total_tokens: int
     command: str = ""
+    window: int = 0
 
 
 class WorkerBench:
@@ -162,4 +164,5 @@ def make_bench(
         vocab_size=files.vocab_size,
         context_length=files.context_length,
         max_total_tokens=pages * config.worker.page_size,
+        window=runner.window,
     )

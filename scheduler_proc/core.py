@@ -14,7 +14,6 @@ from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
 from scheduler_proc.policies import make_queue
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
-from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.plan import BatchMode, Capacity, Plan, Room, StepUpdate
 from scheduler_proc.state.request import (
     FinishReason,
@@ -24,6 +23,7 @@ from scheduler_proc.state.request import (
     priority_retraction_key,
     retraction_key,
 )
+from scheduler_proc.state.window import make_kv_cache
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
@@ -32,17 +32,23 @@ class SchedulerCore:
     """Waiting queue, running batch and KV pages."""
 
     def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
-        self.kv = KVCache(capacity.num_pages, capacity.page_size, not args.disable_radix_cache)
-        self.admission = Admission(args, self.kv)
-        self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
-        self.quarantine = Quarantine()
-        self.num_retractions = num_retractions
-        self._running = RunningBatch()
         self._mode = BatchMode(args.mode)
         self._budget = args.prefill_budget(capacity.prefill_tokens)
         self._slack = args.prefill_slack(capacity.prefill_tokens)
         self._chunk = args.longest_chunk(capacity.prefill_tokens)
         self._cuts_prompts = args.chunk_size(capacity.prefill_tokens) is not None
+        self.kv = make_kv_cache(
+            capacity.num_pages,
+            capacity.page_size,
+            capacity.window,
+            max(self._budget + self._slack, self._chunk) if self._cuts_prompts else 0,
+            prefix_cache=not args.disable_radix_cache,
+        )
+        self.admission = Admission(args, self.kv)
+        self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
+        self.quarantine = Quarantine()
+        self.num_retractions = num_retractions
+        self._running = RunningBatch()
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
         by_priority = args.schedule_policy == "priority"
@@ -105,6 +111,7 @@ class SchedulerCore:
     def plan(self, now: float, in_flight: bool) -> Plan:
         """Return the next step. in_flight: earlier steps are not answered yet."""
         plan = Plan(in_flight)
+        self.kv.release_unseen(self.admission.holders.values())
         self._compose(plan, now)
         while plan.batch.is_empty and plan.has_retracted:
             self._compose(plan, now)
@@ -168,15 +175,8 @@ class SchedulerCore:
         if not full:
             return group
         for request in full:
-            if request not in self._running:
-                continue
-            room = self._ensure_page(request, plan)
-            if room is Room.FREE:
-                self.kv.append_page(request)
-            elif room is Room.POOL_FULL:
-                plan.failed.append((request, self.admission.pool_is_full(request)))
-                plan.has_retracted = True
-                self.remove(request)
+            if request in self._running:
+                self._append_page(request, plan)
         rows = [r for r in group if r.num_computed_tokens < r.page_capacity]
         if plan.has_retracted:
             rows = [request for request in rows if request in self._running]
@@ -184,6 +184,17 @@ class SchedulerCore:
             if request.num_computed_tokens < request.page_capacity and request in self._running:
                 plan.batch.grown += (request.slot, request.pages[-1])
         return rows
+
+    def _append_page(self, request: Request, plan: Plan) -> bool:
+        """Append a page to a running request, retracting others if needed. Return whether it is."""
+        room = self._ensure_page(request, plan)
+        if room is Room.FREE:
+            self.kv.append_page(request)
+        elif room is Room.POOL_FULL:
+            plan.failed.append((request, self.admission.pool_is_full(request)))
+            plan.has_retracted = True
+            self.remove(request)
+        return room is Room.FREE
 
     def _stop_decoding(self, request: Request) -> None:
         """Remove a request from the running batch: it needs no further step."""
@@ -197,14 +208,22 @@ class SchedulerCore:
             self._preempt_chunked(self.waiting.first(1, budget), plan)
         if self._running.chunked is not None:
             budget -= self._add_prefill(self._running.chunked, self._chunk, plan)
-        if budget > 0 and len(self.waiting) and not plan.has_retracted:
+        if self._running.chunked is not None or plan.has_retracted:
+            return
+        if budget > 0 and len(self.waiting):
             self._add_waiting(budget, plan, now)
 
     def _add_prefill(self, request: Request, limit: int, plan: Plan) -> int:
-        """Add the next tokens of a prompt, at most `limit`. Return their number."""
+        """Add the next tokens of a prompt, at most `limit`. Return their number.
+
+        It is 0 where the request waits for a page.
+        """
         count = request.num_uncomputed_tokens
         if self._cuts_prompts:
             count = min(count, limit)
+        count = self._num_with_pages(request, count, plan)
+        if count == 0:
+            return 0
         samples = plan.batch.add_prefill(request, count)
         self.kv.cache_computed(request)
         self._running.chunked = None if samples else request
@@ -213,6 +232,20 @@ class SchedulerCore:
         elif samples:
             self._stop_decoding(request)
         return count
+
+    def _num_with_pages(self, request: Request, count: int, plan: Plan) -> int:
+        """Return how many of the next `count` tokens of a prompt have pages.
+
+        A prompt got all of its pages when it was admitted, unless every layer has a window. Then it
+        takes further ones as far as there are any; others are retracted for the first one only.
+        """
+        room = request.page_capacity - request.num_computed_tokens
+        while room < count and (room == 0 or self.kv.num_available):
+            if not self._append_page(request, plan):
+                return 0
+            plan.batch.grown += (request.slot, request.pages[-1])
+            room += self.kv.page_size
+        return min(count, room)
 
     def _add_waiting(self, budget: int, plan: Plan, now: float) -> None:
         """Admit prompts from the waiting queue, as far as width, tokens, slots and pages last.
@@ -236,7 +269,7 @@ class SchedulerCore:
                     return
                 continue
             self.waiting.take(request)
-            expected += request.num_remaining_tokens
+            expected += self.kv.growth([request], request.num_remaining_tokens)
             budget -= self._admit(request, count, plan, now)
             num_admissible -= 1
             if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:

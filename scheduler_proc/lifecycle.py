@@ -143,7 +143,7 @@ class RequestLifecycle:
             "worker process %d is ready: %d pages of %d tokens; %d requests are open",
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
-        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens)
+        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         for request in self.table:

@@ -70,8 +70,8 @@ def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
 
 
 def tiny_mistral(directory: Path, **changes: Any) -> Path:
-    """Write a model like tiny_llama with a window as long as its context."""
-    changes = {"sliding_window": 2 * CONTEXT_LENGTH, "head_dim": 16, **changes}
+    """Write a model like tiny_llama with a window of 24 tokens."""
+    changes = {"sliding_window": 24, "head_dim": 16, **changes}
     return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
 
 

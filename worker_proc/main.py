@@ -148,6 +148,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         backend=runner.engine.name,
         prefill_tokens=prefill_tokens,
         session=new_session(),
+        window=runner.window,
     )
     child.ready(
         dtype=ready.dtype,

@@ -19,12 +19,17 @@ class Runner:
 
     Attributes:
         dtype: Of the weights.
+        window: Tokens that every layer's attention is limited to; 0 if a layer sees all that a
+            slot can hold.
     """
 
-    def __init__(self, engine: Engine, table: SlotTable, dtype: torch.dtype) -> None:
+    def __init__(
+        self, engine: Engine, table: SlotTable, dtype: torch.dtype, window: int = 0
+    ) -> None:
         self.engine = engine
         self.table = table
         self.dtype = dtype
+        self.window = window if window < table.context_length else 0
         self._start_clock = step_clock(table.device)
 
     @torch.inference_mode()

@@ -45,11 +45,14 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
 FEATURES = Features.__struct_fields__
 
 
-def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
+def features_of(num_tokens: Ints, computed: Ints, samples: int, window: int = 0) -> Features:
     """Return the features of a step in which `samples` rows sample a token.
 
-    `num_tokens` [rows] are computed after `computed` [rows] earlier tokens.
+    `num_tokens` [rows] are computed after `computed` [rows] earlier tokens. A token sees at most
+    `window` keys, its own included; 0: all.
     """
+    if window:
+        return _windowed_features(num_tokens, computed, samples, window)
     rows, tokens, context = len(num_tokens), int(num_tokens.sum()), int(computed.sum())
     beyond = max(0, tokens - READ_BOUND_TOKENS)
     if tokens == rows:
@@ -59,6 +62,23 @@ def features_of(num_tokens: Ints, computed: Ints, samples: int) -> Features:
     decode_keys = context - int(before.sum()) + rows - len(count)
     pairs = int((count * before).sum() + (count * (count + 1) // 2).sum())
     return Features(1, 1, rows, tokens, beyond, samples, decode_keys, pairs)
+
+
+def _windowed_features(num_tokens: Ints, computed: Ints, samples: int, window: int) -> Features:
+    num_growing = np.clip(window - computed, 0, num_tokens)  # tokens that see all before them
+    keys = num_growing * computed + num_growing * (num_growing + 1) // 2
+    keys += (num_tokens - num_growing) * window
+    rows, tokens, many = len(num_tokens), int(num_tokens.sum()), num_tokens > 1
+    return Features(
+        steps=1,
+        extends=int(many.any()),
+        rows=rows,
+        tokens=tokens,
+        tokens_beyond=max(0, tokens - READ_BOUND_TOKENS),
+        samples=samples,
+        decode_keys=int(keys[~many].sum()),
+        extend_pairs=int(keys[many].sum()),
+    )
 
 
 class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -136,7 +136,7 @@ def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel
     row_tokens = QUICK_ROW_TOKENS if arguments.quick else MAX_ROW_TOKENS
     bench, measured_on = make_bench(server_flags.from_namespace(arguments), row_tokens)
     cases = quick_design() if arguments.quick else design()
-    features = [features_of_case(case) for case in cases]
+    features = [features_of_case(case, measured_on.window) for case in cases]
     measured = measure(bench, cases, arguments.repeats)
     ms, quality = fit(features, measured)
     command = shlex.join(["python", "-m", "bench.simulate.fit_cost_model", *argv])

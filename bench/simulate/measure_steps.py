@@ -59,12 +59,13 @@ def quick_design() -> list[Case]:
     return [case for case in cases if sum(row.context + row.tokens for row in case) <= QUICK_TOKENS]
 
 
-def features_of_case(case: Case) -> Features:
-    """Return the features of a plan."""
+def features_of_case(case: Case, window: int = 0) -> Features:
+    """Return the features of a plan. window: of every layer, in tokens; 0: none."""
     return features_of(
         np.array([row.tokens for row in case]),
         np.array([row.context for row in case]),
         sum(row.ends for row in case),
+        window,
     )
 
 

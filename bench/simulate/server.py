@@ -142,6 +142,7 @@ class SimulatedWorker:
         self._gap = model.delays_ms.gap / MS
         self._result_delay = model.delays_ms.result / MS
         self._vocab_size = model.measured_on.vocab_size
+        self._window = model.measured_on.window
         self._clock = clock
         self._deliver = deliver
         self._known = np.zeros(num_slots, np.int64)
@@ -178,7 +179,7 @@ class SimulatedWorker:
         self._computed[slots] = after
         self._known[slots] = known + samples
         tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
-        features = features_of(num_tokens, before, int(samples.sum()))
+        features = features_of(num_tokens, before, int(samples.sum()), self._window)
         prices = zip(self._prices, msgspec.structs.astuple(features), strict=True)
         return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
 
@@ -189,7 +190,9 @@ def tune_prefill_size(model: CostModel) -> int:
         return GPU_PREFILL_TOKENS
 
     def seconds_of(tokens: int) -> float:
-        return model.step_ms(features_of(np.array([tokens]), np.zeros(1, np.int64), 1)) / MS
+        window = model.measured_on.window
+        features = features_of(np.array([tokens]), np.zeros(1, np.int64), 1, window)
+        return model.step_ms(features) / MS
 
     return smallest_good_size(list(CANDIDATE_SIZES), seconds_of)
 
@@ -231,7 +234,7 @@ class Replica:
             config.scheduler, frozenset(), self.worker, detok=self, clock=clock
         )
         on, page_size = model.measured_on, config.worker.page_size
-        ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device)
+        ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device, window=on.window)
         ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))
         self.scheduler.step([], [ready])
 

@@ -82,14 +82,6 @@ class ModelFiles:
         return fingerprint(self.config, self.tokenizer_dir, self.weights)
 
     @property
-    def attention_window(self) -> int | None:
-        """Number of last tokens that are attended to; None: all."""
-        if not self.config.get("use_sliding_window", True):
-            return None
-        window = self.config.get("sliding_window")
-        return window if window is None else int(window)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text, from config.json and generation_config.json."""
         ids: set[int] = set()
@@ -246,13 +238,6 @@ def _check_config(files: ModelFiles) -> None:
         raise ConfigError(
             f"--context-length is {files.context_limit}, but the context of {files.name} is"
             f" {context_length} tokens; leave the flag out or give at most that"
-        )
-    window = files.attention_window
-    if window is not None and window < files.context_length:
-        _check_architecture(files)
-        raise ModelError(
-            f"{files.name} attends to the last {window} tokens only, which is not supported, and"
-            f" the context is {files.context_length}; take --context-length {window}"
         )
 
 

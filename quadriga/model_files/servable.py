@@ -4,7 +4,8 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import ArchitectureConfig, read_architecture
+from quadriga.model_files.architectures import read_architecture
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
 
@@ -12,7 +13,7 @@ from quadriga.model_files.resolve import ModelFiles
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> ArchitectureConfig:
+def check_servable(files: ModelFiles) -> DecoderConfig:
     """Return what the model asks of the worker.
 
     Raises:

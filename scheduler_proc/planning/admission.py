@@ -59,12 +59,8 @@ class Admission:
         return len(self._free_slots)
 
     def expected_tokens(self) -> int:
-        """Return how many tokens all holders may still generate, before the ratio."""
-        expected = 0
-        for request in self.holders.values():
-            remaining = request.max_total_tokens - request.num_known_tokens
-            expected += remaining if remaining < MAX_EXPECTED_TOKENS else MAX_EXPECTED_TOKENS
-        return expected
+        """Return for how many tokens all holders may still take pages, before the ratio."""
+        return self.kv.growth(self.holders.values(), MAX_EXPECTED_TOKENS)
 
     def can_admit(self, request: Request, expected: int) -> bool:
         """Return whether slot and pages are free, and will probably last until a request ends.
@@ -73,14 +69,14 @@ class Admission:
 
         Args:
             request: one that waits.
-            expected: number of tokens that the holders may still generate.
+            expected: number of tokens for which the holders may still take pages.
         """
         if not self._free_slots:
             return False
         spare = self.kv.num_available - self.kv.pages_needed(request)
         if spare < 0 or not self.holders:
             return spare >= 0
-        expected += min(request.num_remaining_tokens, MAX_EXPECTED_TOKENS)
+        expected += self.kv.growth([request], MAX_EXPECTED_TOKENS)
         return spare * self.kv.page_size >= self.ratio.value * expected
 
     def admit(self, request: Request, now: float) -> None:
@@ -112,7 +108,7 @@ class Admission:
 
     def never_fits(self, request: Request) -> bool:
         """Return whether even the empty pool could not hold the request's tokens."""
-        return self.kv.pages_for(request.num_known_tokens) > self.kv.num_pages
+        return self.kv.min_pages(request.num_known_tokens) > self.kv.num_pages
 
     def prompt_too_long(self, request: Request) -> PromptTooLong:
         """Return the error of a prompt that never fits."""

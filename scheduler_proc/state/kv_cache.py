@@ -5,7 +5,7 @@ Free + cached + held = all, always. Cached pages are the unlocked ones of the pr
 as good as free, and evicted when they are needed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request
@@ -49,6 +49,21 @@ class KVCache:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
+
+    def min_pages(self, num_tokens: int) -> int:
+        """Return the number of pages without which a request of so many tokens cannot run."""
+        return self.pages_for(num_tokens)
+
+    def growth(self, requests: Iterable[Request], max_tokens: int) -> int:
+        """Return for how many tokens requests may still take pages, at most `max_tokens` each.
+
+        What is known of a waiting request does not count: see `pages_needed`.
+        """
+        growth = 0
+        for request in requests:
+            remaining = request.max_total_tokens - request.num_known_tokens
+            growth += remaining if remaining < max_tokens else max_tokens
+        return growth
 
     # --- a request's way --------------------------------------------------------------------------
 
@@ -133,30 +148,26 @@ class KVCache:
                 node = tree.add(parent, key, request.pages[index])
             else:
                 if node.ref_count == 0:
-                    self._free.append(node.page)
-                    node.page = request.pages[index]
+                    self._replace_page(node, request.pages[index])
                 tree.lock(node)
             path.append(node)
 
     def release(self, request: Request) -> None:
         """Take the request's pages back. What it has computed stays cached."""
         self.cache_computed(request)
-        path = request.prefix_path
-        self._free += (page for page, node in zip(request.pages, path) if page != node.page)  # noqa: B905
-        self._free += request.pages[len(path) :]
-        self.tree.unlock(path)
+        self._give_back(request, request.first_page, len(request.pages))
         request.pages, request.prefix_path, request.page_capacity = [], [], 0
+        request.first_page = 0
+
+    def release_unseen(self, holders: Iterable[Request]) -> None:
+        """Take the pages back that no token to come can see; here every token sees all pages."""
 
     def free_duplicates(self, request: Request) -> bool:
         """Free the pages whose content the request has twice. Return whether there were any.
 
         One copy is in a page of its own, the other in a node that no other request locks.
         """
-        duplicates = [
-            (node, page)
-            for node, page in zip(request.prefix_path, request.pages)  # noqa: B905
-            if node.page != page and node.ref_count == 1
-        ]
+        duplicates = [(node, page) for node, page in _held_twice(request) if node.ref_count == 1]
         for node, page in duplicates:
             self._free.append(node.page)
             node.page = page
@@ -167,6 +178,18 @@ class KVCache:
         count = self.tree.num_unlocked
         self._free += self.tree.evict(count)
         return count
+
+    def _give_back(self, request: Request, first: int, end: int) -> None:
+        """Unlock the nodes of pages `first` to `end` - 1 of a request, free those not in them."""
+        pages, path = request.pages[first:end], request.prefix_path[first:end]
+        self._free += (page for page, node in zip(pages, path) if page != node.page)  # noqa: B905
+        self._free += pages[len(path) :]
+        self.tree.unlock(path)
+
+    def _replace_page(self, node: Node, page: int) -> None:
+        """Give an unlocked node another page with the same tokens."""
+        self._free.append(node.page)
+        node.page = page
 
     def _key(self, request: Request, index: int) -> bytes:
         start = index * self.page_size
@@ -186,12 +209,11 @@ class KVCache:
         """Raise AssertionError where a page is lost or used twice. holders: all that hold pages."""
         self.tree.check()
         pages = list(self._free)
-        pages += (node.page for node in self.tree.nodes())
+        pages += (node.page for node in self.tree.nodes() if node.page >= 0)
         held = sum(node.ref_count > 0 for node in self.tree.nodes())
         for request in holders:
-            path = request.prefix_path
-            private = request.pages[len(path) :]
-            private += [p for p, n in zip(request.pages, path) if p != n.page]  # noqa: B905
+            private = request.pages[max(len(request.prefix_path), request.first_page) :]
+            private += [page for _node, page in _held_twice(request)]
             pages += private
             held += len(private)
         assert len(pages) == len(set(pages)), "a page is in two places"
@@ -199,3 +221,11 @@ class KVCache:
             f"{self.num_free} free + {self.num_cached} cached + {held} held pages"
             f" are not {self.num_pages}"
         )
+
+
+def _held_twice(request: Request) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes that a request holds beside a page of its own with the same tokens."""
+    first = request.first_page
+    for node, page in zip(request.prefix_path[first:], request.pages[first:]):  # noqa: B905
+        if node.page != page:
+            yield node, page

@@ -13,11 +13,13 @@ class Capacity(NamedTuple):
 
     Attributes:
         prefill_tokens: prompt tokens of one step that keep the worker busy.
+        window: number of tokens, itself included, that a token sees in every layer; 0: all.
     """
 
     num_pages: int = 0
     page_size: int = 1
     prefill_tokens: int = 0
+    window: int = 0
 
 
 class BatchMode(str, enum.Enum):

@@ -58,6 +58,8 @@ class Request:
             at 0.
         slot: the worker's slot; -1 without one.
         pages: the page table.
+        first_page: number of pages at its beginning that no token to come sees, and that the
+            request does not hold.
         page_capacity: number of tokens that `pages` hold.
         prefix_path: nodes of the prefix tree that the request holds, one for each of its first
             pages.
@@ -95,6 +97,7 @@ class Request:
     in_flight: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    first_page: int = 0
     page_capacity: int = 0
     prefix_path: list[Node] = field(default_factory=list)
     prefix_node: Node | None = None
@@ -168,7 +171,7 @@ class Request:
         """Forget what the worker that died had computed, and the steps that it had in flight."""
         self.status = RequestStatus.WAITING
         self.num_known_tokens = len(self.tokens)
-        self.num_computed_tokens = self.in_flight = self.page_capacity = 0
+        self.num_computed_tokens = self.in_flight = self.page_capacity = self.first_page = 0
         self.slot = -1
         self.pages, self.prefix_path, self.prefix_node = [], [], None
         self.forget_prompt_logprobs()

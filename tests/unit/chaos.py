@@ -1,6 +1,6 @@
 """A scheduler under random load, with a check of every answer: for property tests and long runs.
 
-python -m tests.unit.chaos --steps 1000000 [--seed 0]
+python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0]
 """
 
 import argparse
@@ -41,10 +41,15 @@ class Chaos:
         num_pages: int,
         page_size: int,
         observe: Observe | None = None,
+        window: int = 0,
     ) -> None:
-        self.world = World(args, num_pages, page_size, observe=observe)
+        self.world = World(args, num_pages, page_size, observe=observe, window=window)
         self.pool_tokens = num_pages * page_size
         self.num_pages = num_pages
+        # With the page of the next token, a request needs those of its window, and no fewer than
+        # one of them.
+        pages_of_window = max(1, -(-(window - 1) // page_size))
+        self.is_unbounded = window > 0 and pages_of_window < num_pages
         self.sent: dict[str, SentRequest] = {}
 
     def submit(
@@ -99,7 +104,8 @@ class Chaos:
                 self.world.num_crashes >= MAX_WORKER_CRASHES
                 and "the worker died" in closed.error.message
             )
-            assert sent.timed or is_poison or needed > self.pool_tokens, closed.error
+            is_too_long = needed > self.pool_tokens and not self.is_unbounded
+            assert sent.timed or is_poison or is_too_long, closed.error
         elif closed.finish_reason != "abort" and not sent.stopped:
             assert tokens == expected, "tokens are missing"
 
@@ -134,16 +140,19 @@ def random_args(source: random.Random) -> SchedulerArgs:
         return args
 
 
-def random_life(source: random.Random, steps: int, observe: Observe | None = None) -> Chaos:
+def random_life(
+    source: random.Random, steps: int, observe: Observe | None = None, window: int = 0
+) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
     Args:
         source: of all random choices.
         steps: minimum number of steps.
         observe: gets every message that the scheduler sends.
+        window: number of tokens that a token sees in every layer; 0: all.
     """
     args, num_pages = random_args(source), source.randint(2, 16)
-    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe)
+    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe, window)
     rate = source.choice([0.1, 0.5, 1.5])
     crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
     retraction_rate = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])
@@ -183,13 +192,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", type=int, default=0, help="of every layer; 0: none")
     arguments = parser.parse_args()
     began, steps, seed = time.monotonic(), 0, arguments.seed
     counts: Counter[str] = Counter()
     while steps < arguments.steps:
         source = random.Random(seed)
         try:
-            chaos = random_life(source, 100)
+            chaos = random_life(source, 100, window=arguments.window)
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
             raise

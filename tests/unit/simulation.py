@@ -73,15 +73,17 @@ class SimulatedWorker:
     """Run plans one at a time, in simulated time, and check each of them.
 
     It keeps the KV of each page and offset, as a real worker does, here a hash of all tokens up to
-    there. A row that attends reads its whole past, so that a page of another request, an
-    overwritten one or one that was never computed is noticed at once.
+    there. A row that attends reads all that its tokens see, after all rows have written, so that a
+    page of another request, an overwritten one or one that was never computed is noticed at once.
 
     Attributes:
+        window: number of tokens, itself included, that a token sees; 0: all.
         poison: tokens that crash the worker, as `meets_poison` says.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, window: int = 0) -> None:
         self.page_size = page_size
+        self.window = window
         self.plans: deque[tuple[float, StepPlan]] = deque()
         self.known: dict[int, list[int]] = {}
         self.states: dict[int, list[int]] = {}
@@ -126,7 +128,11 @@ class SimulatedWorker:
             self.pages[slot].append(page)
         slots, counts = unpack_ids(plan.slots).tolist(), unpack_ids(plan.num_tokens).tolist()
         assert len(set(slots)) == len(slots)
-        tokens = [self._row(slot, count) for slot, count in zip(slots, counts, strict=True)]
+        starts = [self.computed[slot] for slot in slots]
+        written: set[tuple[int, int]] = set()
+        for slot, count in zip(slots, counts, strict=True):
+            self._write_row(slot, count, written)
+        tokens = [self._read_row(slot, start) for slot, start in zip(slots, starts, strict=True)]
         forced = [
             ForcedRow(row, pack_ids(ids))
             for row, slot in enumerate(slots)
@@ -179,7 +185,7 @@ class SimulatedWorker:
             self.jumped.add(slot)
         return forced
 
-    def _row(self, slot: int, count: int) -> int:
+    def _write_row(self, slot: int, count: int, written: set[tuple[int, int]]) -> None:
         known, states, start = self.known[slot], self.states[slot], self.computed[slot]
         if slot in self.jumped:
             count = min(len(known), len(self.pages[slot]) * self.page_size) - start
@@ -187,8 +193,15 @@ class SimulatedWorker:
         assert start + count <= len(known), "a token is computed that is not known"
         self.computed[slot] = end = start + count
         for position in range(start, end):
-            self.kv[self._location(slot, position)] = states[position]
-        for position in range(end):
+            location = self._location(slot, position)
+            assert location not in written, "two rows of a step write to one place"
+            written.add(location)
+            self.kv[location] = states[position]
+
+    def _read_row(self, slot: int, start: int) -> int:
+        known, states, end = self.known[slot], self.states[slot], self.computed[slot]
+        first = max(0, start + 1 - self.window) if self.window else 0
+        for position in range(first, end):
             assert self.kv.get(self._location(slot, position)) == states[position], (
                 f"slot {slot} reads KV at {position} that is not its own"
             )
@@ -289,9 +302,10 @@ class World:
         page_size: int = 4,
         prefill_tokens: int = 256,
         observe: Observe | None = None,
+        window: int = 0,
     ) -> None:
         self.checked = True
-        self.worker = SimulatedWorker(page_size)
+        self.worker = SimulatedWorker(page_size, window)
         self.detok = Detok()
         worker: SimulatedWorker | ObservedLink = self.worker
         detok: Detok | ObservedLink = self.detok
@@ -306,6 +320,7 @@ class World:
             "float32",
             "cpu",
             prefill_tokens=prefill_tokens,
+            window=window,
         )
         self.wake_at: float | None = None
         self.schedule([], [self._ready])

@@ -66,10 +66,11 @@ def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
 LAYERS = {
     "errors": set(),
     "programs": set(),
+    "windows": set(),
     "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
     "config": {"errors", "programs", "__version__"},
-    "model_files": {"errors", "config", "programs"},
+    "model_files": {"errors", "config", "programs", "windows"},
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
     "supervisor": {"errors", "clock", "config", "runtime"},
@@ -84,6 +85,7 @@ LAYERS = {
         "runtime",
         "__version__",
         "programs",
+        "windows",
     },
 }
 """What each part of quadriga/ may import of the others."""

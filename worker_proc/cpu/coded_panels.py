@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.cpu.memory import allocate
-from worker_proc.cpu.program import Format, Matrix
+from worker_proc.cpu.program import LANES, Format, Matrix
 from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.cpu.weights import LANES, UNIT_BYTES, PackedWeights, interleave
+from worker_proc.cpu.weights import UNIT_BYTES, PackedWeights, interleave
 from worker_proc.loading.quantised.coded_rows import CodedRows, CodeKind
 from worker_proc.models.layers import Embedding, Linear
 

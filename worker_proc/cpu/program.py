@@ -11,6 +11,8 @@ from quadriga.errors import ModelError
 from quadriga.model_files.servable import check_native_heads
 from worker_proc.attention.base import AttentionShape
 
+LANES = 16  # outputs of a panel
+
 
 class OpKind(IntEnum):
     """Kind of an operation."""
@@ -28,8 +30,9 @@ class OpKind(IntEnum):
     COMBINE = 10
     QUANTISE = 11
     NORM_ADD = 12
-    SCALE_CAP = 13
-    ARRANGE = 14
+    COPY = 13
+    SCALE_CAP = 14
+    ARRANGE = 15
 
 
 class Buffer(IntEnum):
@@ -47,15 +50,27 @@ class Buffer(IntEnum):
 
 
 class Format(IntEnum):
-    """Format of a matrix's panels."""
+    """Format of a matrix's panels; MIXED: each panel has its own."""
 
     DENSE = 0
     INT8 = 1
     INT4 = 2
-    CODED_INT8 = 3
-    CODED_INT4 = 4
-    CODED_FLOAT8 = 5
-    CODED_TABLE4 = 6
+    Q4_0 = 3
+    Q5_0 = 4
+    Q5_1 = 5
+    Q2_K = 6
+    Q3_K = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    IQ4_NL = 11
+    IQ4_XS = 12
+    MXFP4 = 13
+    MIXED = 14
+    CODED_INT8 = 15
+    CODED_INT4 = 16
+    CODED_FLOAT8 = 17
+    CODED_TABLE4 = 18
 
 
 class ComputeType(IntEnum):
@@ -78,6 +93,7 @@ class Matrix(ctypes.Structure):
         ("format", ctypes.c_int64),
         ("panels", ctypes.c_void_p),
         ("panel_units", ctypes.c_int64),
+        ("mixed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),

@@ -7,9 +7,9 @@ import numpy as np
 
 from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape, Ints
-from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
+from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.cpu.weights import LANES, PackedWeights, round_up
+from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -31,7 +31,7 @@ ACTIVATIONS = (
 )
 # Formats whose inputs are multiplied as floats.
 FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
-QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
+QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
 class Recorder(Ops[Buffer]):
@@ -146,6 +146,8 @@ class Recorder(Ops[Buffer]):
         return output
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+        if x == Buffer.RESIDUAL:
+            x = self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
         if matrix.order or matrix.format in FLOAT_FORMATS:
             x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
         if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:

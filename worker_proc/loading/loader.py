@@ -96,42 +96,30 @@ def fill(
     unexpected = []
     packed: list[tuple[Tensor, PackedRows]] = []
     coded: list[tuple[Tensor, CodedRows]] = []
-    for stored_name, tensor in source:
-        name = model.map_weight_name(stored_name)
-        if name is None:
-            continue
-        if name not in targets:
-            unexpected.append(stored_name)
-            continue
-        if isinstance(tensor, PackedRows):
-            target = _rows_of(targets[name])
-            _check_shape(tensor, target, stored_name, location)
-            packed.append((target, tensor))
-        elif isinstance(tensor, CodedRows):
-            target = _rows_of(targets[name])
-            if packed_codes:
+    for stored_name, stored in source:
+        for name, tensor in model.checkpoint_parts(stored_name, stored):
+            if name not in targets:
+                unexpected.append(stored_name)
+                continue
+            target = targets[name]
+            if isinstance(tensor, PackedRows):
+                _check_shape(tensor, target, stored_name, location)
+                packed.append((target, tensor))
+            elif isinstance(tensor, CodedRows) and packed_codes:
                 _check_shape(tensor, target, stored_name, location)
                 coded.append((target, tensor))
             else:
-                values = sharder.shard(tensor.dense(), target)
-                _check_shape(values, target, stored_name, location)
-                target.copy_(values)
-        else:
-            tensor = sharder.shard(tensor, targets[name])
-            _check_shape(tensor, targets[name], stored_name, location)
-            targets[name].copy_(tensor)
-        filled.add(name)
+                values = tensor.dense() if isinstance(tensor, CodedRows) else tensor
+                tensor = sharder.shard(values, target)
+                _check_shape(tensor, target, stored_name, location)
+                target.copy_(tensor)
+            filled.add(name)
     missing = [name for name in targets if name not in filled]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {_shown(names)}")
     _keep_packed(model, packed)
     keep_coded(_layers(model), coded)
-
-
-def _rows_of(target: Tensor) -> Tensor:
-    """Return a parameter as [outputs, inputs], even if the checkpoint stores it transposed."""
-    return target if target.stride(-1) == 1 else target.t()
 
 
 def _check_shape(

@@ -40,19 +40,16 @@ class WeightSharder:
         layer = self._layers.get(memory_of(target))
         if layer is None:
             return tensor
-        outputs = 0 if target.stride(-1) == 1 else 1  # some checkpoints have [inputs, outputs]
         if layer.parallel is Parallel.COLUMN:
-            return self._cut(tensor, outputs, layer.fused)
+            return self._cut(tensor, 0)
         if target.dim() == 2:
-            return self._cut(tensor, 1 - outputs, 1)
+            return self._cut(tensor, 1)
         return tensor if self._rank.rank == 0 else torch.zeros_like(tensor)
 
-    def _cut(self, tensor: Tensor, dim: int, fused: int) -> Tensor:
-        size = tensor.shape[dim]
-        if size % (fused * self._rank.count):
+    def _cut(self, tensor: Tensor, dim: int) -> Tensor:
+        if tensor.shape[dim] % self._rank.count:
             return tensor  # its shape is not the model's: the caller's check reports that
-        parts = torch.unflatten(tensor, dim, (fused, self._rank.count, -1))
-        return parts.select(dim + 1, self._rank.rank).flatten(dim, dim + 1)
+        return tensor.chunk(self._rank.count, dim)[self._rank.rank]
 
 
 def memory_of(tensor: Tensor) -> int:

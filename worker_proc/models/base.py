@@ -1,10 +1,14 @@
 """The contract of a model architecture."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from quadriga.windows import common_window
 from worker_proc.attention.base import AttentionShape
+from worker_proc.models.checkpoint_parts import StoredTensor
+from worker_proc.models.layers import Attention
 from worker_proc.models.ops import Ops, Value
 
 
@@ -22,6 +26,11 @@ class Model(nn.Module):
     attention_shape: AttentionShape
     vocab_size: int
 
+    @property
+    def window(self) -> int:
+        """Tokens that every layer's attention is limited to; 0 if a layer sees all."""
+        return common_window(m.window for m in self.modules() if isinstance(m, Attention))
+
     @abstractmethod
     def forward(self, ops: Ops[Value]) -> Value:
         """Return the hidden states [tokens, hidden_size] of the step's tokens."""
@@ -34,12 +43,17 @@ class Model(nn.Module):
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the view of a parameter that each tensor of the checkpoint fills, by its name.
 
-        A view can be a row range of a fused weight, or a transposed weight.
+        A view can be a row range of a fused weight.
         """
 
-    @abstractmethod
-    def map_weight_name(self, name: str) -> str | None:
-        """Return the key of `checkpoint_tensors` for a name in the file; None to skip it."""
+    def checkpoint_parts(
+        self, name: str, tensor: StoredTensor
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the parts of a stored tensor by the names of `checkpoint_tensors`.
+
+        A tensor that the model does not need has no parts.
+        """
+        yield name, tensor
 
     def finish_loading(self, context_length: int) -> None:
         """Compute the constants that no checkpoint has, for positions below `context_length`."""

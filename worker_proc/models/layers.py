@@ -5,7 +5,6 @@ import enum
 import torch
 from torch import Tensor, nn
 
-from quadriga.errors import ModelError
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.quantised.coded_rows import CodedRows
 
@@ -28,36 +27,13 @@ class Parallel(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """A function of an MLP, by the `hidden_act` of a config.json."""
+    """A function of an MLP, by the names of `DecoderConfig`."""
 
     SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
+    GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     RELU = "relu"
     CLAMPED_SWIGLU = "clamped_swiglu"
-
-    @classmethod
-    def of(cls, hidden_act: str) -> "Activation":
-        """Return the activation of a name that config.json may have.
-
-        Raises:
-            ModelError: There is no such activation.
-        """
-        try:
-            return cls(_ACTIVATION_ALIASES.get(hidden_act, hidden_act))
-        except ValueError:
-            raise ModelError(
-                f"the model's config.json has the activation {hidden_act!r}; supported: "
-                + ", ".join([*(activation.value for activation in cls), *_ACTIVATION_ALIASES])
-            ) from None
-
-
-_ACTIVATION_ALIASES = {
-    "swish": "silu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "gelu_python": "gelu",
-}
 
 
 class Linear(nn.Module):
@@ -68,7 +44,6 @@ class Linear(nn.Module):
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
         coded: Likewise, of a quantised checkpoint.
-        fused: Number of matrices of equal height that the checkpoint keeps as one; each is split.
     """
 
     def __init__(
@@ -77,11 +52,9 @@ class Linear(nn.Module):
         outputs: int,
         bias: bool = False,
         parallel: Parallel = Parallel.NONE,
-        fused: int = 1,
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.fused = fused
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
         self.coded: tuple[CodedRows, ...] = ()

@@ -1,21 +1,12 @@
-"""Find and build the architecture that a config.json names."""
+"""Build the model of a config.json."""
 
 from typing import Any
 
 import torch
 
-from quadriga.model_files.architectures import find_architecture
+from quadriga.model_files.architectures import read_architecture
 from worker_proc.models.base import Model
-from worker_proc.models.gpt2 import GPT2
-from worker_proc.models.llama import Llama, Qwen2, Qwen3
-
-ARCHITECTURES: dict[str, type[Model]] = {
-    "gpt2": GPT2,
-    "llama": Llama,
-    "mistral": Llama,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-}
+from worker_proc.models.decoder import Decoder
 
 
 def build_model(
@@ -36,6 +27,6 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return ARCHITECTURES[find_architecture(config)](config, tp_size)
+            return Decoder(read_architecture(config), tp_size)
     finally:
         torch.set_default_dtype(previous)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import RopeScaling, setting
+from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.rope_config import RopeScaling
 
 
 def rope_frequencies(scaling: RopeScaling, context_length: int) -> tuple[Tensor, float]:

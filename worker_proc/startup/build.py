@@ -71,7 +71,7 @@ def make_runner(
         max_decode_rows = config.scheduler.max_batch_size
         engine = make_engine(args, model, num_pages, dtype, device, max_decode_rows, ranks)
         table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
-        return Runner(engine, table, dtype)
+        return Runner(engine, table, dtype, model.window)
 
     step_bytes = 0
     if device.type == "cuda":

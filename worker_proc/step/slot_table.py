@@ -153,8 +153,11 @@ class SlotTable:
                 f"slot {new.slot}: {new.computed} tokens computed of {num_known} known,"
                 f" the context is {self.context_length}"
             )
-        if len(pages) > self.pages.shape[1] or len(pages) * self.page_size < num_known:
-            raise ValueError(f"slot {new.slot}: {len(pages)} pages for {num_known} tokens")
+        if len(pages) > self.pages.shape[1] or len(pages) * self.page_size <= new.computed:
+            raise ValueError(
+                f"slot {new.slot}: {len(pages)} pages, {new.computed} of {num_known} tokens"
+                " computed: there must be a page for the next one, and no more than the context has"
+            )
         self._check_pages(pages, f"slot {new.slot}")
 
     def _check_pages(self, pages: Ints, owner: str) -> None:

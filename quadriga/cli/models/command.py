@@ -78,6 +78,7 @@ def _check(arguments: argparse.Namespace) -> None:
             ("parameters", _count(report.num_parameters)),
             ("KV bytes per token", ", ".join(cache)),
             ("context", _count(report.context_length)),
+            ("window", _count(report.window or None)),
             ("context that fits here", _count(report.max_context_here)),
             ("rope", report.rope),
             ("vocabulary", _count(report.vocab_size)),

@@ -7,15 +7,11 @@ import psutil
 
 from quadriga.cli.models.weights import summarize_weights
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
-from quadriga.config.worker_args import OTHER_FRACTION
+from quadriga.config.worker_args import OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ModelError, QuadrigaError
-from quadriga.model_files.architectures import (
-    ArchitectureConfig,
-    LlamaConfig,
-    find_architecture,
-    kv_bytes_per_token,
-)
+from quadriga.model_files.architectures import find_architecture, kv_bytes_per_token
 from quadriga.model_files.builtin import cached_builtin_weights
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
@@ -24,6 +20,7 @@ from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_native_heads, check_servable, check_tokenizer
 from quadriga.model_files.tokenizer import load_tokenizer, template_source
 from quadriga.runtime.compiler import NoCompiler, find_compiler
+from quadriga.windows import common_window, num_seen_pages
 
 NATIVE, TORCH, REFUSED = "native kernels", "torch", "refused"
 ITEM_BYTES = {NATIVE: 2, TORCH: 4}  # bfloat16 and float32: --dtype auto on a CPU
@@ -40,6 +37,7 @@ class ModelReport:
         quantization: method and bits of a quantised checkpoint.
         kv_bytes_per_token: bytes by number format of the KV cache.
         context_length: tokens of the model's context, or the given limit.
+        window: tokens that every layer's attention is limited to; 0 if a layer sees all.
         max_context_here: tokens of one request that the KV pool holds in the memory free now.
         rope: kind of the rotary positions' scaling, or learned.
     """
@@ -54,6 +52,7 @@ class ModelReport:
     num_parameters: int | None = None
     kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
     context_length: int | None = None
+    window: int = 0
     max_context_here: int | None = None
     rope: str = ""
     vocab_size: int | None = None
@@ -121,12 +120,12 @@ def _describe_files(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = (files.tokenizer_dir / "tokenizer.json").is_file()
 
 
-def _describe_architecture(
-    report: ModelReport, files: ModelFiles, config: ArchitectureConfig
-) -> None:
+def _describe_architecture(report: ModelReport, files: ModelFiles, config: DecoderConfig) -> None:
     report.architecture = find_architecture(files.config)
     report.quantization = str(read_quantization(files.config) or "")
-    report.rope = config.rope.kind if isinstance(config, LlamaConfig) else "learned positions"
+    kinds = sorted({rope.kind for rope in config.ropes if rope is not None})
+    report.rope = ", ".join(kinds) or "learned positions"
+    report.window = common_window(config.windows)
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     report.kv_bytes_per_token = {
         "float32": kv_bytes_per_token(*shape, 4),
@@ -142,7 +141,7 @@ def _check_tokenizer(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = True
 
 
-def _way(config: ArchitectureConfig) -> str:
+def _way(config: DecoderConfig) -> str:
     try:
         find_compiler()
     except NoCompiler:
@@ -160,7 +159,11 @@ def _fit_memory(report: ModelReport) -> None:
     pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"
     num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
-    report.max_context_here = max(0, min(num_tokens, report.context_length or num_tokens))
+    context_length = needed = report.context_length or num_tokens
+    if report.window:
+        page_size = WorkerArgs().page_size
+        needed = min(needed, (num_seen_pages(report.window, page_size) + 1) * page_size)
+    report.max_context_here = context_length if num_tokens >= needed else max(0, num_tokens)
     if num_tokens < 1:
         raise ModelError(
             f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in"

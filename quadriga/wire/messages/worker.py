@@ -51,7 +51,9 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         token_ids: all known tokens, int32 bytes.
         computed: number of tokens whose KV is in the pages already.
-        pages: page table, int32 bytes, with room for the known tokens.
+        pages: page table, int32 bytes, with room for the tokens of the slot's first row. With a
+            window in every layer, pages before the window of the next token are not held: their
+            entries are 0, or pages that another slot has by now.
         rules: further sampling parameters; None: the other fields suffice.
     """
 
@@ -124,6 +126,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     Attributes:
         prefill_tokens: number of prompt tokens in one step beyond which the rate does not rise.
         session: drawn by the worker when its slots are empty; messages of another one are stale.
+        window: number of tokens, itself included, that a token sees in every layer; 0: all.
     """
 
     num_pages: int
@@ -135,6 +138,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     backend: str = ""
     prefill_tokens: int = 256
     session: int = 0
+    window: int = 0
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

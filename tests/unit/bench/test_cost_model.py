@@ -49,6 +49,19 @@ def test_each_token_of_a_prompt_sees_those_before_it() -> None:
     assert found == Features(1, 1, 1, 3, 0, 0, decode_keys=0, extend_pairs=11 + 12 + 13)
 
 
+@pytest.mark.parametrize("window", [1, 5, 12, 100])
+def test_with_a_window_a_token_sees_no_more_keys_than_that(window: int) -> None:
+    num_tokens, computed = [1, 7, 1, 20], [3, 8, 40, 0]
+    keys = [
+        sum(min(before + i + 1, window) for i in range(count))
+        for count, before in zip(num_tokens, computed, strict=True)
+    ]
+    found = features_of(ints(*num_tokens), ints(*computed), 2, window)
+    assert (found.decode_keys, found.extend_pairs) == (keys[0] + keys[2], keys[1] + keys[3])
+    if window == 100:
+        assert found == features_of(ints(*num_tokens), ints(*computed), 2)
+
+
 def test_a_mixed_step_counts_both_kinds_of_rows_apart() -> None:
     assert features_of(ints(20), ints(0), samples=1).tokens_beyond == 8
     found = features_of(ints(1, 2, 1), ints(5, 0, 7), samples=3)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -67,6 +68,17 @@ def request(
 def requests(count: int, **spec: Any) -> list[TraceRequest]:
     lengths = {"input_len": Lengths(4, 30), "output_len": Lengths(2, 20)}
     return list(generate(TraceSpec(count, **(lengths | spec))))
+
+
+def test_a_pool_serves_more_requests_of_a_model_with_a_window() -> None:
+    config = ServerConfig().replace(page_size=PAGE, max_batch_size=8)
+    durations = []
+    for window in (0, 16):
+        on = msgspec.structs.replace(MODEL.measured_on, window=window)
+        world = World(config, msgspec.structs.replace(MODEL, measured_on=on), 40, 1, False)
+        found = run(world, [request(prompt=8, output=100) for _ in range(8)])
+        durations.append(found.duration)
+    assert durations[1] < durations[0] / 2
 
 
 def test_a_lone_request_pays_for_the_way_its_prefill_and_its_decodes() -> None:

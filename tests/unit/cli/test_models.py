@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.config.worker_args import OTHER_FRACTION
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
@@ -80,12 +82,24 @@ def test_an_unsupported_architecture_is_named_before_its_window(
     assert "names gemma2 as its architecture" in check(model, capsys)["refusal"]
 
 
-def test_a_window_is_servable_with_the_flag_that_the_refusal_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_a_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_mistral(tmp_path / "model", sliding_window=64)
-    assert "take --context-length 64" in check(model, capsys)["refusal"]
-    assert check(model, capsys, "--context-length", "64")["servable"]
+    windowed = tiny_mistral(tmp_path / "windowed")
+    whole = tiny_mistral(tmp_path / "whole", sliding_window=None)
+    report = check(windowed, capsys)
+    assert (report["servable"], report["window"]) == (True, 24)
+    assert check(whole, capsys)["window"] == 0
+    token_bytes = report["kv_bytes_per_token"][
+        "bfloat16" if "native" in report["way"] else "float32"
+    ]
+    weights = report["num_parameters"] * (2 if "native" in report["way"] else 4)
+    for num_tokens, expected in ((48, 256), (47, 47)):  # 24 tokens begin or end in 3 pages of 16
+        available = weights + (num_tokens + 0.5) * token_bytes / OTHER_FRACTION
+        memory = SimpleNamespace(available=available)
+        monkeypatch.setattr("quadriga.cli.models.report.psutil.virtual_memory", lambda m=memory: m)
+        assert check(windowed, capsys)["max_context_here"] == expected
+        assert check(whole, capsys)["max_context_here"] == num_tokens
 
 
 def test_a_missing_tokenizer_has_a_remedy(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from quadriga.model_files.architectures import RopeScaling
+from quadriga.model_files.config.rope_config import RopeScaling
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write

@@ -9,7 +9,7 @@ import torch
 from gguf import GGUFWriter
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import RopeScaling
+from quadriga.model_files.config.rope_config import RopeScaling
 from quadriga.model_files.gguf_header import _open, rope_divisors_of
 from quadriga.model_files.gguf_rope import rope_parameters
 from worker_proc.models.rope_scaling import rope_frequencies

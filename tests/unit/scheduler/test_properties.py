@@ -36,10 +36,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 8),
         at_once=st.booleans(),
         fair=st.booleans(),
+        window=st.sampled_from([0, 0, 1, 3, 8]),
     )
     def start(
         self, policy: str, mode: str, width: int, prefill_width: int | None, running: int,
         budget: int, chunk: int | None, num_pages: int, page_size: int, at_once: bool, fair: bool,
+        window: int,
     ) -> None:  # fmt: skip
         flags: dict[str, Any] = {"batch_mode": mode} if mode in BATCH_MODES else {"batching": mode}
         args = SchedulerArgs(
@@ -54,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             fair_clients=fair,
         )
         args.validate()
-        self.chaos = Chaos(args, num_pages, page_size)
+        self.chaos = Chaos(args, num_pages, page_size, window=window)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),

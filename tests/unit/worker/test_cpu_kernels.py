@@ -16,8 +16,9 @@ from tests.tiny_models import LIKE_LLAMA, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
+from worker_proc.cpu.quantised_panels import to_quantised_panels
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
-from worker_proc.cpu.weights import interleave, to_panels, to_quantised_panels
+from worker_proc.cpu.weights import interleave, round_up, to_panels
 from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.step.engine_base import Engine
@@ -369,4 +370,4 @@ def test_gate_and_up_take_turns_by_sixteen() -> None:
 @pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
 def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
     panels = to_quantised_panels(quantize(torch.randn(48, 96), bits))
-    assert panels.shape == (3, 3 * 16 * bytes_a_group // 4)
+    assert panels.shape == (3, round_up(3 * 16 * bytes_a_group, 64) // 4)

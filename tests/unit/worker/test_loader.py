@@ -22,6 +22,7 @@ from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
+from worker_proc.models.layers import Attention
 from worker_proc.runner import Runner
 from worker_proc.startup.memory_profile import num_pool_pages
 from worker_proc.step.slot_table import SlotTable
@@ -110,10 +111,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish"),
         ({"rope_parameters": {"rope_type": "su"}}, "rope_type = 'su'; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; supported: 1.0"),
+        ({"num_key_value_heads": 5}, "num_attention_heads = 6, which is no multiple of"),
         ({"num_attention_heads": None}, "no 'num_attention_heads'"),
     ],
 )
@@ -134,7 +135,7 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
     files = dummy_files(tiny_llama(tmp_path))
     first_load, second_load = (load_model(files, torch.float32, CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first_load[name], second_load[name]) for name in first_load)
-    first, second = (first_load[f"blocks.{layer}.down_proj.weight"] for layer in (0, 1))
+    first, second = (first_load[f"blocks.{layer}.mlp.down_proj.weight"] for layer in (0, 1))
     assert not torch.equal(first, second)
     assert abs(float(first.std()) - 0.02) < 0.002
     assert bool((first_load["final_norm.weight"] == 1).all())
@@ -163,12 +164,20 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
         load_model(files, torch.float32, CPU)
 
 
-def test_a_window_shorter_than_the_context_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_window_is_that_of_config_json_where_it_is_shorter_than_the_context(
+    tmp_path: Path,
+) -> None:
     tiny_mistral(tmp_path, sliding_window=64)
-    with pytest.raises(ModelError, match=r"last 64 tokens only.*take --context-length 64"):
-        load_on_cpu(tmp_path)
+    assert load_on_cpu(tmp_path).window == 64
     files = resolve_model(ModelArgs(model=str(tmp_path), context_length=64))
-    assert load_model(files, torch.float32, CPU).vocab_size == 512
+    assert load_model(files, torch.float32, CPU).window == 0
+
+
+def test_a_model_of_which_a_layer_sees_all_has_no_window(tmp_path: Path) -> None:
+    tiny_qwen2(tmp_path, sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    model = load_on_cpu(tmp_path)
+    windows = [m.window for m in model.modules() if isinstance(m, Attention)]
+    assert (windows, model.window) == ([None, 64, 64], 0)
 
 
 def test_float16_on_a_cpu_is_refused() -> None:
@@ -219,7 +228,7 @@ def test_a_pool_without_room_for_a_page_is_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("known", "computed", "pages"),
-    [(3, 3, [0]), (0, 0, [0]), (33, 0, [0, 1, 2]), (5, 0, [0]), (4, 0, [8]), (4, 0, [-1])],
+    [(3, 3, [0]), (0, 0, [0]), (33, 0, [0, 1, 2]), (5, 4, [0]), (4, 0, [8]), (4, 0, [-1])],
 )
 def test_a_slot_that_does_not_add_up_is_refused(
     known: int, computed: int, pages: list[int]

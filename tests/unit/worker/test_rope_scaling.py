@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import RopeScaling
+from quadriga.model_files.config.rope_config import RopeScaling
 from tests.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of

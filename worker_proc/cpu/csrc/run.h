@@ -200,6 +200,8 @@ class Run {
             return each_row(op, next, id, [&](long token) { norm<E>(step, op, token); });
         case NORM_ADD:
             return each_row(op, next, id, [&](long token) { norm_add(step, op, token); });
+        case COPY:
+            return each_row(op, next, id, [&](long token) { copy<E>(step, op, token); });
         case SCALE_CAP:
             return each_row(op, next, id, [&](long token) { scale_cap(step, op, token); });
         case QUANTISE:

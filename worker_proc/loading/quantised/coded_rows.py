@@ -1,5 +1,6 @@
 """The form into which the layers of all quantised checkpoints are read: codes and scales."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,18 @@ class CodedRows:
     table: Tensor | None = None
     order: Tensor | None = None
     stored_bytes: int = 0
+
+    def take(self, rows: Tensor) -> "CodedRows":
+        """Return the rows of these numbers."""
+        part = len(rows) / self.shape[0]
+        return dataclasses.replace(
+            self,
+            shape=(len(rows), self.shape[1]),
+            unpack=lambda: self.unpack()[rows],
+            scale=self.scale[rows],
+            zero=None if self.zero is None else self.zero[rows],
+            stored_bytes=int(self.stored_bytes * part),
+        )
 
     def dense(self) -> Tensor:
         """Return the values [outputs, inputs] in float32, in the order of the inputs."""

@@ -1,0 +1,1 @@
+"""What a config.json says, as the worker builds models from it; without torch."""

@@ -1,0 +1,52 @@
+"""Read values of a config.json, and refuse those that are not supported."""
+
+from typing import Any
+
+from quadriga.errors import ConfigError, ModelError
+
+
+def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of config.json, or `default` if it is missing or null.
+
+    Raises:
+        ModelError: It is missing and there is no default.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"the model's config.json has no {key!r}")
+    return value
+
+
+def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    """Raise ModelError if config.json has a value that is not `allowed`.
+
+    A missing key stands for the first of `allowed`.
+    """
+    value = config.get(key, allowed[0])
+    if value not in allowed:
+        shown = ", ".join(repr(choice) for choice in allowed)
+        raise ModelError(f"the model's config.json has {key} = {value!r}; supported: {shown}")
+
+
+def check_tp_size(tp_size: int, **sizes: int) -> None:
+    """Raise ConfigError if one of the model's `sizes` is not divisible by `tp_size`."""
+    if not any(size % tp_size for size in sizes.values()):
+        return
+    possible = [n for n in range(1, max(sizes.values()) + 1)
+                if not any(size % n for size in sizes.values())]  # fmt: skip
+    shown = ", ".join(f"{size} {name.replace('_', ' ')}" for name, size in sizes.items())
+    raise ConfigError(
+        f"tp is {tp_size}: it must divide the model's {shown}; possible: "
+        + ", ".join(map(str, possible))
+    )
+
+
+def check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    """Raise ModelError unless a value of config.json is a multiple of another."""
+    if divisor < 1 or value % divisor:
+        raise ModelError(
+            f"the model's config.json has {name} = {value}, which is no multiple of {divisor_name}"
+            f" = {divisor}; take the config.json that the checkpoint was published with"
+        )

@@ -1,0 +1,1 @@
+"""One file for each family of models: what its config.json says, without torch."""

@@ -1,0 +1,290 @@
+"""A decoder of any family that `DecoderConfig` describes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quadriga.errors import ConfigError
+from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.config.rope_config import RopeScaling
+from worker_proc.attention.base import AttentionShape
+from worker_proc.models.base import Model
+from worker_proc.models.checkpoint_parts import StoredTensor, checkpoint_parts
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    Parallel,
+    QKNorms,
+    RMSNorm,
+    Rope,
+    parameter,
+)
+from worker_proc.models.ops import Ops, Value
+from worker_proc.models.rope_scaling import rope_frequencies
+
+
+class Decoder(Model):
+    """Token embeddings, blocks of attention and MLP, a norm and a head."""
+
+    def __init__(self, whole: DecoderConfig, tp_size: int = 1) -> None:
+        super().__init__()
+        if tp_size > 1 and (whole.sinks or whole.qk_norm == "whole"):
+            raise ConfigError(
+                f"tp is {tp_size}, but attention sinks and norms over all heads are not split:"
+                " leave --tp out"
+            )
+        self.config = config = whole.of_rank(tp_size)
+        self.vocab_size = config.vocab_size
+        self.attention_shape = AttentionShape(
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+        )
+        hidden_size = config.hidden_size
+        self.embedding = Embedding(config.vocab_size, hidden_size)
+        # As in training, the factor is rounded to the dtype of the weights.
+        scale = torch.tensor(config.embedding_scale, device="cpu")
+        self.embedding_scale = float(scale.to(self.embedding.weight.dtype))
+        self.position_embedding = (
+            Embedding(config.num_positions, hidden_size, config.position_offset)
+            if config.num_positions
+            else None
+        )
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config, layer) for layer in range(config.num_layers)
+        )
+        self.final_norm = _norm(config)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(hidden_size, config.vocab_size, config.head_bias)
+        )
+
+    def forward(self, ops: Ops[Value]) -> Value:
+        x = ops.embed(self.embedding, self.position_embedding, self.embedding_scale)
+        for layer, block in enumerate(self._blocks()):
+            x = block.forward(ops, layer, x)
+        return x
+
+    def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
+        x, config = ops.norm(self.final_norm, hidden), self.config
+        head = self.lm_head or self.embedding
+        return ops.logits(head, x, config.logit_scale, config.logit_softcap)
+
+    def finish_loading(self, context_length: int) -> None:
+        device = self.embedding.weight.device
+        ropes: dict[int, Rope] = {}
+        for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
+            if (block.attention.window or 0) >= context_length:
+                block.attention.window = None
+            if scaling is None:
+                continue
+            if id(scaling) not in ropes:
+                ropes[id(scaling)] = _rope(scaling, context_length, device)
+            block.attention.rope = ropes[id(scaling)]
+
+    def checkpoint_parts(
+        self, name: str, tensor: StoredTensor
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        return checkpoint_parts(self.config, name, tensor)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        name = self.config.name
+        tensors = {f"{name('embedding')}.weight": self.embedding.weight}
+        if self.position_embedding is not None:
+            tensors[f"{name('positions')}.weight"] = self.position_embedding.weight
+        tensors |= _of_norm(name("final_norm"), self.final_norm)
+        if self.lm_head is not None:
+            tensors |= _of_linear(name("head"), self.lm_head)
+        for layer, block in enumerate(self._blocks()):
+            for part, tensor in block.checkpoint_tensors().items():
+                tensors[f"{name('layers')}.{layer}.{part}"] = tensor
+        return tensors
+
+    def _blocks(self) -> Iterator["DecoderBlock"]:
+        for block in self.blocks:
+            assert isinstance(block, DecoderBlock)
+            yield block
+
+
+class DecoderBlock(nn.Module):
+    """Attention, then an MLP or experts, each with its norms, added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        before, after = config.norm_places != "after", config.norm_places != "before"
+        hidden_size, dim = config.hidden_size, config.head_dim
+        self.q_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self.attention_norm = _norm(config) if before else None
+        self.qkv_proj = Linear(
+            hidden_size, self.q_size + 2 * self.kv_size, config.qkv_bias, Parallel.COLUMN
+        )
+        self.attention = Attention(
+            config.attention_scale,
+            self._qk_norms(),
+            config.attention_softcap,
+            config.windows[layer],
+            parameter(config.num_heads) if config.sinks else None,
+        )
+        self.out_proj = Linear(self.q_size, hidden_size, config.out_bias, Parallel.ROW)
+        self.attention_post_norm = _rms_norm(config) if after else None
+        shares_norm = config.parallel and config.name("mlp_norm") == config.name("attention_norm")
+        self.mlp_norm = _norm(config) if before and not shares_norm else None
+        self.mlp: MLP | None = None
+        self.experts: Experts | None = None
+        if config.experts is None or layer in config.experts.dense_layers:
+            self.mlp = MLP(config)
+        else:
+            self.experts = _experts(config)
+        self.mlp_post_norm = _rms_norm(config) if after else None
+
+    def forward(self, ops: Ops[Value], layer: int, x: Value) -> Value:
+        if self.config.parallel:
+            return self._parallel(ops, layer, x)
+        attended = self._attend(ops, layer, x if self.attention_norm is None
+                                else ops.norm(self.attention_norm, x))  # fmt: skip
+        x = self._add(ops, x, self.out_proj, self.attention_post_norm, attended)
+        x_mlp = x if self.mlp_norm is None else ops.norm(self.mlp_norm, x)
+        if self.experts is not None:
+            return ops.experts_add(x, self.experts, x_mlp, self.config.residual_scale)
+        assert self.mlp is not None
+        inner = self.mlp.inner(ops, x_mlp)
+        return self._add(ops, x, self.mlp.down_proj, self.mlp_post_norm, inner)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return the block's parameters by their names in the checkpoint, without the layer."""
+        name, heads = self.config.name, {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
+        tensors = _of_linear(name("out"), self.out_proj)
+        tensors |= _of_rows(self.qkv_proj, {name(key): size for key, size in heads.items()})
+        for key in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
+            if (norm := getattr(self, key)) is not None:
+                tensors |= _of_norm(name(key), norm)
+        if (norms := self.attention.norms) is not None:
+            tensors |= _of_norm(name("q_norm"), norms.queries)
+            tensors |= _of_norm(name("k_norm"), norms.keys)
+        if self.attention.sinks is not None:
+            tensors[name("sinks")] = self.attention.sinks
+        if self.mlp is not None:
+            return tensors | self.mlp.checkpoint_tensors()
+        assert self.experts is not None
+        return tensors | _of_experts(self.config, self.experts)
+
+    def _parallel(self, ops: Ops[Value], layer: int, x: Value) -> Value:
+        """Add attention and MLP, which read the same residual stream."""
+        assert self.attention_norm is not None
+        assert self.mlp is not None
+        attended = self._attend(ops, layer, ops.norm(self.attention_norm, x))
+        inner = self.mlp.inner(ops, ops.norm(self.mlp_norm or self.attention_norm, x))
+        x = self._add(ops, x, self.out_proj, None, attended)
+        return self._add(ops, x, self.mlp.down_proj, None, inner)
+
+    def _attend(self, ops: Ops[Value], layer: int, x: Value) -> Value:
+        return ops.attend(layer, ops.linear(self.qkv_proj, x), self.attention)
+
+    def _add(
+        self, ops: Ops[Value], x: Value, proj: Linear, norm: RMSNorm | None, value: Value
+    ) -> Value:
+        """Add a projection of `value`, normalised if there is a norm, to the residual stream."""
+        if norm is None:
+            return ops.linear_add(x, proj, value, self.config.residual_scale)
+        return ops.norm_add(x, norm, ops.linear(proj, value))
+
+    def _qk_norms(self) -> QKNorms | None:
+        config = self.config
+        if config.qk_norm is None:
+            return None
+        whole = config.qk_norm == "whole"
+        sizes = (self.q_size, self.kv_size) if whole else (config.head_dim, config.head_dim)
+        return QKNorms(*sizes, config.norm_eps, config.norm_offset, whole)
+
+
+class MLP(nn.Module):
+    """Two or, if it is gated, three projections with an activation."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = Activation(config.activation)
+        inner, hidden_size, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        width = 2 * inner if config.gated else inner
+        self.up_proj = Linear(hidden_size, width, bias, Parallel.COLUMN)
+        self.down_proj = Linear(inner, hidden_size, bias, Parallel.ROW)
+
+    def inner(self, ops: Ops[Value], x: Value) -> Value:
+        """Return what the down projection reads, [tokens, intermediate_size]."""
+        if self.config.gated:
+            return ops.linear_gated(self.up_proj, x, self.activation)
+        return ops.linear_activation(self.up_proj, x, self.activation)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by their names in the checkpoint, without the layer."""
+        name, keys = self.config.name, ("gate", "up") if self.config.gated else ("up",)
+        parts = {name(key): self.config.intermediate_size for key in keys}
+        return _of_rows(self.up_proj, parts) | _of_linear(name("down"), self.down_proj)
+
+
+def _norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, config.norm_eps)
+    return _rms_norm(config)
+
+
+def _rms_norm(config: DecoderConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+
+
+def _rope(scaling: RopeScaling, context_length: int, device: torch.device) -> Rope:
+    frequencies, attention_factor = rope_frequencies(scaling, context_length)
+    return Rope(frequencies, context_length, device, attention_factor)
+
+
+def _experts(config: DecoderConfig) -> Experts:
+    experts = config.experts
+    assert experts is not None
+    return Experts(
+        config.hidden_size,
+        experts.intermediate_size,
+        experts.num_experts,
+        experts.num_chosen,
+        experts.renormalise,
+        Activation(config.activation),
+        experts.bias,
+    )
+
+
+def _of_experts(config: DecoderConfig, experts: Experts) -> dict[str, Tensor]:
+    name = config.name
+    tensors = _of_linear(name("router"), experts.router)
+    for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+        assert isinstance(gate_up, Linear)
+        assert isinstance(down, Linear)
+        expert, size = name("expert").format(number), down.weight.shape[1]
+        parts = {f"{expert}.{name(key)}": size for key in ("expert_gate", "expert_up")}
+        tensors |= _of_rows(gate_up, parts)
+        tensors |= _of_linear(f"{expert}.{name('expert_down')}", down)
+    return tensors
+
+
+def _of_norm(name: str, norm: LayerNorm | RMSNorm) -> dict[str, Tensor]:
+    tensors = {f"{name}.weight": norm.weight}
+    if isinstance(norm, LayerNorm):
+        tensors[f"{name}.bias"] = norm.bias
+    return tensors
+
+
+def _of_linear(name: str, linear: Linear) -> dict[str, Tensor]:
+    return _of_rows(linear, {name: len(linear.weight)})
+
+
+def _of_rows(linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Return the row ranges of a projection by their names in the checkpoint."""
+    tensors = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
+                tensors[f"{name}.{kind}"] = part
+    return tensors
