@@ -4,8 +4,8 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
 
@@ -13,19 +13,29 @@ from quadriga.model_files.resolve import ModelFiles
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> DecoderConfig:
-    """Return what the model asks of the worker.
+def check_servable(files: ModelFiles) -> DecoderConfig | None:
+    """Return what the model asks of a native file; None if transformers runs it.
 
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
+    impl = choose_model_impl(files)
+    if files.weights is not None:
+        _check_quantization(files, impl)
+    return read_native(files) if impl is ModelImpl.NATIVE else None
+
+
+def _check_quantization(files: ModelFiles, impl: ModelImpl) -> None:
+    """Raise ModelError if the checkpoint is quantised in a way that is not supported."""
     try:
-        config = read_architecture(files.config)
-        if files.weights is not None:
-            read_quantization(files.config)
+        quantization = read_quantization(files.config)
     except ModelError as error:
         raise ModelError(f"{files.location}: {error}") from None
-    return config
+    if quantization is not None and impl is not ModelImpl.NATIVE:
+        raise ModelError(
+            f"{files.location}: the weights are quantised ({quantization}), which only native model"
+            " files read, and transformers runs this model; take the unquantised one"
+        )
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:

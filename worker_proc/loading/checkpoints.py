@@ -121,8 +121,11 @@ def _undo_conversion(
     """Undo the changes of layout that the converter to GGUF made.
 
     Llama: the rotary pairs of Q and K are interleaved; here they are half a head apart. GPT-2:
-    weights are [outputs, inputs]; its checkpoints have [inputs, outputs].
+    weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is added to the
+    weights of norms.
     """
+    if config["model_type"] in ("gemma2", "gemma3") and isinstance(tensor, Tensor):
+        return tensor - 1 if name.endswith("norm.weight") else tensor
     if config["model_type"] == "llama":
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
@@ -161,7 +164,15 @@ _LLAMA_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GGUF_NAMES = {
+    "gemma2": _GEMMA_NAMES,
+    "gemma3": _GEMMA_NAMES,
     "llama": _LLAMA_NAMES,
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,

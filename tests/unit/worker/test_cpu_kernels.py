@@ -12,7 +12,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from tests.tiny_models import LIKE_LLAMA, tiny_gpt2, tiny_llama
+from tests.tiny_models import GEMMA, LIKE_LLAMA, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
@@ -107,6 +107,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     **LIKE_LLAMA,
+    **GEMMA,
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
