@@ -13,6 +13,7 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantised.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
@@ -77,7 +78,7 @@ def make_runner(
         )
         check_weights(empty, dtype, free_memory(device), device)
     model = (
-        load_model(files, dtype, device, args.quantization == "gguf", part)
+        load_model(files, dtype, device, keeps_packed(args, files, dtype, device), part)
         if impl is ModelImpl.NATIVE
         else load_transformers_model(files, dtype, device, part, ranks)
     )
