@@ -10,8 +10,12 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.families.gpt2 import gpt2
+from quadriga.model_files.families.gpt_oss import gpt_oss
+from quadriga.model_files.families.granite_moe import granitemoe
 from quadriga.model_files.families.llama import llama, mistral
+from quadriga.model_files.families.mixtral import mixtral
 from quadriga.model_files.families.qwen import qwen2, qwen3
+from quadriga.model_files.families.qwen_moe import qwen3_moe
 
 INT8_SCALE_BYTES = 4
 
@@ -22,6 +26,10 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "granitemoe": granitemoe,
+    "gpt_oss": gpt_oss,
 }
 
 
