@@ -30,10 +30,17 @@ class OpKind(IntEnum):
     NORM_ADD = 12
     COPY = 13
     SCALE_CAP = 14
+    ROUTE = 15
+    SORT_ROWS = 16
+    GATHER = 17
+    ADD_EXPERTS = 18
 
 
 class Buffer(IntEnum):
-    """A value that operations pass to each other, with a row for each token."""
+    """A value that operations pass to each other.
+
+    It has a row for each token, or for each chosen expert of each token.
+    """
 
     RESIDUAL = 0
     NORMED = 1
@@ -43,6 +50,13 @@ class Buffer(IntEnum):
     INNER = 5
     LOGITS = 6
     QUANTISED = 7
+    EXPERT_INPUT = 8
+    EXPERT_QUANTISED = 9
+    EXPERT_INNER = 10
+    EXPERT_OUTPUT = 11
+
+
+QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
 
 
 class Format(IntEnum):
@@ -104,6 +118,11 @@ class Op(ctypes.Structure):
         ("rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("expert_count", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+        ("renormalise", ctypes.c_int64),
+        ("by_expert", ctypes.c_int64),
     ]
 
 

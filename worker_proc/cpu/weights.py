@@ -1,9 +1,13 @@
 """Pack weights into the panels that the kernels multiply."""
 
+import ctypes
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadriga.errors import ModelError
 from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import Format, Matrix
 from worker_proc.cpu.quantization import quantize, quantized_as_in_gguf
@@ -35,14 +39,36 @@ class PackedWeights:
         self._bits = bits
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
+        self._arrays: list[ctypes.Array[Matrix]] = []
 
-    def matrix(self, layer: Linear | Embedding, gated: bool = False) -> Matrix:
-        """Return the packed weight of a layer. `gated`: its outputs are gate and up."""
+    def matrix(self, layer: Linear | Embedding, gated: bool = False, exact: bool = False) -> Matrix:
+        """Return the packed weight of a layer.
+
+        Args:
+            layer: The layer.
+            gated: Its outputs are gate and up.
+            exact: Its weight is not rounded to fewer bits.
+        """
         if layer not in self._matrices:
-            self._matrices[layer] = self._pack(layer, gated)
+            self._matrices[layer] = self._pack(layer, gated, exact)
             del layer.weight
             layer.blocks = ()
         return self._matrices[layer]
+
+    def matrices(self, layers: Iterable[nn.Module], gated: bool = False) -> "ctypes.Array[Matrix]":
+        """Return the packed weights of layers, either all dense or all quantised."""
+        found = []
+        for layer in layers:
+            assert isinstance(layer, Linear)
+            found.append(self.matrix(layer, gated))
+        if len({matrix.format == Format.DENSE for matrix in found}) != 1:
+            raise ModelError(
+                "some experts of a layer are quantised and others are not; start with"
+                " --attention-backend torch"
+            )
+        array = (Matrix * len(found))(*found)
+        self._arrays.append(array)
+        return array
 
     def keep_floats(self, values: Tensor) -> int:
         """Keep a float32 copy of a tensor and return its address."""
@@ -52,8 +78,8 @@ class PackedWeights:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _pack(self, layer: Linear | Embedding, gated: bool) -> Matrix:
-        rows = self._quantized(layer)
+    def _pack(self, layer: Linear | Embedding, gated: bool, exact: bool) -> Matrix:
+        rows = self._quantized(layer, exact)
         if rows is None:
             weight = interleave(layer.weight) if gated else layer.weight
             panels, panel_format, columns = to_panels(weight), Format.DENSE, len(weight)
@@ -72,10 +98,10 @@ class PackedWeights:
             depth=depth,
         )
 
-    def _quantized(self, layer: Linear | Embedding) -> Blocks | None:
+    def _quantized(self, layer: Linear | Embedding, exact: bool) -> Blocks | None:
         if layer.blocks:
             return quantized_as_in_gguf(layer.blocks)
-        return None if self._bits is None else quantize(layer.weight, self._bits)
+        return None if self._bits is None or exact else quantize(layer.weight, self._bits)
 
     def _bias(self, layer: Linear | Embedding, gated: bool, length: int) -> int | None:
         """Return the address of a layer's bias, padded with zeros."""
