@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -161,6 +165,33 @@ LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
     "granitemoe": tiny_granitemoe,
     "gpt_oss": tiny_gpt_oss,
 }
+
+
+def tiny_gemma2(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 2 of 4 layers, every second with a window of 20, and low soft caps."""
+    fields = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0, "sliding_window": 20}
+    return _gemma(Gemma2ForCausalLM, Gemma2Config, directory, fields | changes)
+
+
+def tiny_gemma3(directory: Path, **changes: Any) -> Path:
+    """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
+    fields = {
+        "sliding_window": 20,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+
+
+GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}
+
+
+def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:
+    fields = {"num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, **changes}
+    return _like_llama(model_class, config_class, directory, True, fields)
 
 
 def _like_llama(

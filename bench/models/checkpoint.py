@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quadriga.model_files import gpt2_sizes
-from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.gguf_header import header_files, make_config
 
 Array = npt.NDArray[np.float32]

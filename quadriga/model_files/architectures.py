@@ -9,6 +9,7 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.gpt_oss import gpt_oss
 from quadriga.model_files.families.granite_moe import granitemoe
@@ -21,6 +22,9 @@ INT8_SCALE_BYTES = 4
 
 # By model_type.
 CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
     "gpt2": gpt2,
     "llama": llama,
     "mistral": mistral,

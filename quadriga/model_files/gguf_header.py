@@ -1,7 +1,7 @@
 """A GGUF's header, converted once to the files of a Hugging Face directory.
 
-Reading the header takes seconds, since it holds the whole vocabulary; reading the files takes
-milliseconds. Source: the GGUF specification (ggml, docs/gguf.md).
+The conversion can take seconds, since the header holds the whole vocabulary; reading the files
+does not. Source: the GGUF specification (ggml, docs/gguf.md).
 """
 
 import hashlib
@@ -9,29 +9,25 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
+from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
+from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
-
 # Part of the cache key: increase it when the written files change.
-EXPORT_VERSION = 2
-
-TensorIndex = dict[str, dict[str, Any]]
+EXPORT_VERSION = 3
 
 
 def header_files(path: Path) -> Path:
     """Return the directory of a GGUF's converted header, and make it if it does not exist.
 
     It holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
-    tensors.json: {name: {"type": "Q4_1", "shape": [outermost first], "offset": absolute in the
-    file, "bytes": count}}, with the GGUF's names.
+    tensors.json, the tensor index with the GGUF's names.
 
     Raises:
         ModelError: the file cannot be used.
@@ -55,11 +51,10 @@ def _key(path: Path) -> str:
 
 def _export(path: Path, directory: Path) -> None:
     _check_architecture(path)
-    reader = _open(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = _tensor_index(reader)
+    header = read_header(path)
+    metadata, tensors = header.metadata, header.tensors
     try:
-        config = make_config(metadata, tensors, rope_divisors_of(reader))
+        config = make_config(metadata, tensors, rope_divisors_of(path, header))
         write_tokenizer(metadata, directory)
     except KeyError as error:
         raise ModelError(f"{path} lacks {error}: it is not a complete GGUF model") from None
@@ -88,33 +83,12 @@ def _unsupported(architecture: str) -> str:
     )
 
 
-def _open(path: Path) -> "GGUFReader":
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from None
-
-
-def _tensor_index(reader: "GGUFReader") -> TensorIndex:
-    return {
-        tensor.name: {
-            "type": tensor.tensor_type.name,
-            "shape": [int(size) for size in reversed(tensor.shape)],
-            "offset": int(tensor.data_offset),
-            "bytes": int(tensor.n_bytes),
-        }
-        for tensor in reader.tensors
-    }
-
-
-def rope_divisors_of(reader: "GGUFReader") -> dict[str, list[float]]:
+def rope_divisors_of(path: Path, header: GGUFHeader) -> dict[str, list[float]]:
     """Return the values of the tensors that scale rotary positions."""
     return {
-        tensor.name: [float(value) for value in tensor.data]
-        for tensor in reader.tensors
-        if tensor.name in ROPE_TENSORS
+        name: read_float32(path, entry)
+        for name, entry in header.tensors.items()
+        if name in ROPE_TENSORS
     }
 
 
@@ -195,6 +169,8 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "qwen2": partial(_like_llama, "Qwen2"),
     "qwen3": partial(_like_llama, "Qwen3"),
     "gpt2": _gpt2_config,
+    "gemma2": gemma2_config,
+    "gemma3": gemma3_config,
 }
 
 

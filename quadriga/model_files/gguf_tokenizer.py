@@ -1,7 +1,7 @@
 """Conversion of a GGUF's metadata to tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE only. Source: the GGUF specification (ggml, docs/gguf.md); the pre-tokenizers are
-those of the models' published tokenizer.json files.
+Source: the GGUF specification (ggml, docs/gguf.md); the pre-tokenizers of byte-level BPE are those
+of the models' published tokenizer.json files.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
+from quadriga.model_files.gguf.sentencepiece import build_sentencepiece_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +26,8 @@ _LLAMA3_WORDS = (
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 # Control tokens that end an answer, beside the header's only eos_token_id.
-_END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+_END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
+                "<end_of_turn>")  # fmt: skip
 
 
 def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
@@ -37,14 +39,23 @@ def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     """Build the fast tokenizer that the metadata describe. Raise ModelError if it is unknown."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        return _build_byte_level(metadata)
+    if kind == "llama":
+        tokenizer = build_sentencepiece_tokenizer(metadata)
+        _add_bos(tokenizer, metadata, default=True)
+        return tokenizer
+    raise ModelError(
+        f"the GGUF's tokenizer is of kind {kind!r}, only byte-level BPE ('gpt2') and SentencePiece"
+        " ('llama') can be read from a GGUF; use the model's Hugging Face directory, which has a"
+        " tokenizer.json"
+    )
+
+
+def _build_byte_level(metadata: Mapping[str, Any]) -> "Tokenizer":
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ModelError(
-            f"the GGUF's tokenizer is of kind {kind!r}, only byte-level BPE ('gpt2') can be read"
-            " from a GGUF; use the model's Hugging Face directory, which has a tokenizer.json"
-        )
     pre = metadata.get("tokenizer.ggml.pre", "default")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.errors import ModelError
-from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import looks_like_a_path, snapshot
@@ -16,14 +16,14 @@ def find_tokenizer(source: str, show_progress: bool) -> Path:
     """Return a directory of tokenizer.json and tokenizer_config.json.
 
     Args:
-        source: directory or file in it, .gguf file, Hub id, or the built-in model's name.
+        source: directory or file in it, .gguf file, Hub id, or a built-in name.
         show_progress: draw progress bars on stderr.
 
     Raises:
         ModelError: the tokenizer cannot be found or fetched.
     """
-    if source == BUILTIN_MODEL:
-        return header_files(builtin_weights(show_progress))
+    if source in BUILTINS:
+        return header_files(builtin_weights(show_progress, source))
     path = Path(source).expanduser().absolute()
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent

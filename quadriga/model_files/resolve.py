@@ -12,8 +12,9 @@ from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture
-from quadriga.model_files.builtin import builtin_sampling, builtin_weights
-from quadriga.model_files.directory import find_problem, read_json
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
+from quadriga.model_files.directory import find_problem, has_code, read_config, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
@@ -35,6 +36,8 @@ class ModelFiles:
         context_limit: the value of --context-length.
         own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
         chat_template: Jinja file in place of the model's own template; None: the model's own.
+        model_impl: the value of --model-impl.
+        trust_remote_code: whether code of the model's repository may run.
         notes: lines to print at the start of the server.
     """
 
@@ -48,6 +51,8 @@ class ModelFiles:
     context_limit: int | None = None
     own_tokenizer: bool = True
     chat_template: Path | None = None
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,7 +107,12 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
         ModelError: the model cannot be found, fetched or used.
         ConfigError: --context-length is longer than the model's own, or --revision has no effect.
     """
-    files = replace(_find(args, show_progress), context_limit=args.context_length)
+    files = replace(
+        _find(args, show_progress),
+        context_limit=args.context_length,
+        model_impl=args.model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
     if args.tokenizer:
         directory = find_tokenizer(args.tokenizer, show_progress)
         files = replace(files, tokenizer_dir=directory, own_tokenizer=False)
@@ -116,7 +126,7 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
     dummy = args.load_format == "dummy"
     size = gpt2_sizes.find_size(args.model)
     path = Path(args.model).expanduser()
-    is_local = args.model == BUILTIN_MODEL or path.exists() or (dummy and size is not None)
+    is_local = args.model in BUILTINS or path.exists() or (dummy and size is not None)
     if args.revision and is_local:
         raise ConfigError(
             f"--revision is {args.revision}, but --model {args.model} is not fetched from the Hub;"
@@ -124,8 +134,8 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         )
     if dummy and size is not None:
         return _dummy_gpt2(args, size, show_progress)
-    if args.model == BUILTIN_MODEL:
-        return _from_gguf(args.model, builtin_weights(show_progress), dummy)
+    if args.model in BUILTINS:
+        return _from_gguf(args.model, builtin_weights(show_progress, args.model), dummy)
     if path.is_dir():
         return _from_directory(args, path, show_progress)
     if path.is_file():
@@ -137,9 +147,13 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         hub_id,
         weights=not dummy,
         show_progress=show_progress,
-        is_complete=lambda cached: find_problem(cached, not dummy, not args.tokenizer) is None,
+        is_complete=lambda cached: (
+            find_problem(cached, not dummy, not args.tokenizer) is None
+            and (has_code(cached) or not args.trust_remote_code)
+        ),
         remedy=_remedy(size),
         revision=args.revision,
+        code=args.trust_remote_code,
     )
     return _from_directory(args, directory, show_progress)
 
@@ -178,7 +192,7 @@ def _from_directory(args: ModelArgs, path: Path, show_progress: bool) -> ModelFi
     files = ModelFiles(
         name=args.model,
         location=str(path),
-        config=read_json(path / "config.json"),
+        config=read_config(path),
         generation_config=read_json(path / "generation_config.json"),
         tokenizer_dir=path,
         weights=None if dummy else path,

@@ -20,11 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.model_files.builtin.catalog import BUILTINS
+from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
-from tests.tiny_models import LIKE_LLAMA
+from tests.tiny_models import GEMMA, LIKE_LLAMA
 
 NEW_TOKENS = 12
 
@@ -144,11 +146,11 @@ def test_a_tiny_model_of_each_family(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
-@pytest.mark.parametrize("family", LIKE_LLAMA)
-def test_models_that_are_nearly_llama_give_the_tokens_of_transformers(
+@pytest.mark.parametrize("family", [*LIKE_LLAMA, *GEMMA])
+def test_other_families_give_the_tokens_of_transformers(
     family: str, way: str, tmp_path: Path
 ) -> None:
-    directory = LIKE_LLAMA[family](tmp_path / "model")
+    directory = {**LIKE_LLAMA, **GEMMA}[family](tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
     flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
@@ -187,8 +189,11 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
 @pytest.mark.usefixtures("every_cpu")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", ways("default"))
-def test_the_built_in_model(way: str, tmp_path: Path) -> None:
-    files = resolve_model(ModelArgs())
+@pytest.mark.parametrize("name", BUILTINS)
+def test_the_built_in_models(name: str, way: str, tmp_path: Path) -> None:
+    if name != BUILTIN_MODEL and cached_builtin_weights(name) is None:
+        pytest.skip(f"{name} is not in the cache; quadriga serve --model {name}")
+    files = resolve_model(ModelArgs(name))
     assert files.weights is not None
     model = AutoModelForCausalLM.from_pretrained(
         files.weights.parent,
@@ -198,4 +203,5 @@ def test_the_built_in_model(way: str, tmp_path: Path) -> None:
     )
     context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
-    check(model, prompts, tmp_path / "log", way, "--context-length", str(context))
+    flags = ["--model", name, "--context-length", str(context)]
+    check(model, prompts, tmp_path / "log", way, *flags)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,9 @@ from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model
 from tests.integration.test_equality import NEW_TOKENS, reference
 from tests.server import is_alive, running_server, wait_until
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gemma2, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import prompts_of
-from worker_proc.distributed.tp_group import check_ranks
+from worker_proc.distributed.check import check_ranks
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--worker-threads", "1", "--page-size", "4"]
@@ -58,12 +59,15 @@ def nine_heads(directory: Path) -> Path:
 
 
 @pytest.mark.timeout(90)
-def test_three_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
-    directory = nine_heads(tmp_path / "model")
+@pytest.mark.parametrize(("build", "num_ranks"), [(nine_heads, 3), (tiny_gemma2, 2)])
+def test_ranks_give_the_tokens_of_one_process(
+    build: Callable[[Path], Path], num_ranks: int, tmp_path: Path
+) -> None:
+    directory = build(tmp_path / "model")
     expected, log = references(directory), tmp_path / "log"
-    with running_server(log, "--model", str(directory), "--tp", "3", *FLAGS) as server:
+    with running_server(log, "--model", str(directory), "--tp", str(num_ranks), *FLAGS) as server:
         ranks = ranks_of(server.pids["worker_proc"])
-        assert len(ranks) == 2
+        assert len(ranks) == num_ranks - 1
         assert asyncio.run(generate(server.endpoint, PROMPTS)) == expected
     assert not [pid for pid in ranks if is_alive(pid)]
 

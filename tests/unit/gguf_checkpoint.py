@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from quadriga.model_files.resolve import ModelFiles
 
-MAX_BLOCKS = 3
+MAX_BLOCKS = 4
 
 
 def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.Q8_0) -> ModelFiles:
@@ -25,19 +25,22 @@ def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.
     index = file.with_suffix(".json")
     index.write_text(json.dumps(_index(file)))
     config = json.loads((directory / "config.json").read_text())
+    config["model_type"] = config["model_type"].removesuffix("_text")
     return ModelFiles(file.name, str(file), config, {}, directory, file, index)
 
 
 def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     """Write tensors as llama.cpp's converter does.
 
-    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs]. A model with
-    rotary positions has their constants, too, which are not weights.
+    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs], 1 is added to
+    Gemma's norms. A model with rotary positions has their constants, too, which are not weights.
     """
     config = json.loads((directory / "config.json").read_text())
     is_llama = config["model_type"] == "llama"
-    architecture = gguf.MODEL_ARCH[config["model_type"].upper()]
-    writer = gguf.GGUFWriter(file, config["model_type"])
+    is_gemma = config["model_type"].startswith("gemma")
+    kind = config["model_type"].removesuffix("_text")
+    architecture = gguf.MODEL_ARCH[kind.upper()]
+    writer = gguf.GGUFWriter(file, kind)
     names = gguf.get_tensor_name_map(architecture, MAX_BLOCKS)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
@@ -47,12 +50,14 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
             values = halves.swapaxes(1, 2).reshape(values.shape)
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             values = values.T
+        if is_gemma and name.endswith("norm.weight"):
+            values = values + 1
         values = np.ascontiguousarray(values)
         stored = names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
         assert stored is not None
         if values.ndim == 2 and values.shape[1] % 32 == 0:
-            kind = kind_of(stored)
-            writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            packed = kind_of(stored)
+            writer.add_tensor(stored, gguf.quants.quantize(values, packed), raw_dtype=packed)
         else:
             writer.add_tensor(stored, values.astype(np.float32))
     if "rope_type" in (config.get("rope_parameters") or {}):

@@ -17,15 +17,28 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 MAX_BAD_WORD_TOKENS = 32
 
 
+def _leading_ids(tokenizer: "Tokenizer") -> list[int]:
+    """Return the ids that a tokenizer puts before every text, such as that of <bos>."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a").ids
+    starts = range(len(full) - len(plain) + 1)
+    found = [start for start in starts if full[start : start + len(plain)] == plain]
+    return full[: found[0]] if found else []
+
+
 class Encoder:
-    """Encode text and chats without adding special tokens, and decode token ids."""
+    """Encode texts and chats, and decode token ids."""
 
     def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
+        self._leading_ids = _leading_ids(tokenizer)
 
     def encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "array[int]":
         """Return the token ids of a text, or of a chat rendered by the model's template.
+
+        A text that is not empty begins with the tokenizer's beginning-of-text token, if it has one
+        that it adds to texts; templates write it themselves.
 
         Raises:
             InvalidRequest: the template refuses the chat, or the text is over MAX_TEXT_BYTES.
@@ -38,9 +51,9 @@ class Encoder:
                 " shorten it, or send token ids",
                 "prompt",
             )
-        return array(
-            "i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        )
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        leading = self._leading_ids if ids and isinstance(prompt, str) else []
+        return array("i", ids if ids[: len(leading)] == leading else leading + ids)
 
     def decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:
         """Return the text of token ids."""

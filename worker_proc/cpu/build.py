@@ -86,7 +86,7 @@ def _run(command: list[str]) -> None:
 def _key(command: list[str]) -> str:
     """Return a hash of everything that the result of a compilation depends on."""
     digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+    for source in sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")]):
         digest.update(source.read_bytes())
     for part in (" ".join(command), platform.machine(), _cpu()):
         digest.update(part.encode() + b"\0")

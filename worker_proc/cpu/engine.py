@@ -15,6 +15,7 @@ from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
+    LANES,
     QUANTISED_BUFFERS,
     SAMPLING_ROW,
     Buffer,
@@ -27,7 +28,7 @@ from worker_proc.cpu.program import (
     fastest_compute_type,
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
-from worker_proc.cpu.weights import LANES, PackedWeights, round_up
+from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine

@@ -11,6 +11,8 @@ from quadriga.errors import ModelError
 from quadriga.model_files.servable import check_native_heads
 from worker_proc.attention.base import AttentionShape
 
+LANES = 16  # outputs of a panel
+
 
 class OpKind(IntEnum):
     """Kind of an operation."""
@@ -60,11 +62,23 @@ QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
 
 
 class Format(IntEnum):
-    """Format of a matrix's panels."""
+    """Format of a matrix's panels; MIXED: each panel has its own."""
 
     DENSE = 0
     INT8 = 1
     INT4 = 2
+    Q4_0 = 3
+    Q5_0 = 4
+    Q5_1 = 5
+    Q2_K = 6
+    Q3_K = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    IQ4_NL = 11
+    IQ4_XS = 12
+    MXFP4 = 13
+    MIXED = 14
 
 
 class ComputeType(IntEnum):
@@ -87,6 +101,7 @@ class Matrix(ctypes.Structure):
         ("format", ctypes.c_int64),
         ("panels", ctypes.c_void_p),
         ("panel_units", ctypes.c_int64),
+        ("mixed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from worker_proc.attention.base import AttentionShape, Ints
-from worker_proc.cpu.program import Buffer, Format, Matrix, Op, OpKind, Program
+from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.cpu.weights import LANES, PackedWeights, round_up
+from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -35,7 +35,7 @@ EXPERT_BUFFERS = (
     Buffer.EXPERT_INNER,
     Buffer.EXPERT_OUTPUT,
 )
-QUANTISED_GROUP_BYTES = GROUP_SIZE + 8  # the codes of a group of inputs, a scale and a sum
+QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
 class Recorder(Ops[Buffer]):

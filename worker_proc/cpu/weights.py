@@ -9,12 +9,18 @@ from torch import Tensor, nn
 
 from quadriga.errors import ModelError
 from worker_proc.cpu.memory import allocate
-from worker_proc.cpu.program import Format, Matrix
-from worker_proc.cpu.quantization import quantize, quantized_as_in_gguf
-from worker_proc.loading.gguf_blocks import Blocks
+from worker_proc.cpu.program import LANES, Format, Matrix
+from worker_proc.cpu.quantised_panels import (
+    format_of,
+    join_alike,
+    pack_mixed,
+    pack_rows,
+    to_quantised_panels,
+)
+from worker_proc.cpu.quantization import GROUP_SIZE, quantize
+from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.layers import Embedding, Linear
 
-LANES = 16  # outputs of a panel
 UNIT_BYTES = 4
 
 
@@ -79,29 +85,68 @@ class PackedWeights:
         return tensor.data_ptr()
 
     def _pack(self, layer: Linear | Embedding, gated: bool, exact: bool) -> Matrix:
-        rows = self._quantized(layer, exact)
-        if rows is None:
-            weight = interleave(layer.weight) if gated else layer.weight
-            panels, panel_format, columns = to_panels(weight), Format.DENSE, len(weight)
-            depth = panels.shape[1]
-        else:
-            rows = rows.map_rows(interleave) if gated else rows
-            panels, columns, depth = to_quantised_panels(rows), *rows.scale.shape
-            panel_format = Format.INT8 if rows.bits == 8 else Format.INT4
+        if layer.blocks:
+            return self._pack_blocks(layer, gated)
+        weight = interleave(layer.weight) if gated else layer.weight
+        if self._bits is None or exact:
+            panels = to_panels(weight)
+            return self._uniform(layer, gated, Format.DENSE, panels, len(weight), panels.shape[1])
+        rows = quantize(weight, self._bits)
+        panels = to_quantised_panels(rows)
+        depth = rows.codes.shape[1]
+        return self._uniform(layer, gated, format_of(rows.kind), panels, len(weight), depth)
+
+    def _pack_blocks(self, layer: Linear | Embedding, gated: bool) -> Matrix:
+        """Pack the blocks of a GGUF as they are, each part in its type."""
+        parts = join_alike(layer.blocks)
+        depth = parts[0].shape[1] // GROUP_SIZE
+        if len(parts) > 1:
+            return self._mixed(layer, gated, *pack_mixed(parts, gated), depth)
+        rows = parts[0]
+        if gated:
+            rows = PackedRows(rows.kind, interleave(rows.data))
+        panels = pack_rows(rows)
+        return self._uniform(layer, gated, format_of(rows.kind), panels, len(rows.data), depth)
+
+    def _uniform(
+        self,
+        layer: Linear | Embedding,
+        gated: bool,
+        panel_format: Format,
+        panels: Tensor,
+        columns: int,
+        depth: int,
+    ) -> Matrix:
         return Matrix(
             format=panel_format,
             panels=self._keep(panels),
             panel_units=panels.stride(0),
-            bias=self._bias(layer, gated, panels.shape[0] * LANES),
+            bias=self._bias(layer, gated, len(panels) * LANES),
             columns=columns,
-            panel_count=panels.shape[0],
+            panel_count=len(panels),
             depth=depth,
         )
 
-    def _quantized(self, layer: Linear | Embedding, exact: bool) -> Blocks | None:
-        if layer.blocks:
-            return quantized_as_in_gguf(layer.blocks)
-        return None if self._bits is None or exact else quantize(layer.weight, self._bits)
+    def _mixed(
+        self,
+        layer: Linear | Embedding,
+        gated: bool,
+        formats: list[Format],
+        panels: list[Tensor],
+        depth: int,
+    ) -> Matrix:
+        # The fields of a Panel in program.h; the panels share the memory of the first one.
+        rows = zip(formats, map(self._keep, panels), map(len, panels), strict=True)
+        table = torch.tensor(list(rows), dtype=torch.int64)
+        columns = len(panels) * LANES if gated else sum(len(part.data) for part in layer.blocks)
+        return Matrix(
+            format=Format.MIXED,
+            mixed=self._keep(table),
+            bias=self._bias(layer, gated, len(panels) * LANES),
+            columns=columns,
+            panel_count=len(panels),
+            depth=depth,
+        )
 
     def _bias(self, layer: Linear | Embedding, gated: bool, length: int) -> int | None:
         """Return the address of a layer's bias, padded with zeros."""
@@ -126,29 +171,6 @@ def to_panels(weight: Tensor) -> Tensor:
     panels = allocate(units.numel() * UNIT_BYTES).view(torch.int32)
     panels = panels.view(units.shape[0], units.shape[2], LANES)
     return panels.copy_(units.transpose(1, 2))
-
-
-def to_quantised_panels(rows: Blocks) -> Tensor:
-    """Pack quantised rows into padded panels [panels, panel_units] int32, see quantised.h."""
-    rows = rows.map_rows(_split_in_sixteens)
-    units = rows.codes.view(torch.uint8).unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
-    factors = [rows.scale]
-    if rows.minimum is None:
-        units = units ^ 128  # the kernels read codes of 8 bits as unsigned ones around 128
-    else:
-        low, high = units.chunk(2, 2)
-        units = low | high << 4
-        factors.append(rows.minimum)
-    parts = [units.flatten(1)]
-    parts += [f.transpose(1, 2).flatten(1).half().view(torch.uint8) for f in factors]
-    panels = torch.cat(parts, 1)
-    return allocate(panels.numel()).view(panels.shape).copy_(panels).view(torch.int32)
-
-
-def _split_in_sixteens(rows: Tensor) -> Tensor:
-    """Pad and reshape [outputs, ...] to [panels, 16, ...]."""
-    padding = [0, 0] * (rows.dim() - 1) + [0, -len(rows) % LANES]
-    return torch.unflatten(F.pad(rows, padding), 0, (-1, LANES))
 
 
 def interleave(weight: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
+from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
 from quadriga.model_files.gguf_rope import ROPE_TENSORS
-from worker_proc.loading.gguf_blocks import BLOCK_KINDS, PackedRows
+from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 
-UNQUANTISED_KINDS = ("F32", "F16", "BF16")
 POSITION_EMBEDDING = "position_embd.weight"
 
 NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
@@ -72,35 +72,34 @@ def from_gguf(
         file: The GGUF.
         tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
         config: The model's config.json.
-        packed: Keep quantised matrices packed, always as [outputs, inputs]. Formats that are not
-            in BLOCK_KINDS become Q8_0, which is finer than most of them. Without it, everything
+        packed: Keep quantised matrices packed, always as [outputs, inputs]. Without it, everything
             is unpacked to float32.
 
     Raises:
-        ModelError: The architecture or the kind of quantisation is not supported.
+        ModelError: The architecture or the type of a tensor is not supported.
     """
     architecture = str(config.get("model_type"))
     if architecture not in _GGUF_NAMES:
         supported = ", ".join(sorted(_GGUF_NAMES))
         raise ModelError(f"{file} is a GGUF of {architecture}; supported: {supported}")
+    tensors: dict[str, dict[str, Any]] = json.loads(tensor_index.read_text())
+    if packed:
+        check_packed_types(file, tensors)
     data = np.asarray(np.memmap(file, mode="c", dtype=np.uint8))
-    for name, entry in json.loads(tensor_index.read_text()).items():
+    for name, entry in tensors.items():
         if name in ROPE_TENSORS:
             continue
         raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
         rows = raw.reshape(math.prod(shape[:-1]), -1)
         is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING
-        keep = packed and is_matrix and kind not in UNQUANTISED_KINDS
         tensor: Tensor | PackedRows
-        if kind in BLOCK_KINDS:
+        if kind in BLOCK_SIZES:
             tensor = PackedRows(kind, torch.from_numpy(rows))
-            if not keep:
+            if not (packed and is_matrix):
                 tensor = tensor.dense().view(shape)
         else:
             tensor = _dequantize(rows, kind, f"{file}: {name}").view(shape)
-            if keep:
-                tensor = PackedRows.quantize(tensor)
         yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
 
 
@@ -122,8 +121,11 @@ def _undo_conversion(
     """Undo the changes of layout that the converter to GGUF made.
 
     Llama: the rotary pairs of Q and K are interleaved; here they are half a head apart. GPT-2:
-    weights are [outputs, inputs]; its checkpoints have [inputs, outputs].
+    weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is added to the
+    weights of norms.
     """
+    if config["model_type"] in ("gemma2", "gemma3") and isinstance(tensor, Tensor):
+        return tensor - 1 if name.endswith("norm.weight") else tensor
     if config["model_type"] == "llama":
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
@@ -162,7 +164,15 @@ _LLAMA_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GGUF_NAMES = {
+    "gemma2": _GEMMA_NAMES,
+    "gemma3": _GEMMA_NAMES,
     "llama": _LLAMA_NAMES,
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,

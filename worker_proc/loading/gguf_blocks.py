@@ -1,6 +1,6 @@
-"""Decode GGUF's plain block formats, in which 32 neighbouring weights of a row share a scale.
+"""Decode the block types of GGUF.
 
-Formats: https://github.com/ggml-org/ggml, ggml-common.h, block_q4_0, block_q4_1 and block_q8_0.
+Source: https://github.com/ggml-org/ggml, ggml-common.h and ggml-quants.c.
 """
 
 from collections.abc import Callable
@@ -9,41 +9,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 32
-# Bytes of a block, by the name of its format.
-BLOCK_KINDS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+from quadriga.model_files.gguf.types import BLOCK_SIZES
+
+GROUP = 32  # weights; blocks of 256 have 8 groups
+CHUNK_WEIGHTS = 1 << 22  # that are decoded at a time
+# The values of codes of 4 bits in IQ4_NL and IQ4_XS, and twice those of MXFP4.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+CODE_VALUES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
+# The code of the value 0 in types that have no table of values.
+ZERO_CODES = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Unpacked blocks, with the values code * scale + minimum.
+    """Unpacked blocks, with the values (code - zero) * scale * factor - minimum * least.
+
+    The minimum is added if there is no `least`.
 
     Attributes:
-        codes: [rows, blocks, 32]: int8 around zero, or uint8 from 0 to 15 if there is a minimum.
-        scale: [rows, blocks] float32 with values of float16.
-        minimum: As `scale`, or None.
+        kind: The type, one of BLOCK_SIZES.
+        codes: [rows, groups, 32] uint8.
+        scale: [rows, blocks] float16; MXFP4: uint8 exponents.
+        minimum: [rows, blocks] float16, or None.
+        factor: [rows, groups, parts] int8 factors of a group or of its halves; None: 1.
+        least: Factors of the minimum, likewise.
     """
 
+    kind: str
     codes: Tensor
     scale: Tensor
-    minimum: Tensor | None
-
-    @property
-    def bits(self) -> int:
-        """Bits in which the CPU kernels keep a code."""
-        return 8 if self.minimum is None else 4
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Blocks":
-        """Apply a change of the rows to each tensor [rows, ...]."""
-        minimum = None if self.minimum is None else change(self.minimum)
-        return Blocks(change(self.codes), change(self.scale), minimum)
+    minimum: Tensor | None = None
+    factor: Tensor | None = None
+    least: Tensor | None = None
 
     def dense(self) -> Tensor:
         """Return the values [rows, weights of a row] in float32."""
-        values = self.codes.float().mul_(self.scale.unsqueeze(-1))
+        rows, groups, _ = self.codes.shape
+        parts = 1 if self.factor is None else self.factor.shape[2]
+        scale = _powers(self.scale) if self.kind == "MXFP4" else self.scale.float()
+        scale = self._of_parts(scale, self.factor)
+        values = self._values().view(rows, groups, parts, -1).mul_(scale.unsqueeze(-1))
         if self.minimum is not None:
-            values.add_(self.minimum.unsqueeze(-1))
+            minimum = self.minimum.float()
+            minimum = self._of_parts(minimum if self.least is None else -minimum, self.least)
+            values.add_(minimum.unsqueeze(-1))
         return values.flatten(1)
+
+    def _values(self) -> Tensor:
+        if self.kind in CODE_VALUES:
+            return torch.tensor(CODE_VALUES[self.kind]).float()[self.codes.int()]
+        return self.codes.float().sub_(ZERO_CODES.get(self.kind, 0))
+
+    def _of_parts(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
+        """Spread [rows, blocks] over the parts of groups: [rows, groups, parts or 1]."""
+        groups_per_block = self.codes.shape[1] // max(1, of_blocks.shape[1])
+        of_groups = of_blocks.repeat_interleave(groups_per_block, 1).unsqueeze(-1)
+        return of_groups if factors is None else of_groups * factors.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +73,177 @@ class PackedRows:
     """Rows of a matrix as they are in the file.
 
     Attributes:
-        kind: One of BLOCK_KINDS.
+        kind: One of BLOCK_SIZES.
         data: [rows, bytes of a row] uint8.
     """
 
     kind: str
     data: Tensor
 
-    @classmethod
-    def quantize(cls, values: Tensor) -> "PackedRows":
-        """Round values [rows, weights of a row] to Q8_0."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import quantize
-
-        data = quantize(values.float().numpy(), GGMLQuantizationType.Q8_0)
-        return cls("Q8_0", torch.from_numpy(data))
-
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows, and of weights in a row."""
         rows, row_bytes = self.data.shape
-        return rows, row_bytes // BLOCK_KINDS[self.kind] * BLOCK
+        size = BLOCK_SIZES[self.kind]
+        return rows, row_bytes // size.num_bytes * size.weights
 
     def unpack(self) -> Blocks:
         """Return the codes, scales and minima of the blocks."""
-        blocks = self.data.view(len(self.data), -1, BLOCK_KINDS[self.kind])
-        scale = _halves(blocks[..., :2])
-        if self.kind == "Q8_0":
-            return Blocks(blocks[..., 2:].view(torch.int8), scale, None)
-        pairs = blocks[..., -BLOCK // 2 :]
-        codes = torch.cat((pairs & 15, pairs >> 4), -1)
-        if self.kind == "Q4_0":
-            return Blocks(codes.view(torch.int8).sub_(8), scale, None)
-        return Blocks(codes, scale, _halves(blocks[..., 2:4]))
+        rows, width = self.shape
+        data = self.data.reshape(rows, -1, BLOCK_SIZES[self.kind].num_bytes)
+        fields = _DECODERS[self.kind](data)
+        codes = fields.pop("codes").reshape(rows, width // GROUP, GROUP)
+        for name in ("factor", "least"):
+            if name in fields:
+                fields[name] = fields[name].reshape(rows, width // GROUP, -1).view(torch.int8)
+        return Blocks(self.kind, codes, **fields)
 
     def dense(self) -> Tensor:
         """Return the values [rows, weights of a row] in float32."""
-        return self.unpack().dense()
+        rows, width = self.shape
+        values = torch.empty(rows, width)
+        step = max(1, CHUNK_WEIGHTS // max(1, width))
+        for first in range(0, rows, step):
+            part = PackedRows(self.kind, self.data[first : first + step])
+            values[first : first + step] = part.unpack().dense()
+        return values
 
 
-def _halves(column: Tensor) -> Tensor:
-    """Convert [rows, blocks, 2] bytes of float16 to [rows, blocks] float32."""
-    return column.contiguous().view(torch.float16).squeeze(-1).float()
+# --- decoders: blocks [rows, blocks, bytes of a block] to the fields of Blocks --------------------
+
+_Fields = dict[str, Tensor]
+
+
+def _half(block: Tensor, at: int) -> Tensor:
+    """Return the float16 [rows, blocks] at a byte of each block."""
+    return block[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _bits(packed: Tensor, shifts: range, bits: int) -> Tensor:
+    """Split [..., bytes] into [..., shifts, bytes] numbers of `bits` bits."""
+    shift = torch.tensor(list(shifts), dtype=torch.uint8).unsqueeze(-1)
+    return (packed.unsqueeze(-2) >> shift) & ((1 << bits) - 1)
+
+
+def _nibbles(packed: Tensor, run: int) -> Tensor:
+    """Return codes of 4 bits [..., 2 * bytes]: in each `run` bytes low halves, then high."""
+    return _bits(packed.unflatten(-1, (-1, run)), range(0, 8, 4), 4).flatten(-3)
+
+
+def _fifth_bits(block: Tensor, at: int) -> Tensor:
+    """Return 16 times each bit [..., 32] of the four bytes at `at`."""
+    bits = (block[..., at : at + 4].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten(-2) << 4
+
+
+def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors and minima [..., 8] of 6 bits in the 12 bytes of Q4_K and Q5_K."""
+    factors, minima, rest = packed.split(4, -1)
+    return (
+        torch.cat((factors & 63, (rest & 15) | (factors >> 2 & 48)), -1),
+        torch.cat((minima & 63, (rest >> 4) | (minima >> 2 & 48)), -1),
+    )
+
+
+def _q4_0(block: Tensor) -> _Fields:
+    return {"codes": _nibbles(block[..., 2:], 16), "scale": _half(block, 0)}
+
+
+def _q4_1(block: Tensor) -> _Fields:
+    codes = _nibbles(block[..., 4:], 16)
+    return {"codes": codes, "scale": _half(block, 0), "minimum": _half(block, 2)}
+
+
+def _q5_0(block: Tensor) -> _Fields:
+    codes = _nibbles(block[..., 6:], 16) | _fifth_bits(block, 2)
+    return {"codes": codes, "scale": _half(block, 0)}
+
+
+def _q5_1(block: Tensor) -> _Fields:
+    codes = _nibbles(block[..., 8:], 16) | _fifth_bits(block, 4)
+    return {"codes": codes, "scale": _half(block, 0), "minimum": _half(block, 2)}
+
+
+def _q8_0(block: Tensor) -> _Fields:
+    return {"codes": block[..., 2:] ^ 128, "scale": _half(block, 0)}
+
+
+def _q2_k(block: Tensor) -> _Fields:
+    codes = _bits(block[..., 16:80].unflatten(-1, (2, 32)), range(0, 8, 2), 2)
+    return {
+        "codes": codes,
+        "scale": _half(block, 80),
+        "minimum": _half(block, 82),
+        "factor": block[..., :16] & 15,
+        "least": block[..., :16] >> 4,
+    }
+
+
+def _q3_k(block: Tensor) -> _Fields:
+    low = _bits(block[..., 32:96].unflatten(-1, (2, 32)), range(0, 8, 2), 2)
+    high = _bits(block[..., :32], range(8), 1).view(low.shape)
+    factors = _nibbles(block[..., 96:104], 8)
+    factors = factors | _bits(block[..., 104:108], range(0, 8, 2), 2).flatten(-2) << 4
+    return {"codes": low | high << 2, "scale": _half(block, 108), "factor": factors - 32}
+
+
+def _q4_k(block: Tensor) -> _Fields:
+    factor, least = _six_bits(block[..., 4:16])
+    return {
+        "codes": _nibbles(block[..., 16:], 32),
+        "scale": _half(block, 0),
+        "minimum": _half(block, 2),
+        "factor": factor,
+        "least": least,
+    }
+
+
+def _q5_k(block: Tensor) -> _Fields:
+    factor, least = _six_bits(block[..., 4:16])
+    high = _bits(block[..., 16:48], range(8), 1).flatten(-2)
+    return {
+        "codes": _nibbles(block[..., 48:], 32) | high << 4,
+        "scale": _half(block, 0),
+        "minimum": _half(block, 2),
+        "factor": factor,
+        "least": least,
+    }
+
+
+def _q6_k(block: Tensor) -> _Fields:
+    low = _nibbles(block[..., :128], 64)
+    high = _bits(block[..., 128:192].unflatten(-1, (2, 32)), range(0, 8, 2), 2).flatten(-3)
+    return {"codes": low | high << 4, "scale": _half(block, 208), "factor": block[..., 192:208]}
+
+
+def _iq4_xs(block: Tensor) -> _Fields:
+    low = _bits(block[..., 4:8], range(0, 8, 4), 4).transpose(-1, -2).flatten(-2)
+    high = _bits(block[..., 2:4], range(0, 8, 2), 2).transpose(-1, -2).flatten(-2)
+    factor = (low | high << 4) - 32
+    return {"codes": _nibbles(block[..., 8:], 16), "scale": _half(block, 0), "factor": factor}
+
+
+def _mxfp4(block: Tensor) -> _Fields:
+    return {"codes": _nibbles(block[..., 1:], 16), "scale": block[..., 0]}
+
+
+_DECODERS: dict[str, Callable[[Tensor], _Fields]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _q4_0,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return 2^(e - 128) for bytes e, in float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)

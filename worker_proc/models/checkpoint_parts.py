@@ -25,6 +25,8 @@ def checkpoint_parts(
         name: The stored name.
         tensor: The stored tensor.
     """
+    if name.startswith(config.skipped_starts):
+        return
     for part in config.removed:
         name = name.replace(part, "")
     if name.endswith(config.skipped) or (

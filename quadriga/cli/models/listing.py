@@ -5,9 +5,9 @@ from pathlib import Path
 
 from quadriga.cli.models.weights import weight_files
 from quadriga.client import Client
-from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.errors import ModelError, QuadrigaError
-from quadriga.model_files.builtin import cached_builtin_weights
+from quadriga.model_files.builtin.catalog import BUILTINS, BuiltinModel
+from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.hub import cached_models
@@ -33,14 +33,9 @@ class ListedModel:
 
 
 def local_models() -> list[ListedModel]:
-    """Return the built-in model and those of the Hub's cache, without a network."""
-    weights = cached_builtin_weights()
-    if weights is None:
-        builtin = ListedModel(BUILTIN_MODEL, "built-in, not fetched yet")
-    else:
-        architecture = read_architecture_name(weights) or ""
-        builtin = ListedModel(BUILTIN_MODEL, "built-in", architecture, weights.stat().st_size)
-    return [builtin, *(_from_hub(name, path) for name, path in cached_models().items())]
+    """Return the built-in models and those of the Hub's cache, without a network."""
+    builtins = [_from_catalog(model) for model in BUILTINS.values()]
+    return builtins + [_from_hub(name, path) for name, path in cached_models().items()]
 
 
 def served_model(endpoint: str, curve_dir: str | None) -> ListedModel | None:
@@ -50,6 +45,14 @@ def served_model(endpoint: str, curve_dir: str | None) -> ListedModel | None:
             return ListedModel(str(client.info(ANSWER_TIMEOUT_S)["model"]), f"served at {endpoint}")
     except QuadrigaError:
         return None
+
+
+def _from_catalog(model: BuiltinModel) -> ListedModel:
+    weights = cached_builtin_weights(model.name)
+    if weights is None:
+        return ListedModel(model.name, f"built-in, not fetched yet ({model.download_mb} MB)")
+    architecture = read_architecture_name(weights) or ""
+    return ListedModel(model.name, "built-in", architecture, weights.stat().st_size)
 
 
 def _from_hub(name: str, path: Path) -> ListedModel:

@@ -118,6 +118,7 @@ class DecoderConfig:
         qkv_by_head: A fused projection has the rows of a query, key and value head side by side.
         transposed: The checkpoint has the weights of blocks as [inputs, outputs].
         skipped: Ends of the names of tensors that are not read.
+        skipped_starts: Starts of such names.
         removed: Parts of tensors' names that are removed before they are looked up.
     """
 
@@ -158,6 +159,7 @@ class DecoderConfig:
     qkv_by_head: bool = False
     transposed: bool = False
     skipped: tuple[str, ...] = ()
+    skipped_starts: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
 
     @classmethod

@@ -64,22 +64,46 @@ def test_a_gpt2_and_a_gguf_are_servable(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_refusals_are_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = changed(tiny_llama(tmp_path / "model"), model_type="phi3", architectures=[])
+    model = changed(tiny_llama(tmp_path / "model"), model_type="bloom", architectures=[])
     report = check(model, capsys)
     assert report["way"] == "refused"
-    assert report["refusal"] == (
-        f"{model}: config.json names phi3 as its architecture; supported: gpt2, llama, mistral,"
-        " qwen2, qwen3"
-    )
+    native, _, transformers = report["refusal"].partition("; by --model-impl transformers: ")
+    assert native.startswith(f"{model}: config.json names bloom as its architecture; supported: ")
+    assert transformers.startswith("BloomForCausalLM of transformers ")
 
 
 def test_an_unsupported_architecture_is_named_before_its_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = changed(
-        tiny_llama(tmp_path / "model"), model_type="gemma2", architectures=[], sliding_window=64
+        tiny_llama(tmp_path / "model"), model_type="bloom", architectures=[], sliding_window=64
     )
-    assert "names gemma2 as its architecture" in check(model, capsys)["refusal"]
+    assert "names bloom as its architecture" in check(model, capsys)["refusal"]
+
+
+def test_what_no_native_file_runs_is_left_to_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(
+        tiny_llama(tmp_path / "model"), model_type="cohere", architectures=["CohereForCausalLM"]
+    )
+    assert check(model, capsys)["way"].startswith("transformers")
+    refusal = check(model, capsys, "--model-impl", "native")["refusal"]
+    assert "names cohere" in refusal
+    assert "transformers" not in refusal
+
+
+def test_code_of_a_repository_needs_the_flag_that_the_refusal_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(
+        tiny_llama(tmp_path / "model"),
+        model_type="acorn",
+        architectures=["AcornForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_acorn.Acorn"},
+    )
+    assert "--trust-remote-code" in check(model, capsys, "--model-impl", "transformers")["refusal"]
+    assert check(model, capsys, "--trust-remote-code")["way"].startswith("transformers")
 
 
 def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_a_window(
@@ -125,7 +149,12 @@ def test_weights_that_are_cut_short_are_refused(
 
 def test_what_is_not_on_this_machine_is_not_fetched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quadriga serve a/b fetches it" in check("a/b", capsys)["refusal"]
-    assert "not fetched yet" in check("smollm2-135m", capsys)["refusal"]
+    for name, size in (("smollm2-135m", "93 MB"), ("gemma3-270m", "238 MB")):
+        refusal = check(name, capsys)["refusal"]
+        assert (
+            refusal
+            == f"{name} is not fetched yet; quadriga serve --model {name} fetches it ({size})"
+        )
     assert "no such file" in check("./none", capsys)["refusal"]
 
 
@@ -137,14 +166,15 @@ def test_the_list_has_caches_and_the_served_model(
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(tiny_llama(tmp_path / "model"), repository / "snapshots" / ("0" * 40))
     assert main(["models", "--json", "--endpoint", "tcp://127.0.0.1:1"]) == 0
-    builtin, cached = json.loads(capsys.readouterr().out)
-    assert builtin["where"] == "built-in, not fetched yet"
+    builtin, gemma, cached = json.loads(capsys.readouterr().out)
+    assert builtin["where"] == "built-in, not fetched yet (93 MB)"
+    assert (gemma["name"], gemma["num_bytes"]) == ("gemma3-270m", None)
     assert (cached["name"], cached["architecture"]) == ("org/tiny", "llama")
     assert cached["num_bytes"] > 0
     assert main(["models", "--endpoint", "tcp://127.0.0.1:1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "where", "architecture", "size"]
-    assert len(lines) == 3
+    assert len(lines) == 4
 
 
 def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

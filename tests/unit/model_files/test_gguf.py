@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import ModelError
-from quadriga.model_files.builtin import builtin_weights
+from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.tokenizer import load_tokenizer
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
@@ -122,9 +122,9 @@ def test_the_header_says_whether_a_text_begins_with_bos(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2"),
+        ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2, gemma2"),
         ({"pre": "tekken"}, "'tekken' is not known"),
-        ({"kind": "llama"}, "Hugging Face directory"),
+        ({"kind": "t5"}, "Hugging Face directory"),
         ({"scaling": "su"}, "rope.scaling.type = 'su' is not supported; supported: none, linear"),
         ({"scaling": "longrope"}, "no rope_factors_long.weight"),
     ],

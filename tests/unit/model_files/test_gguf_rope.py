@@ -10,7 +10,8 @@ from gguf import GGUFWriter
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.rope_config import RopeScaling
-from quadriga.model_files.gguf_header import _open, rope_divisors_of
+from quadriga.model_files.gguf.reader import read_header
+from quadriga.model_files.gguf_header import rope_divisors_of
 from quadriga.model_files.gguf_rope import rope_parameters
 from worker_proc.models.rope_scaling import rope_frequencies
 
@@ -37,7 +38,7 @@ def test_the_divisors_of_llama_3_give_the_frequencies_of_its_config(tmp_path: Pa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    read = rope_divisors_of(_open(tmp_path / "llama3.gguf"))
+    read = rope_divisors_of(tmp_path / "llama3.gguf", read_header(tmp_path / "llama3.gguf"))
     scaling = scaling_of(rope_parameters({"context_length": CONTEXT}, read))
     for context in (ORIGINAL, CONTEXT):
         frequencies, attention_factor = rope_frequencies(scaling, context)

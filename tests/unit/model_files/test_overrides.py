@@ -67,7 +67,7 @@ def test_a_gguf_lends_its_tokenizer(bare_model: Path, gguf_file: Path) -> None:
 def test_random_weights_take_the_given_tokenizer_and_no_stand_in(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_source, "builtin_weights", lambda _: pytest.fail("fetched"))
+    monkeypatch.setattr(model_source, "builtin_weights", lambda *_: pytest.fail("fetched"))
     args = ModelArgs("gpt2", tokenizer=str(tokenizer), load_format="dummy")
     files = resolve_model(args)
     assert files.tokenizer_dir == tokenizer and files.notes == ()

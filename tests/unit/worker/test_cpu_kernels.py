@@ -12,12 +12,13 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from tests.tiny_models import LIKE_LLAMA, tiny_gpt2, tiny_llama
+from tests.tiny_models import GEMMA, LIKE_LLAMA, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
+from worker_proc.cpu.quantised_panels import to_quantised_panels
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
-from worker_proc.cpu.weights import interleave, to_panels, to_quantised_panels
+from worker_proc.cpu.weights import interleave, round_up, to_panels
 from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.step.engine_base import Engine
@@ -106,6 +107,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     **LIKE_LLAMA,
+    **GEMMA,
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
@@ -369,4 +371,4 @@ def test_gate_and_up_take_turns_by_sixteen() -> None:
 @pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
 def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
     panels = to_quantised_panels(quantize(torch.randn(48, 96), bits))
-    assert panels.shape == (3, 3 * 16 * bytes_a_group // 4)
+    assert panels.shape == (3, round_up(3 * 16 * bytes_a_group, 64) // 4)

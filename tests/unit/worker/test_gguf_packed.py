@@ -18,6 +18,7 @@ from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
+from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_cpu_kernels import (
     CONTEXT,
     NUM_SLOTS,
@@ -27,8 +28,7 @@ from tests.unit.worker.test_cpu_kernels import (
 )
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.quantization import GROUP_SIZE, quantized_as_in_gguf
-from worker_proc.cpu.weights import LANES, to_quantised_panels
+from worker_proc.cpu.quantization import GROUP_SIZE
 from worker_proc.engine_factory import make_engine
 from worker_proc.loading.checkpoints import from_gguf
 from worker_proc.loading.gguf_blocks import PackedRows
@@ -40,80 +40,16 @@ from worker_proc.torch_engine import TorchEngine
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 PAGES = NUM_SLOTS * CONTEXT // PAGE_SIZE
-BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}
+KINDS = (Kind.Q4_0, Kind.Q5_1, Kind.Q8_0)
 
 
 def load(files: ModelFiles, packed: bool, dtype: torch.dtype = torch.float32) -> Model:
     return load_model(files, dtype, CPU, packed)
 
 
-def packed_rows(values: Tensor, kind: Kind) -> tuple[PackedRows, Tensor]:
-    """Return rows as a file has them, and their values."""
-    data = quantize(values.numpy(), kind)
-    return PackedRows(kind.name, torch.from_numpy(data)), torch.from_numpy(dequantize(data, kind))
-
-
-def kept(parts: list[PackedRows]) -> tuple[int, Tensor]:
-    """Return the bits of the packed matrix, and the values [outputs, inputs] of its panels."""
-    groups = quantized_as_in_gguf(parts)
-    outputs, depth = groups.scale.shape
-    return groups.bits, values_of(to_quantised_panels(groups), groups.bits, depth)[:outputs]
-
-
-def values_of(panels: Tensor, bits: int, groups: int) -> Tensor:
-    """Read panels as quantised.h defines them: [columns, inputs]."""
-    lines = GROUP_SIZE * bits // 32
-    numbers, factors = panels.view(torch.uint8).tensor_split([groups * lines * LANES * 4], 1)
-    units = numbers.view(-1, groups, lines, LANES, 4)
-    if bits == 4:
-        units = torch.cat((units & 15, units >> 4), 2)
-    halves = factors.contiguous().view(torch.float16).float().view(len(panels), -1, groups, LANES)
-    scale, *least = halves[:, :, :, None, :, None].unbind(1)
-    values = units * scale + least[0] if least else (units.float() - 128) * scale
-    return values.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP_SIZE)
-
-
-@pytest.mark.parametrize("kind", BITS)
-def test_panels_hold_exactly_the_numbers_of_the_file(kind: Kind) -> None:
-    rows, expected = packed_rows(torch.randn(37, 96), kind)
-    assert rows.shape == (37, 96)
-    assert torch.equal(rows.dense(), expected)
-    bits, values = kept([rows])
-    assert bits == BITS[kind]
-    assert torch.equal(values, expected)
-
-
-def test_a_scale_too_large_for_its_least_value_in_float16_is_kept_in_8_bits() -> None:
-    rows, expected = packed_rows(torch.randn(16, 64).clamp(-2, 2) * 1e5, Kind.Q4_0)
-    bits, values = kept([rows])
-    assert bits == 8
-    assert torch.equal(values, expected)
-
-
-def test_fused_parts_of_4_bits_stay_in_4_bits_whichever_they_are() -> None:
-    first, second = (
-        packed_rows(torch.randn(16, 64), Kind.Q4_0),
-        packed_rows(torch.ones(8, 64), Kind.Q4_1),
-    )
-    bits, values = kept([first[0], second[0]])
-    assert bits == 4
-    assert torch.equal(values, torch.cat((first[1], second[1])))
-
-
-def test_one_part_of_8_bits_makes_a_fused_matrix_one_of_8_bits_and_only_q4_1_is_rounded() -> None:
-    parts = [packed_rows(torch.randn(16, 64), kind) for kind in BITS]
-    bits, values = kept([rows for rows, _ in parts])
-    assert bits == 8
-    exact, rounded = [torch.cat([expected for _, expected in parts])[16 * i :][:16] for i in (0, 1)]
-    assert torch.equal(values[:16], exact)
-    assert torch.equal(values[32:], parts[2][1])
-    assert not torch.equal(values[16:32], rounded)
-    assert (values[16:32] - rounded).abs().max() < rounded.abs().max() / 250
-
-
 def mixed(name: str) -> Kind:
-    """Mix all formats in one model, also in the parts of fused matrices."""
-    kinds = {"attn_v": Kind.Q8_0, "attn_q": Kind.Q4_0, "ffn_gate": Kind.Q4_1, "output": Kind.F16}
+    """Mix several types in one model, also in the parts of fused matrices."""
+    kinds = {"attn_v": Kind.Q8_0, "attn_q": Kind.Q5_0, "ffn_gate": Kind.Q4_1, "output": Kind.F16}
     return next((kind for part, kind in kinds.items() if f"{part}." in name), Kind.Q4_0)
 
 
@@ -125,7 +61,7 @@ def llama(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("build", [tiny_gpt2, llama])
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_permuted_and_transposed_matrices_have_the_numbers_of_the_dense_model(
     kind: Kind, build: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -134,7 +70,8 @@ def test_fused_permuted_and_transposed_matrices_have_the_numbers_of_the_dense_mo
     seen = 0
     for name, layer in load(files, packed=True).named_modules():
         if isinstance(layer, Linear | Embedding) and layer.weight.shape[1] % GROUP_SIZE == 0:
-            assert torch.equal(kept(list(layer.blocks))[1], dense[name].weight), name
+            rows = NativeMatrix(list(layer.blocks)).look_up()
+            assert torch.equal(rows, dense[name].weight), name
             seen += 1
     assert seen == (2 if build is tiny_gpt2 else 14)
 
@@ -166,19 +103,20 @@ def test_a_fused_matrix_with_a_part_in_float16_stays_dense(tmp_path: Path) -> No
     assert len(layers["blocks.0.qkv_proj"].blocks) == 3
 
 
-def test_other_formats_of_blocks_are_rounded_to_8_bits(tmp_path: Path) -> None:
-    files = gguf_of(llama(tmp_path), lambda name: Kind.Q5_0)
-    layer = load(files, packed=True).get_submodule("blocks.0.out_proj")
-    expected = load(files, packed=False).get_submodule("blocks.0.out_proj").weight
-    assert isinstance(layer, Linear)
-    assert isinstance(expected, torch.Tensor)
-    bits, values = kept(list(layer.blocks))
-    assert bits == 8
-    assert (values - expected).abs().max() < expected.abs().max() / 250
+def test_a_type_that_is_not_multiplied_as_stored_is_refused_by_name(tmp_path: Path) -> None:
+    files = gguf_of(llama(tmp_path))
+    assert files.tensor_index is not None
+    index = json.loads(files.tensor_index.read_text())
+    index["blk.1.attn_v.weight"]["type"] = "IQ2_XXS"
+    files.tensor_index.write_text(json.dumps(index))
+    message = r"tiny\.gguf: tensor blk\.1\.attn_v\.weight has type IQ2_XXS.*Q4_K.*none"
+    with pytest.raises(ModelError, match=message):
+        load(files, packed=True)
 
 
 def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_path: Path) -> None:
-    rows, expected = packed_rows(torch.randn(8, 64), Kind.Q8_0)
+    data = quantize(torch.randn(8, 64).numpy(), Kind.Q8_0)
+    rows, expected = PackedRows("Q8_0", torch.from_numpy(data)), dequantize(data, Kind.Q8_0)
     file, index = tmp_path / "a.gguf", tmp_path / "a.json"
     file.write_bytes(np.asarray(rows.data).tobytes())
     entry = {"type": "Q8_0", "shape": [8, 64], "offset": 0, "bytes": rows.data.numel()}
@@ -187,7 +125,7 @@ def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_p
     assert isinstance(tensors["wte.weight"], PackedRows)
     wpe = tensors["wpe.weight"]
     assert isinstance(wpe, Tensor)
-    assert torch.equal(wpe, expected)
+    assert torch.equal(wpe, torch.from_numpy(expected))
 
 
 def test_a_packed_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.tiny_models import (
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
@@ -104,7 +112,7 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     change_config(tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
-    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: gpt2, llama"):
+    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: gemma2, gemma3"):
         load_on_cpu(tmp_path)
 
 
@@ -142,7 +150,15 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
 
 
 @pytest.mark.parametrize(
-    "build", [tiny_gpt2, lambda path: tiny_llama(path, tie=False), tiny_qwen2, tiny_qwen3]
+    "build",
+    [
+        tiny_gpt2,
+        lambda path: tiny_llama(path, tie=False),
+        tiny_qwen2,
+        tiny_qwen3,
+        tiny_gemma2,
+        tiny_gemma3,
+    ],
 )
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
     build: Callable[[Path], Path], tmp_path: Path
@@ -160,7 +176,7 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     directory = tiny_gpt2(tmp_path / "hf")
     config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
     files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
-    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gpt2, llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gemma2, gemma3, gpt2"):
         load_model(files, torch.float32, CPU)
 
 

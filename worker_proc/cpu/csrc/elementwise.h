@@ -7,15 +7,17 @@
 #include "pages.h"
 #include "quantised.h"
 
-// Returns weight d of row `id` of the table, which is a column of the head's matrix.
+// Writes row `id` of the table, which is a column of the head's matrix.
 template <class E>
-INLINE float embedding(const Matrix& m, long id, long d) {
-    const uint32_t* panel = m.panels + id / LANES * m.panel_units;
+void embedding(float* to, const Matrix& m, long id, long width) {
+    Panel panel = m.panel(id / LANES);
     int lane = int(id % LANES);
-    if (m.format == INT8) return QuantisedPanel<Int8>(panel, m.depth).weight(lane, d);
-    if (m.format == INT4) return QuantisedPanel<Int4>(panel, m.depth).weight(lane, d);
-    const typename E::Stored* unit = (const typename E::Stored*)(panel + d / E::PACK * LANES + lane);
-    return widen_one(unit[d % E::PACK]);
+    if (panel.format != DENSE)
+        return dequantise_column(to, panel.format, panel.words, m.depth, lane, width);
+    for (long d = 0; d < width; d++) {
+        const uint32_t* unit = panel.words + d / E::PACK * LANES + lane;
+        to[d] = widen_one(((const typename E::Stored*)unit)[d % E::PACK]);
+    }
 }
 
 template <class E>
@@ -27,10 +29,10 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
     // The frontend refuses invalid ids; this keeps any id from reading foreign memory.
     long id = step.tokens[step.slots[at.row] * step.token_stride + at.position];
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
+    embedding<E>(to, op.matrix, id, op.width);
     for (long d = 0; d < op.width; d++) {
-        float x = embedding<E>(op.matrix, id, d);
-        x *= float(op.scale);
-        to[d] = position ? x + position[d] : x;
+        to[d] *= float(op.scale);
+        if (position) to[d] += position[d];
     }
 }
 

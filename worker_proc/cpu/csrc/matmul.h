@@ -22,15 +22,14 @@ struct RowMax {
 struct NextPanels {
     const Matrix* matrix = nullptr;
     long first = 0;
+
+    const char* line(long i) const {
+        return first + i < matrix->panel_count ? (const char*)matrix->panel(first + i).words : nullptr;
+    }
 };
 
 // Packs the rows of a tile.
 typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
-
-// Writes the products of a tile to floats [rows][out_stride].
-typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
-                            const uint32_t* panels, long panel_units, long depth,
-                            const Prefetch& prefetch);
 
 template <class E, int ROWS, int PANELS>
 void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
@@ -54,31 +53,30 @@ template <class E>
 struct Dense {
     static constexpr int ROWS = TILE_ROWS<E>;
     static constexpr bool PACKED = E::PACKED;
-    template <int R, int P>
-    static constexpr TileProduct product = tile_product<E, R, P>;
     template <int R>
     static constexpr Pack pack = ::pack<E, R>;
+
+    static TileProduct tile(int64_t, int rows, int panels) {
+        typedef std::make_integer_sequence<int, ROWS> Rows;
+        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
+    }
+
+  private:
+    template <int PANELS, int... R>
+    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
+        static constexpr TileProduct all[] = {tile_product<E, R + 1, PANELS>...};
+        return all[rows - 1];
+    }
 };
 
-template <class Q>
 struct Quantised {
     static constexpr int ROWS = QUANTISED_TILE_ROWS;
     static constexpr bool PACKED = false;
-    template <int R, int P>
-    static constexpr TileProduct product = quantised_product<Q, R, P>;
+
+    static TileProduct tile(int64_t format, int rows, int panels) {
+        return quantised_tile(format, rows, panels);
+    }
 };
-
-template <class F, int PANELS, int... ROWS>
-TileProduct choose_rows(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr TileProduct all[] = {F::template product<ROWS + 1, PANELS>...};
-    return all[rows - 1];
-}
-
-template <class F>
-TileProduct choose_tile(int rows, int panels) {
-    typedef std::make_integer_sequence<int, F::ROWS> Rows;
-    return panels == 1 ? choose_rows<F, 1>(rows, Rows()) : choose_rows<F, TILE_PANELS>(rows, Rows());
-}
 
 template <class F, int... ROWS>
 Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {
@@ -123,7 +121,10 @@ struct Matmul {
     void add_first_reads(long i, PrefetchQueue& queue) const {
         if (i >= pieces.count()) return;
         long first = pieces.first_panel(i), end = first + PANELS_A_PIECE;
-        queue.add(panel_at(first), panel_at(std::min(end, matrix.panel_count)));
+        for (long i = first; i < std::min(end, matrix.panel_count); i++) {
+            Panel panel = matrix.panel(i);
+            queue.add(panel.words, panel.words + panel.units);
+        }
     }
 
     NextPanels panels_of(long piece) const {
@@ -132,11 +133,7 @@ struct Matmul {
 
     // Computes piece i. next: the panels of the piece that this thread computes afterwards.
     void piece(long i, NextPanels next) {
-        switch (matrix.format) {
-        case INT8: return piece_of<Quantised<Int8>>(i, next);
-        case INT4: return piece_of<Quantised<Int4>>(i, next);
-        default: return piece_of<Dense<E>>(i, next);
-        }
+        return matrix.format == DENSE ? piece_of<Dense<E>>(i, next) : piece_of<Quantised>(i, next);
     }
 
   private:
@@ -152,16 +149,26 @@ struct Matmul {
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
             prefetch_outputs(row, end, panel * LANES, panels);
-            for (int p = 0; p < panels; p += TILE_PANELS) {
-                int width = std::min(TILE_PANELS, panels - p);
-                choose_tile<F>(int(end - row), width)(
+            for (int p = 0, width; p < panels; p += width) {
+                Panel first = m.panel(panel + p);
+                width = num_alike(panel + p, std::min(TILE_PANELS, panels - p));
+                F::tile(first.format, int(end - row), width)(
                     sums + p * LANES, PIECE_COLUMNS, inputs + (row - begin) * row_words(),
-                    row_words(), panel_at(panel + p), m.panel_units, m.depth,
+                    row_words(), first.words, first.units, m.depth,
                     prefetch_of(next, t, tiles, p, width));
             }
             for (long r = row; r < end; r++)
                 finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
         }
+    }
+
+    // Returns how many of `count` panels are side by side and have the format of the first one.
+    int num_alike(long panel, int count) const {
+        const Matrix& m = matrix;
+        if (m.format != MIXED) return count;
+        int alike = 1;
+        while (alike < count && m.panel(panel + alike).format == m.panel(panel).format) alike++;
+        return alike;
     }
 
     // Returns the packed rows of a block. Each thread keeps its last one.
@@ -198,13 +205,8 @@ struct Matmul {
         if (next.matrix)
             for (int p = first; p < first + width; p++)
                 if (tiles == 1 || tile == p)
-                    result.lines[p - first] = (const char*)panel_at(*next.matrix, next.first + p);
+                    result.lines[p - first] = next.line(p);
         return result;
-    }
-
-    const uint32_t* panel_at(long panel) const { return panel_at(matrix, panel); }
-    static const uint32_t* panel_at(const Matrix& m, long panel) {
-        return m.panels + panel * m.panel_units;
     }
 
     // Applies the epilogue to the sums of a row, for the columns from `column` on.

@@ -32,18 +32,32 @@ enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU };
 enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED,
                        EXPERT_INPUT, EXPERT_QUANTISED, EXPERT_INNER, EXPERT_OUTPUT, BUFFERS };
 
-enum Format : int64_t { DENSE, INT8, INT4 };
+// INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
+enum Format : int64_t {
+    DENSE, INT8, INT4, Q4_0, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, MIXED
+};
 
 enum ComputeType : int64_t { FLOAT32, BFLOAT16, BFLOAT16_PAIRS };  // see numbers.h
+
+struct Panel {
+    int64_t format;
+    const uint32_t* words;
+    int64_t units;  // of 4 bytes
+};
 
 struct Matrix {
     int64_t format;
     const uint32_t* panels;  // [panels][panel_units]; the contents depend on the format
     int64_t panel_units;     // in units of 4 bytes
+    const Panel* mixed;      // MIXED: [panels], instead of `panels` and `panel_units`
     const float* bias;       // [panels * 16], or null
     int64_t columns;         // without the padding of the last panel
     int64_t panel_count;
     int64_t depth;           // dense: units of a column; quantised: groups
+
+    Panel panel(int64_t i) const {
+        return format == MIXED ? mixed[i] : Panel{format, panels + i * panel_units, panel_units};
+    }
 };
 
 struct Op {

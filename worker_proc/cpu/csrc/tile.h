@@ -26,6 +26,11 @@ struct Prefetch {
     const char* lines[WIDE_PANELS] = {};
 };
 
+// Writes the products of a tile to floats [rows][out_stride].
+typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
+                            const uint32_t* panels, long panel_units, long depth,
+                            const Prefetch& prefetch);
+
 // A segment of the inner dimension. A panel is [depth][16 columns] units, with `step` units from one
 // depth to the next.
 struct Segment {

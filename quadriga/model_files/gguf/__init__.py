@@ -1,0 +1,1 @@
+"""A GGUF's header: its reader, and what is made of single kinds of metadata."""

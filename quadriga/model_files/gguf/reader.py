@@ -1,0 +1,161 @@
+"""Reader of a GGUF's metadata and tensor index.
+
+A vocabulary of 262,144 tokens takes a tenth of a second; the package gguf takes ten. Source: the
+GGUF specification (ggml, docs/gguf.md).
+"""
+
+import math
+import mmap
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import ModelError
+
+TensorIndex = dict[str, dict[str, Any]]
+
+VERSIONS = (2, 3)
+STRING_TYPE, ARRAY_TYPE, BOOL_TYPE = 8, 9, 7
+# Formats of struct and array by GGUF's value types.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B",
+           10: "Q", 11: "q", 12: "d"}  # fmt: skip
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What a GGUF says about its weights.
+
+    Attributes:
+        metadata: values by key; arrays are lists.
+        tensors: {name: {"type": "Q4_1", "shape": [outermost first], "offset": absolute in the
+            file, "bytes": count}}, in the file's order.
+    """
+
+    metadata: dict[str, Any]
+    tensors: TensorIndex
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read the metadata and the tensor index.
+
+    Raises:
+        ModelError: the file cannot be read, is damaged or cut short.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(data).header()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except struct.error:
+        size = path.stat().st_size
+        raise ModelError(
+            f"{path} is damaged or cut short: its header goes beyond the end, at {size:,} bytes;"
+            " fetch the file again"
+        ) from None
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}; fetch the file again") from None
+
+
+def read_float32(path: Path, entry: dict[str, Any]) -> list[float]:
+    """Return the values of an F32 tensor of the index. Raise ModelError for another type."""
+    if entry["type"] != "F32":
+        raise ModelError(f"{path}: a tensor of constants is {entry['type']}, supported: F32")
+    with path.open("rb") as file:
+        file.seek(entry["offset"])
+        return list(struct.unpack(f"<{entry['bytes'] // 4}f", file.read(entry["bytes"])))
+
+
+class _Cursor:
+    """A position in the header."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GGUFHeader:
+        """Read everything before the tensors' bytes."""
+        magic, version, num_tensors, num_keys = self._values("4sIQQ")
+        if magic != b"GGUF" or version not in VERSIONS:
+            raise ValueError(f"version {version} is not one of {VERSIONS} in little-endian order")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            name = self._string()
+            metadata[name] = self._value(*self._values("I"))
+        tensors = dict(self._tensor() for _ in range(num_tensors))
+        self._make_absolute(tensors, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        return GGUFHeader(metadata, tensors)
+
+    def _values(self, layout: str) -> tuple[Any, ...]:
+        """Return little-endian values of a struct layout."""
+        values = struct.unpack_from(f"<{layout}", self._data, self._at)
+        self._at += struct.calcsize(f"<{layout}")
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._values("Q")
+        end = self._at + length
+        if end > len(self._data):
+            raise ValueError(f"a string of {length} bytes goes beyond the end")
+        text = self._data[self._at : end].decode(errors="replace")
+        self._at = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING_TYPE:
+            return self._string()
+        if kind == ARRAY_TYPE:
+            return self._array(*self._values("IQ"))
+        (value,) = self._values(SCALARS[kind])
+        return bool(value) if kind == BOOL_TYPE else value
+
+    def _array(self, kind: int, length: int) -> list[Any]:
+        if kind == STRING_TYPE:
+            return self._strings(length)
+        if kind == ARRAY_TYPE:
+            raise ValueError("arrays of arrays are not supported")
+        values = array(SCALARS[kind])
+        end = self._at + length * values.itemsize
+        if end > len(self._data):
+            raise ValueError(f"an array of {length} values goes beyond the end")
+        items = self._values(f"{length}{SCALARS[kind]}")
+        return [bool(item) for item in items] if kind == BOOL_TYPE else list(items)
+
+    def _strings(self, length: int) -> list[str]:
+        """Return an array of strings; a loop over local names, as a vocabulary is long."""
+        data, at, size = self._data, self._at, len(self._data)
+        read_length = struct.Struct("<Q").unpack_from
+        texts: list[str] = []
+        for _ in range(length):
+            begin = at + 8
+            at = begin + read_length(data, at)[0]
+            if at > size:
+                raise ValueError("a string goes beyond the end")
+            texts.append(data[begin:at].decode(errors="replace"))
+        self._at = at
+        return texts
+
+    def _tensor(self) -> tuple[str, dict[str, Any]]:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self._string()
+        (num_dimensions,) = self._values("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {num_dimensions} dimensions")
+        shape = list(reversed(self._values(f"{num_dimensions}Q")))
+        number, offset = self._values("IQ")
+        kind = GGMLQuantizationType(number)
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // block_size * block_bytes
+        return name, {"type": kind.name, "shape": shape, "offset": offset, "bytes": num_bytes}
+
+    def _make_absolute(self, tensors: TensorIndex, alignment: int) -> None:
+        """Add the begin of the tensors' bytes to all offsets."""
+        begin = -(-self._at // alignment) * alignment
+        for name, entry in tensors.items():
+            entry["offset"] += begin
+            if entry["offset"] + entry["bytes"] > len(self._data):
+                raise ValueError(f"{name} goes beyond the end")
