@@ -160,6 +160,9 @@ LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
     "mistral": tiny_mistral,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+}
+# The families with a mixture of experts.
+EXPERTS: dict[str, Callable[[Path], Path]] = {
     "mixtral": tiny_mixtral,
     "qwen3_moe": tiny_qwen3_moe,
     "granitemoe": tiny_granitemoe,

@@ -26,7 +26,7 @@ from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
-from tests.tiny_models import GEMMA, LIKE_LLAMA
+from tests.tiny_models import EXPERTS, GEMMA, LIKE_LLAMA
 
 NEW_TOKENS = 12
 
@@ -146,11 +146,11 @@ def test_a_tiny_model_of_each_family(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
-@pytest.mark.parametrize("family", [*LIKE_LLAMA, *GEMMA])
+@pytest.mark.parametrize("family", [*LIKE_LLAMA, *GEMMA, "gpt_oss"])
 def test_other_families_give_the_tokens_of_transformers(
     family: str, way: str, tmp_path: Path
 ) -> None:
-    directory = {**LIKE_LLAMA, **GEMMA}[family](tmp_path / "model")
+    directory = {**LIKE_LLAMA, **GEMMA, **EXPERTS}[family](tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
     flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]

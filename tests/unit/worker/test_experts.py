@@ -1,25 +1,32 @@
-"""Mixtures of experts against transformers: the same greedy tokens, on both CPU engines."""
+"""Mixtures of experts: the tokens of transformers on both CPU engines, and the kernels' numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.tiny_models import tiny_gpt_oss, tiny_granitemoe, tiny_mixtral, tiny_qwen3_moe
+from tests.tiny_models import EXPERTS, tiny_gpt_oss, tiny_mixtral, tiny_qwen3_moe
+from tests.unit.worker.test_cpu_kernels import (
+    QUANTISED_TOLERANCE,
+    TOLERANCE,
+    Compared,
+    drive,
+    native,
+    reference,
+    round_weights,
+)
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 
 COUNT = 8
 LENGTHS = [5, 17, 40, 90]
 MODELS: dict[str, Callable[[Path], Path]] = {
-    "mixtral": tiny_mixtral,
+    **EXPERTS,
     "mixtral, all experts chosen": lambda path: tiny_mixtral(path, num_experts_per_tok=5),
-    "qwen3_moe": tiny_qwen3_moe,
     "qwen3_moe, weights add up to 1": lambda path: tiny_qwen3_moe(
         path, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[]
     ),
-    "granitemoe": tiny_granitemoe,
-    "gpt_oss": tiny_gpt_oss,
 }
 
 
@@ -37,3 +44,44 @@ def test_greedy_tokens_are_those_of_transformers(directory: Path, backend: str) 
         requests = [driver.add(prompt) for prompt in prompts]
         driver.generate(requests, COUNT, chunk)
         assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_step_has_the_numbers_of_plain_torch(directory: Path, threads: int) -> None:
+    ours = native(directory, torch.float32, 16, threads)
+    compared = Compared(ours, reference(directory, torch.float32, 16), TOLERANCE[torch.float32])
+    drive(compared, torch.float32, 16, seed=3)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def all_chosen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of which each token takes all experts, so that rounding changes no choice."""
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "mixtral":
+        return tiny_mixtral(directory, num_experts_per_tok=5)
+    return tiny_gpt_oss(directory, num_experts_per_tok=6)
+
+
+def test_bfloat16_has_nearly_the_numbers_of_plain_torch(all_chosen: Path) -> None:
+    ours = native(all_chosen, torch.bfloat16, 16)
+    theirs = reference(all_chosen, torch.bfloat16, 16)
+    drive(Compared(ours, theirs, TOLERANCE[torch.bfloat16]), torch.bfloat16, 16, seed=3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_quantised_experts_compute_nearly_what_their_rounded_weights_say(
+    all_chosen: Path, dtype: torch.dtype, bits: int
+) -> None:
+    theirs = reference(all_chosen, dtype, 16)
+    routers = {
+        name: weight.clone()
+        for name, weight in theirs.model.named_parameters()
+        if ".router." in name
+    }
+    round_weights(theirs, bits)
+    for name, weight in theirs.model.named_parameters():
+        if name in routers:
+            weight.data.copy_(routers[name])  # which the kernels do not round
+    ours = native(all_chosen, dtype, 16, bits=bits)
+    drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
