@@ -8,6 +8,7 @@ from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.resolve import ModelFiles
 
+MXFP4 = "mxfp4"  # the method of gpt-oss, whose weights become bfloat16 exactly
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
@@ -19,13 +20,23 @@ def check_servable(files: ModelFiles) -> DecoderConfig | None:
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
     impl = choose_model_impl(files)
-    method = (files.config.get("quantization_config") or {}).get("quant_method")
-    if files.weights is not None and method:
+    method = quant_method(files)
+    if files.weights is not None and method and not _decodes(files, method):
         raise ModelError(
             f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
             " which is not read; take the unquantised model with --quantization int8, or a GGUF"
         )
     return read_native(files) if impl is ModelImpl.NATIVE else None
+
+
+def quant_method(files: ModelFiles) -> str | None:
+    """Return the method by which a checkpoint is quantised; None: it is not."""
+    method = (files.config.get("quantization_config") or {}).get("quant_method")
+    return None if method is None else str(method)
+
+
+def _decodes(files: ModelFiles, method: str) -> bool:
+    return method == MXFP4 and files.config.get("model_type") == "gpt_oss"
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.model_files.servable import MXFP4, quant_method
 from worker_proc.loading.checkpoints import (
     NamedTensors,
     fill_at_random,
@@ -14,6 +15,7 @@ from worker_proc.loading.checkpoints import (
     from_safetensors,
 )
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.mxfp4 import with_mxfp4_decoded
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
@@ -54,7 +56,10 @@ def load_model(
     if files.weights is None:
         fill_at_random(model)
     elif files.tensor_index is None:
-        fill(model, from_safetensors(files.weights, device), files.location, rank)
+        stored = from_safetensors(files.weights, device)
+        if quant_method(files) == MXFP4:
+            stored = with_mxfp4_decoded(stored)
+        fill(model, stored, files.location, rank)
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
         fill(model, tensors, files.location, rank)

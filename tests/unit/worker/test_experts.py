@@ -1,11 +1,15 @@
 """Mixtures of experts: the tokens of transformers on both CPU engines, and the kernels' numbers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from quadriga.errors import ModelError
 from tests.tiny_models import EXPERTS, tiny_gpt_oss, tiny_mixtral, tiny_qwen3_moe
 from tests.unit.worker.test_cpu_kernels import (
     QUANTISED_TOLERANCE,
@@ -18,6 +22,7 @@ from tests.unit.worker.test_cpu_kernels import (
 )
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.loading.mxfp4 import with_mxfp4_decoded
 
 COUNT = 8
 LENGTHS = [5, 17, 40, 90]
@@ -85,3 +90,38 @@ def test_quantised_experts_compute_nearly_what_their_rounded_weights_say(
             weight.data.copy_(routers[name])  # which the kernels do not round
     ours = native(all_chosen, dtype, 16, bits=bits)
     drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
+
+
+def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(tmp_path: Path) -> None:
+    """The same model in both forms; transformers reads the decoded one."""
+    decoded, stored = tiny_gpt_oss(tmp_path / "decoded"), tiny_gpt_oss(tmp_path / "stored")
+    tensors = load_file(decoded / "model.safetensors")
+    draw, packed = torch.Generator().manual_seed(3), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        shape = (experts, outputs, inputs // 32, 16)
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        scales = torch.randint(121, 126, shape[:3], dtype=torch.uint8, generator=draw)
+        packed |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        del packed[name]
+        values = convert_moe_packed_tensors(codes, scales).float()
+        assert values.shape == tensors[name].shape
+        tensors[name] = values.contiguous()
+    save_file(tensors, decoded / "model.safetensors", {"format": "pt"})
+    save_file(packed, stored / "model.safetensors", {"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (stored / "config.json").write_text(json.dumps(config))
+    prompts = prompts_of(LENGTHS)
+    expected = greedy_by_transformers(decoded, prompts, COUNT)
+    for backend in ("torch", "native"):
+        driver = Driver(runner_of(stored, attention_backend=backend))
+        requests = [driver.add(prompt) for prompt in prompts]
+        driver.generate(requests, COUNT, chunk=50)
+        assert [request.output for request in requests] == expected
+
+
+def test_mxfp4_codes_without_scales_are_refused() -> None:
+    tensors = [("experts.down_proj_blocks", torch.zeros(1, 2, 1, 16, dtype=torch.uint8))]
+    with pytest.raises(ModelError, match=r"has experts\.down_proj_blocks, but not the other one"):
+        list(with_mxfp4_decoded(iter(tensors)))
