@@ -11,28 +11,52 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -52,6 +76,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+GEMMA3_FIELDS: dict[str, Any] = {
+    "sliding_window": 20,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def tiny_gpt2(directory: Path, **changes: Any) -> Path:
@@ -78,96 +110,136 @@ def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
 
     Return the directory. `changes` are further fields of LlamaConfig.
     """
-    return _like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
+    return like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
 
 
 def tiny_mistral(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with a window of 24 tokens."""
     changes = {"sliding_window": 24, "head_dim": 16, **changes}
-    return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
+    return like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
+
+
+def tiny_olmo2(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with norms after its layers and of all heads together."""
+    return like_llama(Olmo2ForCausalLM, Olmo2Config, directory, False, changes)
+
+
+def tiny_olmo3(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_olmo2 with windows of 24 tokens and scaled positions elsewhere."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": {**yarn, "rope_theta": 500000.0},
+    }
+    fields = {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": ropes}
+    return like_llama(Olmo3ForCausalLM, Olmo3Config, directory, False, {**fields, **changes})
+
+
+def tiny_granite(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with factors, and biases of attention and MLP."""
+    fields = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "mlp_bias": True,
+        **changes,
+    }
+    return like_llama(GraniteForCausalLM, GraniteConfig, directory, True, fields)
+
+
+def tiny_smollm3(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with 4 layers, of which the last rotates nothing."""
+    changes = {"num_hidden_layers": 4, "attention_bias": True, "pad_token_id": 0, **changes}
+    return like_llama(SmolLM3ForCausalLM, SmolLM3Config, directory, True, changes)
+
+
+def tiny_gemma(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with GELU, scaled embeddings and heads of 24."""
+    return like_llama(GemmaForCausalLM, GemmaConfig, directory, True, {"head_dim": 24, **changes})
+
+
+def tiny_exaone4(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with norms after its layers, and windows of 24 tokens.
+
+    The second of its 4 layers has no window and rotates nothing; nor has the last.
+    """
+    fields = {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 2}
+    return like_llama(Exaone4ForCausalLM, Exaone4Config, directory, False, {**fields, **changes})
+
+
+def tiny_seed_oss(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with heads of 24 and biased queries, keys and values."""
+    changes = {"head_dim": 24, **changes}
+    return like_llama(SeedOssForCausalLM, SeedOssConfig, directory, False, changes)
+
+
+def tiny_ernie4_5(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with biases that rotates neighbouring channels."""
+    changes = {"head_dim": 24, "use_bias": True, **changes}
+    return like_llama(Ernie4_5ForCausalLM, Ernie4_5Config, directory, True, changes)
+
+
+def tiny_helium(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama that rotates neighbouring channels."""
+    changes = {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **changes}
+    return like_llama(HeliumForCausalLM, HeliumConfig, directory, False, changes)
 
 
 def tiny_qwen2(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with biased queries, keys and values."""
-    return _like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
+    return like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
 
 
 def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with normalised heads of 24."""
-    return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
+    return like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
-def tiny_mixtral(directory: Path, **changes: Any) -> Path:
-    """Write a model like tiny_llama with 5 experts, 2 of which are chosen, and a window of 24."""
-    changes = {"num_local_experts": 5, "intermediate_size": 56, "sliding_window": 24, **changes}
-    return _like_llama(MixtralForCausalLM, MixtralConfig, directory, False, changes)
+def tiny_phi3(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 20, 12 of their channels rotated, and a window of 24."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
+    changes = {"sliding_window": 24, "rope_parameters": rope, "pad_token_id": 0, **changes}
+    return _odd_sizes(Phi3ForCausalLM, Phi3Config, directory, changes)
 
 
-def tiny_qwen3_moe(directory: Path, **changes: Any) -> Path:
-    """Write a model like tiny_qwen3 with 6 experts, 3 of which are chosen, and one dense layer."""
-    changes = {
-        "head_dim": 24,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "mlp_only_layers": [1],
-        **changes,
-    }
-    return _like_llama(Qwen3MoeForCausalLM, Qwen3MoeConfig, directory, False, changes)
+def tiny_starcoder2(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 biased heads of 20 with a window of 24 tokens."""
+    changes = {"sliding_window": 24, "tie_word_embeddings": True, **changes}
+    return _odd_sizes(Starcoder2ForCausalLM, Starcoder2Config, directory, changes)
 
 
-def tiny_granitemoe(directory: Path, **changes: Any) -> Path:
-    """Write a model like tiny_llama with all scales of Granite and 5 experts."""
-    changes = {
-        "num_local_experts": 5,
-        "num_experts_per_tok": 3,
-        "intermediate_size": 40,
-        "embedding_multiplier": 1.5,
-        "logits_scaling": 0.7,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.3,
-        **changes,
-    }
-    return _like_llama(GraniteMoeForCausalLM, GraniteMoeConfig, directory, True, changes)
+def tiny_glm(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 biased heads of 28, half of their channels rotated in pairs."""
+    changes = {"head_dim": 28, "pad_token_id": 0, **changes}
+    return _odd_sizes(GlmForCausalLM, GlmConfig, directory, changes)
 
 
-def tiny_gpt_oss(directory: Path, **changes: Any) -> Path:
-    """Write a gpt-oss of 4 layers, with windows of 20, yarn, sinks and 6 experts."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 64,
-    }
-    changes = {
-        "num_hidden_layers": 4,
-        "head_dim": 24,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "intermediate_size": 64,
-        "sliding_window": 20,
-        "rope_parameters": rope,
-        **changes,
-    }
-    return _like_llama(GptOssForCausalLM, GptOssConfig, directory, False, changes)
+def tiny_glm4(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_glm with norms before and after each block."""
+    changes = {"head_dim": 28, "pad_token_id": 0, **changes}
+    return _odd_sizes(Glm4ForCausalLM, Glm4Config, directory, changes)
 
 
-# The families that share Llama's code. Tests take their parameters from here.
-LIKE_LLAMA: dict[str, Callable[[Path], Path]] = {
-    "mistral": tiny_mistral,
-    "qwen2": tiny_qwen2,
-    "qwen3": tiny_qwen3,
-}
-# The families with a mixture of experts.
-EXPERTS: dict[str, Callable[[Path], Path]] = {
-    "mixtral": tiny_mixtral,
-    "qwen3_moe": tiny_qwen3_moe,
-    "granitemoe": tiny_granitemoe,
-    "gpt_oss": tiny_gpt_oss,
-}
+def tiny_gpt_neox(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 24, 6 of their channels rotated, with parallel blocks."""
+    changes = {"hidden_size": 144, "num_key_value_heads": 6, **changes}
+    return _odd_sizes(GPTNeoXForCausalLM, GPTNeoXConfig, directory, changes)
+
+
+def tiny_opt(directory: Path, **changes: Any) -> Path:
+    """Write a model of 6 heads of 20 with learned positions and ReLU."""
+    sizes = {"ffn_dim": 152, "num_key_value_heads": 6}
+    changes = {**sizes, "tie_word_embeddings": True, "pad_token_id": 0, **changes}
+    return _odd_sizes(OPTForCausalLM, OPTConfig, directory, changes)
+
+
+def _odd_sizes(
+    model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]
+) -> Path:
+    sizes = {"hidden_size": 120, "intermediate_size": 152}
+    return like_llama(model_class, config_class, directory, False, {**sizes, **changes})
 
 
 def tiny_gemma2(directory: Path, **changes: Any) -> Path:
@@ -178,28 +250,59 @@ def tiny_gemma2(directory: Path, **changes: Any) -> Path:
 
 def tiny_gemma3(directory: Path, **changes: Any) -> Path:
     """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
-    fields = {
-        "sliding_window": 20,
-        "sliding_window_pattern": 3,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    }
-    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, GEMMA3_FIELDS | changes)
+
+
+def tiny_gemma3_with_images(directory: Path) -> Path:
+    """Write a model like tiny_gemma3 that also reads images: a nested config, other names."""
+
+    def nested(**fields: Any) -> Gemma3Config:
+        image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+        ids: dict[str, Any] = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+        return Gemma3Config(text_config=fields, vision_config=image, mm_tokens_per_image=4, **ids)
+
+    return _gemma(Gemma3ForConditionalGeneration, nested, directory, GEMMA3_FIELDS)
 
 
 GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}
 
 
+# A model of each family, by model_type. Tests take their parameters from here.
+FAMILIES: dict[str, Callable[..., Path]] = {
+    "gpt2": tiny_gpt2,
+    "llama": tiny_llama,
+    "mistral": tiny_mistral,
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
+    "granite": tiny_granite,
+    "smollm3": tiny_smollm3,
+    "gemma": tiny_gemma,
+    "exaone4": tiny_exaone4,
+    "seed_oss": tiny_seed_oss,
+    "ernie4_5": tiny_ernie4_5,
+    "helium": tiny_helium,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+    **GEMMA,
+    "glm": tiny_glm,
+    "glm4": tiny_glm4,
+    "gpt_neox": tiny_gpt_neox,
+    "opt": tiny_opt,
+    "phi3": tiny_phi3,
+    "starcoder2": tiny_starcoder2,
+}
+
+
 def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:
     fields = {"num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, **changes}
-    return _like_llama(model_class, config_class, directory, True, fields)
+    return like_llama(model_class, config_class, directory, True, fields)
 
 
-def _like_llama(
+def like_llama(
     model_class: Any, config_class: Any, directory: Path, tie: bool, changes: dict[str, Any]
 ) -> Path:
+    """Write a model of 3 layers of 96 channels and context 256, with `changes` of its config."""
     end = write_tokenizer(directory)
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

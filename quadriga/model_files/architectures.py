@@ -9,31 +9,59 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.families.experts.gpt_oss import gpt_oss
+from quadriga.model_files.families.experts.granite import granitemoe
+from quadriga.model_files.families.experts.mixtral import mixtral
+from quadriga.model_files.families.experts.qwen import qwen3_moe
 from quadriga.model_files.families.gemma import gemma2, gemma3
+from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
-from quadriga.model_files.families.gpt_oss import gpt_oss
-from quadriga.model_files.families.granite_moe import granitemoe
+from quadriga.model_files.families.gpt_neox import gpt_neox
 from quadriga.model_files.families.llama import llama, mistral
-from quadriga.model_files.families.mixtral import mixtral
+from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
+from quadriga.model_files.families.llama_variants.exaone4 import exaone4
+from quadriga.model_files.families.llama_variants.gemma1 import gemma
+from quadriga.model_files.families.llama_variants.granite import granite
+from quadriga.model_files.families.llama_variants.helium import helium
+from quadriga.model_files.families.llama_variants.olmo import olmo2, olmo3
+from quadriga.model_files.families.llama_variants.seed_oss import seed_oss
+from quadriga.model_files.families.llama_variants.smollm3 import smollm3
+from quadriga.model_files.families.opt import opt
+from quadriga.model_files.families.phi3 import phi3
 from quadriga.model_files.families.qwen import qwen2, qwen3
-from quadriga.model_files.families.qwen_moe import qwen3_moe
+from quadriga.model_files.families.starcoder2 import starcoder2
 
 INT8_SCALE_BYTES = 4
 
 # By model_type.
 CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "ernie4_5": ernie4_5,
+    "exaone4": exaone4,
+    "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "glm": glm,
+    "glm4": glm4,
     "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "granite": granite,
+    "granitemoe": granitemoe,
+    "helium": helium,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "opt": opt,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
-    "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
-    "granitemoe": granitemoe,
-    "gpt_oss": gpt_oss,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "starcoder2": starcoder2,
 }
 
 

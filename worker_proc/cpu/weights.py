@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from worker_proc.cpu.quantised_panels import (
     to_quantised_panels,
 )
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
-from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.layers import Embedding, Linear
 
 UNIT_BYTES = 4
@@ -104,7 +104,7 @@ class PackedWeights:
             return self._mixed(layer, gated, *pack_mixed(parts, gated), depth)
         rows = parts[0]
         if gated:
-            rows = PackedRows(rows.kind, interleave(rows.data))
+            rows = replace(rows, data=interleave(rows.data))
         panels = pack_rows(rows)
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(rows.data), depth)
 

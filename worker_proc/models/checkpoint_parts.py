@@ -46,8 +46,8 @@ def checkpoint_parts(
                 stored = take_rows(tensor, index)
                 yield name.replace(f".{fused}.", f".{config.name(part)}."), stored
             return
-    if config.interleaved_rope and (heads := _heads_of(config, name)):
-        tensor = take_rows(tensor, half_rotary_rows(config, heads))
+    if config.interleaved_rope and any(f".{config.name(key)}." in name for key in ("q", "k")):
+        tensor = take_rows(tensor, half_rotary_rows(config, tensor.shape[0] // config.head_dim))
     yield name, tensor
 
 
@@ -67,13 +67,6 @@ def half_rotary_rows(config: DecoderConfig, heads: int) -> Tensor:
     dim, rotated = config.head_dim, scaling.head_dim
     head = torch.cat((torch.arange(rotated).view(-1, 2).t().flatten(), torch.arange(rotated, dim)))
     return (torch.arange(heads).unsqueeze(1) * dim + head).flatten()
-
-
-def _heads_of(config: DecoderConfig, name: str) -> int:
-    """Return the number of heads of a queries' or keys' tensor; 0 for other tensors."""
-    if f".{config.name('q')}." in name:
-        return config.num_heads
-    return config.num_kv_heads if f".{config.name('k')}." in name else 0
 
 
 def _rows_of_qkv(config: DecoderConfig, tensor: StoredTensor) -> tuple[Tensor, ...]:

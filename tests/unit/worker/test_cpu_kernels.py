@@ -12,7 +12,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from tests.tiny_models import GEMMA, LIKE_LLAMA, tiny_gpt2, tiny_llama
+from tests.tiny_models import FAMILIES, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
@@ -105,9 +105,10 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
     return [request.output for request in requests]
 
 
+# One family for each kind of block; test_families.py has all.
+BLOCK_KINDS = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox"]
 MODELS: dict[str, Callable[[Path], Path]] = {
-    **LIKE_LLAMA,
-    **GEMMA,
+    **{name: FAMILIES[name] for name in BLOCK_KINDS},
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
     "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(

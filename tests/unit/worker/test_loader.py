@@ -112,7 +112,7 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     change_config(tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
-    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: gemma2, gemma3"):
+    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: .*gemma3"):
         load_on_cpu(tmp_path)
 
 

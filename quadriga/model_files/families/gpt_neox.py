@@ -1,0 +1,45 @@
+"""GPT-NeoX and Pythia: attention and MLP in parallel, LayerNorm, a quarter of a head is rotated.
+
+Black et al. 2022, https://arxiv.org/abs/2204.06745; Biderman et al. 2023,
+https://arxiv.org/abs/2304.01373.
+"""
+
+from typing import Any
+
+from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.decoder_config import DecoderConfig, activation_of
+
+NAMES = {
+    "embedding": "embed_in",
+    "layers": "layers",
+    "final_norm": "final_layer_norm",
+    "head": "embed_out",
+    "qkv": "attention.query_key_value",
+    "out": "attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+
+def gpt_neox(config: dict[str, Any]) -> DecoderConfig:
+    """Read a GPT-NeoX's config.json."""
+    rope = {
+        "rope_theta": setting(config, "rotary_emb_base", 10000.0),
+        "partial_rotary_factor": setting(config, "rotary_pct", 0.25),
+    }
+    bias = setting(config, "attention_bias", True)
+    return DecoderConfig.from_hf(
+        config | rope,
+        norm="layer",
+        norm_eps=setting(config, "layer_norm_eps", 1e-5),
+        parallel=setting(config, "use_parallel_residual", True),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+        activation=activation_of(config, "hidden_act", "gelu"),
+        gated=False,
+        names=NAMES,
+        qkv_by_head=True,
+        skipped=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+        removed=("gpt_neox.",),
+    )
