@@ -83,7 +83,7 @@ def make_runner(
         if impl is ModelImpl.NATIVE
         else load_transformers_model(files, dtype, device, part, ranks)
     )
-    if device.type == "cpu" and impl is ModelImpl.NATIVE and args.quantization == "none":
+    if device.type == "cpu" and isinstance(model, nn.Module) and args.quantization == "none":
         _log_widened(files, model, dtype)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
