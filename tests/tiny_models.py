@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -23,10 +29,18 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -35,6 +49,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -89,6 +107,74 @@ def tiny_mistral(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with a window of 24 tokens."""
     changes = {"sliding_window": 24, "head_dim": 16, **changes}
     return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
+
+
+def tiny_olmo2(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with norms after its layers and of all heads together."""
+    return _like_llama(Olmo2ForCausalLM, Olmo2Config, directory, False, changes)
+
+
+def tiny_olmo3(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_olmo2 with windows of 24 tokens and scaled positions elsewhere."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": {**yarn, "rope_theta": 500000.0},
+    }
+    fields = {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": ropes}
+    return _like_llama(Olmo3ForCausalLM, Olmo3Config, directory, False, {**fields, **changes})
+
+
+def tiny_granite(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with factors, and biases of attention and MLP."""
+    fields = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "mlp_bias": True,
+        **changes,
+    }
+    return _like_llama(GraniteForCausalLM, GraniteConfig, directory, True, fields)
+
+
+def tiny_smollm3(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with 4 layers, of which the last rotates nothing."""
+    changes = {"num_hidden_layers": 4, "attention_bias": True, "pad_token_id": 0, **changes}
+    return _like_llama(SmolLM3ForCausalLM, SmolLM3Config, directory, True, changes)
+
+
+def tiny_gemma(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with GELU, scaled embeddings and heads of 24."""
+    return _like_llama(GemmaForCausalLM, GemmaConfig, directory, True, {"head_dim": 24, **changes})
+
+
+def tiny_exaone4(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with norms after its layers, and windows of 24 tokens.
+
+    The second of its 4 layers has no window and rotates nothing; nor has the last.
+    """
+    fields = {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 2}
+    return _like_llama(Exaone4ForCausalLM, Exaone4Config, directory, False, {**fields, **changes})
+
+
+def tiny_seed_oss(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with heads of 24 and biased queries, keys and values."""
+    changes = {"head_dim": 24, **changes}
+    return _like_llama(SeedOssForCausalLM, SeedOssConfig, directory, False, changes)
+
+
+def tiny_ernie4_5(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama with biases that rotates neighbouring channels."""
+    changes = {"head_dim": 24, "use_bias": True, **changes}
+    return _like_llama(Ernie4_5ForCausalLM, Ernie4_5Config, directory, True, changes)
+
+
+def tiny_helium(directory: Path, **changes: Any) -> Path:
+    """Write a model like tiny_llama that rotates neighbouring channels."""
+    changes = {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **changes}
+    return _like_llama(HeliumForCausalLM, HeliumConfig, directory, False, changes)
 
 
 def tiny_qwen2(directory: Path, **changes: Any) -> Path:
@@ -173,6 +259,15 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "gpt2": tiny_gpt2,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
+    "granite": tiny_granite,
+    "smollm3": tiny_smollm3,
+    "gemma": tiny_gemma,
+    "exaone4": tiny_exaone4,
+    "seed_oss": tiny_seed_oss,
+    "ernie4_5": tiny_ernie4_5,
+    "helium": tiny_helium,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     **GEMMA,

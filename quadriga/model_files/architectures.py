@@ -14,6 +14,14 @@ from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.gpt_neox import gpt_neox
 from quadriga.model_files.families.llama import llama, mistral
+from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
+from quadriga.model_files.families.llama_variants.exaone4 import exaone4
+from quadriga.model_files.families.llama_variants.gemma1 import gemma
+from quadriga.model_files.families.llama_variants.granite import granite
+from quadriga.model_files.families.llama_variants.helium import helium
+from quadriga.model_files.families.llama_variants.olmo import olmo2, olmo3
+from quadriga.model_files.families.llama_variants.seed_oss import seed_oss
+from quadriga.model_files.families.llama_variants.smollm3 import smollm3
 from quadriga.model_files.families.opt import opt
 from quadriga.model_files.families.phi3 import phi3
 from quadriga.model_files.families.qwen import qwen2, qwen3
@@ -23,6 +31,9 @@ INT8_SCALE_BYTES = 4
 
 # By model_type.
 CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "ernie4_5": ernie4_5,
+    "exaone4": exaone4,
+    "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
@@ -30,12 +41,18 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "glm4": glm4,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "granite": granite,
+    "helium": helium,
     "llama": llama,
     "mistral": mistral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
     "opt": opt,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
     "starcoder2": starcoder2,
 }
 

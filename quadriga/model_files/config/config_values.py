@@ -23,6 +23,11 @@ def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
     return value
 
 
+def with_defaults(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return config.json with `defaults` for keys that are missing or null."""
+    return config | {key: setting(config, key, value) for key, value in defaults.items()}
+
+
 def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     """Raise ModelError if config.json has a value that is not `allowed`.
 
@@ -54,3 +59,16 @@ def check_divides(name: str, value: int, divisor_name: str, divisor: int) -> Non
             f"the model's config.json has {name} = {value}, which is no multiple of {divisor_name}"
             f" = {divisor}; take the config.json that the checkpoint was published with"
         )
+
+
+def head_dim_of(config: dict[str, Any]) -> int:
+    """Return `head_dim`, or by default the part of `hidden_size` that each head has.
+
+    Raises:
+        ModelError: The heads do not divide `hidden_size`.
+    """
+    if head_dim := config.get("head_dim"):
+        return int(head_dim)
+    hidden_size, num_heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
+    check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    return int(hidden_size // num_heads)

@@ -5,7 +5,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quadriga.errors import ModelError
-from quadriga.model_files.config.config_values import check_divides, check_tp_size, setting
+from quadriga.model_files.config.config_values import (
+    check_divides,
+    check_tp_size,
+    head_dim_of,
+    setting,
+)
 from quadriga.model_files.config.rope_config import RopeScaling
 
 # Activations of an MLP, by the names that config.json has for them.
@@ -169,9 +174,7 @@ class DecoderConfig:
         num_heads = setting(config, "num_attention_heads")
         num_kv_heads = setting(config, "num_key_value_heads", num_heads)
         check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-        if not (head_dim := fields.get("head_dim") or config.get("head_dim")):
-            check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
-            head_dim = hidden_size // num_heads
+        head_dim = fields.get("head_dim") or head_dim_of(config)
         values = {
             "vocab_size": setting(config, "vocab_size"),
             "hidden_size": hidden_size,
