@@ -14,7 +14,9 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
+from quadriga.model_files.gguf.phi3 import phi3_config
 from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
+from quadriga.model_files.gguf.starcoder2 import starcoder2_config
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -171,6 +173,8 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "gpt2": _gpt2_config,
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
+    "phi3": phi3_config,
+    "starcoder2": starcoder2_config,
 }
 
 

@@ -101,14 +101,14 @@ def _pre_tokenizer(name: str) -> "PreTokenizer":
 
     if name in ("default", "gpt-2"):
         return ByteLevel(add_prefix_space=False)
-    if name == "smollm":
+    if name in ("smollm", "starcoder"):
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     if name in (*_LLAMA3_NAMES, "qwen2"):
         words = _QWEN2_WORDS if name == "qwen2" else _LLAMA3_WORDS
         split = Split(Regex(words), behavior="isolated")
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ModelError(
-        f"the GGUF's pre-tokenizer {name!r} is not known (known: default, gpt-2, smollm,"
+        f"the GGUF's pre-tokenizer {name!r} is not known (known: default, gpt-2, smollm, starcoder,"
         f" {', '.join(_LLAMA3_NAMES)}, qwen2); use the model's Hugging Face directory"
     )
 

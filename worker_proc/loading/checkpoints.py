@@ -174,6 +174,12 @@ _GGUF_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3": _GEMMA_NAMES,
     "llama": _LLAMA_NAMES,
+    "phi3": {
+        **_LLAMA_NAMES,
+        "attn_qkv": "self_attn.qkv_proj",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "starcoder2": {**_LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,
     "gpt2": {

@@ -86,7 +86,7 @@ def test_smollm_takes_every_digit_by_itself(tmp_path: Path) -> None:
     assert joined == ["a", "12"]
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["smollm", "starcoder", "gpt-2", "default", "llama-bpe", "qwen2"])
 @pytest.mark.parametrize("text", [*TEXTS, "日本 12 ab ab\n\n  ab's"])
 def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str, text: str) -> None:
     import unicodedata
