@@ -19,6 +19,8 @@ from quadriga.config import server_config as configuration
 from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
+from quadriga.model_files.model_impl.choice import choose_model_impl
+from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_servable
 from quadriga.runtime import terminal
@@ -314,6 +316,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     try:
         model = resolve_model(config.model, show_progress=True)
         check_servable(model)
+        check_flags(config.worker, choose_model_impl(model))
     except QuadrigaError as error:
         fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:

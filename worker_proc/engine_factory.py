@@ -15,6 +15,8 @@ from worker_proc.cpu.build import load_kernels
 from worker_proc.models.base import Model
 from worker_proc.step.engine_base import Engine
 from worker_proc.torch_engine import TorchEngine
+from worker_proc.transformers_impl.engine import TransformersEngine
+from worker_proc.transformers_impl.model import TransformersModel
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -25,7 +27,7 @@ FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with numbers of 
 
 def make_engine(
     args: WorkerArgs,
-    model: Model,
+    model: Model | TransformersModel,
     num_pages: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -33,6 +35,8 @@ def make_engine(
     ranks: "TPGroup | None" = None,
 ) -> Engine:
     """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
+
+    A model of transformers has an engine of its own.
 
     Args:
         args: The worker's flags.
@@ -47,6 +51,10 @@ def make_engine(
         NoCompiler: The flags need kernels that cannot be compiled.
         ConfigError: The flags need kernels that the device does not have.
     """
+    if isinstance(model, TransformersModel):
+        shape = model.attention_shape
+        attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
+        return TransformersEngine(model, attention)
     if _use_triton(args, device):
         return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks)
     if _use_native(args, device):

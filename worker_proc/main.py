@@ -81,7 +81,7 @@ def _start_ranks(child: Child) -> TPLeader | None:
     """Start the other ranks, if there are any. Raises ConfigError if there cannot be."""
     if child.config.worker.tp == 1:
         return None
-    from worker_proc.distributed.tp_group import check_ranks
+    from worker_proc.distributed.check import check_ranks
 
     check_ranks(child.config.worker, resolve_model(child.config.model))
     return TPLeader(child, lambda how: _die(child, how))

@@ -16,7 +16,6 @@ class ForeignFlag(NamedTuple):
 
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
-NO_REMOTE_CODE = "not needed here: no code of a model's repository is run"
 ALWAYS_CHUNKED = "always on here; --chunked-prefill-size sets the size of a chunk"
 ALWAYS_CACHED = "always on here; --disable-radix-cache switches it off"
 ALL_LAYERS = "not needed here: --device has all layers"
@@ -41,7 +40,6 @@ FOREIGN_FLAGS = {
     "--enable-log-requests": ForeignFlag(VLLM, "--log-requests"),
     "--disable-log-stats": ForeignFlag(VLLM, "--log-stats-interval"),
     "--uvicorn-log-level": ForeignFlag(VLLM, "--log-level"),
-    "--trust-remote-code": ForeignFlag(f"{VLLM} and {SGLANG}", NO_REMOTE_CODE),
     "--model-path": ForeignFlag(SGLANG, "--model"),
     "--tokenizer-path": ForeignFlag(SGLANG, "--tokenizer"),
     "--tokenizer-worker-num": ForeignFlag(SGLANG, "--tokenize-workers"),

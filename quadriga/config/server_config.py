@@ -50,6 +50,17 @@ class ModelArgs:
     load_format: str = flag(
         "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
     )
+    model_impl: str = flag(
+        "auto",
+        "native: the worker's own model files and kernels; transformers: any causal language model"
+        " of the package transformers that has its attention interface (auto: native where there"
+        " is a file for the model, else transformers)",
+        ("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = flag(
+        False,
+        "let the worker run Python code of the model's repository (--model-impl transformers)",
+    )
     context_length: int | None = flag(
         None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
     )

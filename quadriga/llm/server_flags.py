@@ -26,6 +26,8 @@ class ServerFlags(TypedDict, total=False):
     tokenizer: str
     chat_template: str
     load_format: Literal["auto", "dummy"]
+    model_impl: Literal["auto", "native", "transformers"]
+    trust_remote_code: bool
     context_length: int | None
     # Frontend, text to token ids (tokenizer_proc)
     tokenize_workers: int

@@ -14,6 +14,7 @@ _GEMMA3_TEXT = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131072,
 }
+ADAPTER_CONFIG = "adapter_config.json"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
@@ -25,6 +26,9 @@ def find_problem(directory: Path, weights: bool, tokenizer: bool = True) -> str 
         weights: it must have weights.
         tokenizer: it must have a tokenizer.
     """
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "its model"
+        return f"is an adapter, which is not served; merge it into {base}, and serve the result"
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if ggufs:
@@ -47,6 +51,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         return config
     shared = {key: value for key, value in config.items() if not key.endswith("_config")}
     return {**shared, **_GEMMA3_TEXT, **text}
+
+
+def has_code(directory: Path) -> bool:
+    """Return whether a directory has the modules that its config.json names for transformers."""
+    auto_map = read_json(directory / "config.json").get("auto_map") or {}
+    classes = [auto_map.get(key) for key in ("AutoConfig", "AutoModelForCausalLM")]
+    modules = {str(name).partition(".")[0] for name in classes if name and "--" not in str(name)}
+    return all((directory / f"{module}.py").is_file() for module in modules)
 
 
 def read_json(path: Path) -> dict[str, Any]:

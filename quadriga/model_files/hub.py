@@ -23,6 +23,7 @@ def snapshot(
     is_complete: Callable[[Path], bool],
     remedy: str,
     revision: str = "",
+    code: bool = False,
 ) -> Path:
     """Return the directory of a Hub model's snapshot; a cached one is used without the network.
 
@@ -33,6 +34,7 @@ def snapshot(
         is_complete: whether a cached directory has all files that are needed.
         remedy: end of an error message: what to do instead of fetching it.
         revision: branch, tag or commit; "": main.
+        code: fetch *.py, too.
 
     Raises:
         ModelError: the Hub does not answer in time, or has no such model.
@@ -50,7 +52,7 @@ def snapshot(
         ) from None
     if not show_progress:
         disable_progress_bars()
-    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
     name = f"{model} at revision {revision}" if revision else model
     try:
         _within(

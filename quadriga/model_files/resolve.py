@@ -14,7 +14,7 @@ from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
-from quadriga.model_files.directory import find_problem, read_config, read_json
+from quadriga.model_files.directory import find_problem, has_code, read_config, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
@@ -36,6 +36,8 @@ class ModelFiles:
         context_limit: the value of --context-length.
         own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
         chat_template: Jinja file in place of the model's own template; None: the model's own.
+        model_impl: the value of --model-impl.
+        trust_remote_code: whether code of the model's repository may run.
         notes: lines to print at the start of the server.
     """
 
@@ -49,6 +51,8 @@ class ModelFiles:
     context_limit: int | None = None
     own_tokenizer: bool = True
     chat_template: Path | None = None
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,7 +107,12 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
         ModelError: the model cannot be found, fetched or used.
         ConfigError: --context-length is longer than the model's own, or --revision has no effect.
     """
-    files = replace(_find(args, show_progress), context_limit=args.context_length)
+    files = replace(
+        _find(args, show_progress),
+        context_limit=args.context_length,
+        model_impl=args.model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
     if args.tokenizer:
         directory = find_tokenizer(args.tokenizer, show_progress)
         files = replace(files, tokenizer_dir=directory, own_tokenizer=False)
@@ -138,9 +147,13 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         hub_id,
         weights=not dummy,
         show_progress=show_progress,
-        is_complete=lambda cached: find_problem(cached, not dummy, not args.tokenizer) is None,
+        is_complete=lambda cached: (
+            find_problem(cached, not dummy, not args.tokenizer) is None
+            and (has_code(cached) or not args.trust_remote_code)
+        ),
         remedy=_remedy(size),
         revision=args.revision,
+        code=args.trust_remote_code,
     )
     return _from_directory(args, directory, show_progress)
 

@@ -4,31 +4,28 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 """
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.resolve import ModelFiles
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> DecoderConfig:
-    """Return what the model asks of the worker.
+def check_servable(files: ModelFiles) -> DecoderConfig | None:
+    """Return what the model asks of a native file; None if transformers runs it.
 
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
-    try:
-        config = read_architecture(files.config)
-    except ModelError as error:
-        raise ModelError(f"{files.location}: {error}") from None
+    impl = choose_model_impl(files)
     method = (files.config.get("quantization_config") or {}).get("quant_method")
     if files.weights is not None and method:
         raise ModelError(
             f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
             " which is not read; take the unquantised model with --quantization int8, or a GGUF"
         )
-    return config
+    return read_native(files) if impl is ModelImpl.NATIVE else None
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:

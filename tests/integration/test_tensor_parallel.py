@@ -20,7 +20,7 @@ from tests.integration.test_equality import NEW_TOKENS, reference
 from tests.server import is_alive, running_server, wait_until
 from tests.tiny_models import tiny_gemma2, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import prompts_of
-from worker_proc.distributed.tp_group import check_ranks
+from worker_proc.distributed.check import check_ranks
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--worker-threads", "1", "--page-size", "4"]

@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.model_files.resolve import ModelFiles
 from worker_proc.loading.sharding import TPRank
-from worker_proc.models.registry import build_model
-from worker_proc.system.devices import choose_device
 
 # Covers loading the slowest part of the model. TPLeader notices a dead rank much earlier.
 TIMEOUT = timedelta(minutes=10)
@@ -56,9 +52,3 @@ class TPGroup:
         numbers = torch.tensor([number], device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers)
-
-
-def check_ranks(args: WorkerArgs, files: ModelFiles) -> None:
-    """Raise ConfigError if there are too few devices, or the model cannot be split."""
-    choose_device(args.device, args.tp - 1)
-    build_model(files.config, tp_size=args.tp)

@@ -1,5 +1,6 @@
 """Builds the runner: device, dtype, weights, and the KV pool in the memory that is left."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from quadriga.config.server_config import ServerConfig
+from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
+from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
@@ -25,6 +28,7 @@ from worker_proc.startup.nvtx import mark_steps
 from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.devices import choose_device, choose_dtype, free_memory, trim_heap
+from worker_proc.transformers_impl.loading import build_empty, load_transformers_model
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -50,19 +54,33 @@ def make_runner(
         ConfigError: A device, dtype or size that cannot work.
         ModelError: The model cannot be loaded.
     """
-    args = config.worker
+    args, impl = config.worker, choose_model_impl(files)
+    check_flags(args, impl)
+    if impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0:
+        if reason := native_refusal(files):
+            logging.warning("%s: transformers runs the model instead, more slowly", reason)
     device = choose_device(args.device, part.rank)
-    if device.type == "cpu":
+    native_kernels = False
+    if device.type == "cpu" and impl is ModelImpl.NATIVE:
         on_phase("compile kernels")
-    dtype = choose_dtype(args.dtype, device, native_kernels_compute(args, device))
+        native_kernels = native_kernels_compute(args, device)
+    dtype = choose_dtype(args.dtype, device, native_kernels)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
     on_phase("load weights")
     ranks = None if store is None else _join(part, store, device)
     if device.type == "cuda":
-        empty = build_model(files.config, dtype, tp_size=part.count)
+        empty = (
+            build_model(files.config, dtype, tp_size=part.count)
+            if impl is ModelImpl.NATIVE
+            else build_empty(files, dtype)
+        )
         check_weights(empty, dtype, free_memory(device), device)
-    model = load_model(files, dtype, device, args.quantization == "gguf", part)
+    model = (
+        load_model(files, dtype, device, args.quantization == "gguf", part)
+        if impl is ModelImpl.NATIVE
+        else load_transformers_model(files, dtype, device, part, ranks)
+    )
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:

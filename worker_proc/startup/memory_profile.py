@@ -3,20 +3,22 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.worker_args import CUDA_FRACTION, OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import AttentionShape
-from worker_proc.models.base import Model
 from worker_proc.startup.dummy_plans import prefill_plan
 from worker_proc.system.devices import free_memory
 
 MIB = 2**20
 
 
-def check_weights(model: Model, dtype: torch.dtype, free_bytes: int, device: torch.device) -> None:
+def check_weights(
+    model: nn.Module, dtype: torch.dtype, free_bytes: int, device: torch.device
+) -> None:
     """Raise ConfigError if the weights of a model, without storage yet, exceed the free memory."""
     needed = sum(weight.numel() * dtype.itemsize for weight in model.parameters())
     if needed > free_bytes:

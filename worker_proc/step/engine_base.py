@@ -23,7 +23,7 @@ class Engine(ABC):
     or graphs) or `sample`.
 
     Attributes:
-        name: The value of --attention-backend that selects the engine.
+        name: The value of --attention-backend, or of --model-impl, that selects the engine.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
     """

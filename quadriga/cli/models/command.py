@@ -28,6 +28,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--tokenizer", default="", metavar="MODEL", help="as of quadriga serve")
     check.add_argument("--context-length", type=int, metavar="TOKENS", help="as of quadriga serve")
     check.add_argument(
+        "--model-impl",
+        choices=("auto", "native", "transformers"),
+        default="auto",
+        help="as of quadriga serve",
+    )
+    check.add_argument("--trust-remote-code", action="store_true", help="as of quadriga serve")
+    check.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, for programs"
     )
     check.set_defaults(run_models=_check)
@@ -58,7 +65,13 @@ def _check(arguments: argparse.Namespace) -> None:
     try:
         from quadriga.cli.models.report import check_model
 
-        report = check_model(arguments.model, arguments.tokenizer, arguments.context_length)
+        report = check_model(
+            arguments.model,
+            tokenizer=arguments.tokenizer,
+            context_length=arguments.context_length,
+            model_impl=arguments.model_impl,
+            trust_remote_code=arguments.trust_remote_code,
+        )
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"models check needs the package {error.name}: {install_command('serve')}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,7 @@ from quadriga.runtime.compiler import NoCompiler, find_compiler
 from quadriga.windows import common_window, num_seen_pages
 
 NATIVE, TORCH, REFUSED = "native kernels", "torch", "refused"
+TRANSFORMERS = "transformers (its attention is checked at the start)"
 ITEM_BYTES = {NATIVE: 2, TORCH: 4}  # bfloat16 and float32: --dtype auto on a CPU
 
 
@@ -31,7 +33,7 @@ class ModelReport:
     """What is known of a model; a refused one may lack everything after `refusal`.
 
     Attributes:
-        way: how a CPU computes it: native kernels, torch or refused.
+        way: how a CPU computes it: native kernels, torch, transformers or refused.
         refusal: the server's error; "" if it can be served.
         weight_bytes: bytes by format, as stored.
         kv_bytes_per_token: bytes by number format of the KV cache.
@@ -63,29 +65,28 @@ class ModelReport:
         return not self.refusal
 
 
-def check_model(model: str, tokenizer: str = "", context_length: int | None = None) -> ModelReport:
+def check_model(model: str, **flags: Any) -> ModelReport:
     """Report on a built-in name, a Hub id in the cache, a directory or a .gguf.
 
     Args:
         model: value of --model.
-        tokenizer: value of --tokenizer.
-        context_length: value of --context-length.
+        flags: further fields of ModelArgs.
     """
     report = ModelReport(model)
     try:
         location = _on_this_machine(model)
-        files = resolve_model(
-            ModelArgs(model=location, tokenizer=tokenizer, context_length=context_length)
-        )
+        files = resolve_model(ModelArgs(model=location, **flags))
         _describe_files(report, files)
         config = check_servable(files)
-        _describe_architecture(report, files, config)
+        if config is not None:
+            _describe_architecture(report, files, config)
         _check_tokenizer(report, files)
         weights = summarize_weights(files)
         report.weight_bytes = dict(weights.bytes_by_format)
         report.num_parameters = weights.num_parameters
-        report.way = _way(config)
-        _fit_memory(report)
+        report.way = TRANSFORMERS if config is None else _way(config)
+        if config is not None:
+            _fit_memory(report)
     except QuadrigaError as error:
         report.way, report.refusal = REFUSED, str(error)
     return report

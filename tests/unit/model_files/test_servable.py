@@ -35,7 +35,7 @@ def changed(directory: Path, **changes: Any) -> Path:
 
 def refusal(directory: Path) -> str:
     with pytest.raises(ModelError) as refused:
-        check_servable(resolve_model(ModelArgs(model=str(directory))))
+        check_servable(resolve_model(ModelArgs(model=str(directory), model_impl="native")))
     return str(refused.value)
 
 
@@ -43,6 +43,7 @@ def refusal(directory: Path) -> str:
 def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Path) -> None:
     files = resolve_model(ModelArgs(model=str(build(tmp_path / "model"))))
     config, shape = check_servable(files), build_model(files.config).attention_shape
+    assert config is not None
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (
         shape.layers, shape.heads, shape.kv_heads, shape.head_dim,
     )  # fmt: skip
@@ -101,3 +102,16 @@ def test_a_gguf_whose_header_ends_early_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ModelError, match=r"tiny.gguf is damaged or cut short"):
         header_files(path)
+
+
+def test_sizes_that_do_not_divide_are_refused_at_once(tmp_path: Path) -> None:
+    model = changed(tiny_llama(tmp_path / "model"), num_attention_heads=7, head_dim=None)
+    assert "num_attention_heads = 7, which is no multiple of num_key_value_heads = 2" in refusal(
+        model
+    )
+
+
+def test_an_adapter_is_refused_with_the_name_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/llama"}')
+    with pytest.raises(ModelError, match="is an adapter, which is not served; merge it into a/ll"):
+        resolve_model(ModelArgs(model=str(tmp_path)))

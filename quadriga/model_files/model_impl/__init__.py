@@ -1,0 +1,1 @@
+"""Choose what runs a model: a native file of the worker, or the package transformers."""

@@ -1,0 +1,53 @@
+"""Models of transformers through the whole server, in several ways to compose steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.server_config import ModelArgs
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError
+from quadriga.model_files.resolve import resolve_model
+from tests.integration.test_equality import NEW_TOKENS, check, lengths_up_to, prompts_of, ways
+from tests.transformers_models import CONTEXT_LENGTH, tiny_model
+from worker_proc.distributed.check import check_ranks
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
+@pytest.mark.parametrize("family", ["cohere", "olmoe", "deepseek_v3", "ministral"])
+def test_models_without_a_native_file_give_the_tokens_of_transformers(
+    family: str, way: str, tmp_path: Path
+) -> None:
+    directory = tiny_model(family, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(CONTEXT_LENGTH - NEW_TOKENS), 512)
+    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
+    check(model, prompts, tmp_path / "log", way, *flags)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["nemotron", "glm4_moe"])
+def test_two_ranks_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = tiny_model(family, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(CONTEXT_LENGTH - NEW_TOKENS), 512)
+    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4", "--tp", "2"]
+    check(model, prompts, tmp_path / "log", "chunks of 7, prefill first", *flags)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "words"),
+    [
+        ("nemotron", 3, "it must divide the model's 4 heads, 2 key and value heads"),
+        ("olmoe", 2, "splits layers by colwise_gather_output"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(
+    family: str, tp: int, words: str, tmp_path: Path
+) -> None:
+    files = resolve_model(ModelArgs(model=str(tiny_model(family, tmp_path / "model"))))
+    with pytest.raises(ConfigError, match=f"tp is {tp}: .*{words}"):
+        check_ranks(WorkerArgs(tp=tp, device="cpu"), files)

@@ -1,0 +1,1 @@
+"""Run the models of the package transformers over KV pages, for families without a native file."""
