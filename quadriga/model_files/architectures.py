@@ -13,6 +13,7 @@ from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.gpt_neox import gpt_neox
+from quadriga.model_files.families.gptj import gptj
 from quadriga.model_files.families.llama import llama, mistral
 from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
 from quadriga.model_files.families.llama_variants.exaone4 import exaone4
@@ -41,6 +42,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "glm4": glm4,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "gptj": gptj,
     "granite": granite,
     "helium": helium,
     "llama": llama,
