@@ -17,7 +17,9 @@ from transformers import (
     Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
@@ -76,6 +78,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+GEMMA3_FIELDS: dict[str, Any] = {
+    "sliding_window": 20,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def tiny_gpt2(directory: Path, **changes: Any) -> Path:
@@ -259,15 +269,19 @@ def tiny_gemma2(directory: Path, **changes: Any) -> Path:
 
 def tiny_gemma3(directory: Path, **changes: Any) -> Path:
     """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
-    fields = {
-        "sliding_window": 20,
-        "sliding_window_pattern": 3,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    }
-    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, GEMMA3_FIELDS | changes)
+
+
+def tiny_gemma3_with_images(directory: Path) -> Path:
+    """Write a model like tiny_gemma3 that also reads images: a nested config, other names."""
+
+    def nested(**fields: Any) -> Gemma3Config:
+        image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+        ids: dict[str, Any] = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+        return Gemma3Config(text_config=fields, vision_config=image, mm_tokens_per_image=4, **ids)
+
+    return _gemma(Gemma3ForConditionalGeneration, nested, directory, GEMMA3_FIELDS)
 
 
 GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}

@@ -5,6 +5,8 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.gguf.types import check_packed_types
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
 from quadriga.model_files.resolve import ModelFiles
 
@@ -12,8 +14,12 @@ from quadriga.model_files.resolve import ModelFiles
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> DecoderConfig | None:
+def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig | None:
     """Return what the model asks of a native file; None if transformers runs it.
+
+    Args:
+        files: The model's files.
+        quantization: Value of --quantization.
 
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
@@ -25,6 +31,8 @@ def check_servable(files: ModelFiles) -> DecoderConfig | None:
             f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
             " which is not read; take the unquantised model with --quantization int8, or a GGUF"
         )
+    if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:
+        check_packed_types(files.weights, read_json(files.tensor_index))
     return read_native(files) if impl is ModelImpl.NATIVE else None
 
 

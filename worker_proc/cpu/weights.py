@@ -1,5 +1,7 @@
 """Pack weights into the panels that the kernels multiply."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,6 @@ from worker_proc.cpu.quantised_panels import (
     to_quantised_panels,
 )
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
-from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.layers import Embedding, Linear
 
 UNIT_BYTES = 4
@@ -78,7 +79,7 @@ class PackedWeights:
             return self._mixed(layer, gated, *pack_mixed(parts, gated), depth)
         rows = parts[0]
         if gated:
-            rows = PackedRows(rows.kind, interleave(rows.data))
+            rows = replace(rows, data=interleave(rows.data))
         panels = pack_rows(rows)
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(rows.data), depth)
 

@@ -95,7 +95,7 @@ def from_gguf(
         is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING
         tensor: Tensor | PackedRows
         if kind in BLOCK_SIZES:
-            tensor = PackedRows(kind, torch.from_numpy(rows))
+            tensor = PackedRows(kind, torch.from_numpy(rows), f"{file}: {name}")
             if not (packed and is_matrix):
                 tensor = tensor.dense().view(shape)
         else:

@@ -1,5 +1,6 @@
 """Load a model's weights onto its device, in its dtype."""
 
+import logging
 from collections import defaultdict
 
 import torch
@@ -109,6 +110,7 @@ def _check_shape(tensor: Tensor | PackedRows, target: Tensor, name: str, locatio
 
 def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
     """Set the `blocks` of each layer whose rows are all packed; unpack the rows of the others."""
+    num_widened = 0
     parts_by_memory = defaultdict(list)
     for target, rows in packed:
         parts_by_memory[memory_of(target)].append((target, rows))
@@ -118,8 +120,14 @@ def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
         if sum(len(target) for target, _ in parts) == len(layer.weight):
             layer.blocks = tuple(rows for _, rows in parts)
         else:
+            num_widened += len(parts)
             for target, rows in parts:
                 target.copy_(rows.dense())
+    if num_widened:
+        logging.warning(
+            "%d quantised tensors are fused with one in 16 or 32 bits, and become dense like it",
+            num_widened,
+        )
 
 
 def _layers(model: Model) -> list[Linear | Embedding]:

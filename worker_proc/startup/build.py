@@ -56,9 +56,9 @@ def make_runner(
     """
     args, impl = config.worker, choose_model_impl(files)
     check_flags(args, impl)
-    if impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0:
-        if reason := native_refusal(files):
-            logging.warning("%s: transformers runs the model instead, more slowly", reason)
+    chosen = impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0
+    if chosen and (reason := native_refusal(files)):
+        logging.warning("%s: transformers runs the model instead, more slowly", reason)
     device = choose_device(args.device, part.rank)
     native_kernels = False
     if device.type == "cpu" and impl is ModelImpl.NATIVE:

@@ -16,6 +16,7 @@ from quadriga.config.server_config import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.servable import check_servable
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.native_matrices import NativeMatrix
@@ -92,13 +93,16 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
         drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
-def test_a_fused_matrix_with_a_part_in_float16_stays_dense(tmp_path: Path) -> None:
+def test_a_fused_matrix_with_a_part_in_float16_becomes_dense_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kinds = {"blk.1.attn_v.weight": Kind.F16}
     files = gguf_of(llama(tmp_path), lambda name: kinds.get(name, Kind.Q4_0))
     layers = dict(load(files, packed=True).named_modules())
     dense = dict(load(files, packed=False).named_modules())
     name = "blocks.1.qkv_proj"
     assert layers[name].blocks == ()
+    assert "2 quantised tensors are fused with one in 16 or 32 bits" in caplog.text
     assert torch.equal(layers[name].weight, dense[name].weight)
     assert len(layers["blocks.0.qkv_proj"].blocks) == 3
 
@@ -112,6 +116,9 @@ def test_a_type_that_is_not_multiplied_as_stored_is_refused_by_name(tmp_path: Pa
     message = r"tiny\.gguf: tensor blk\.1\.attn_v\.weight has type IQ2_XXS.*Q4_K.*none"
     with pytest.raises(ModelError, match=message):
         load(files, packed=True)
+    with pytest.raises(ModelError, match=message):
+        check_servable(files, "gguf")
+    check_servable(files)
 
 
 def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_path: Path) -> None:
