@@ -32,6 +32,7 @@ class OpKind(IntEnum):
     NORM_ADD = 12
     COPY = 13
     SCALE_CAP = 14
+    ARRANGE = 15
 
 
 class Buffer(IntEnum):
@@ -45,6 +46,7 @@ class Buffer(IntEnum):
     INNER = 5
     LOGITS = 6
     QUANTISED = 7
+    ARRANGED = 8
 
 
 class Format(IntEnum):
@@ -65,6 +67,10 @@ class Format(IntEnum):
     IQ4_XS = 12
     MXFP4 = 13
     MIXED = 14
+    CODED_INT8 = 15
+    CODED_INT4 = 16
+    CODED_FLOAT8 = 17
+    CODED_TABLE4 = 18
 
 
 class ComputeType(IntEnum):
@@ -92,6 +98,8 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
     ]
 
 

@@ -29,6 +29,8 @@ ACTIVATIONS = (
     Activation.RELU,
     Activation.CLAMPED_SWIGLU,
 )
+# Formats whose inputs are multiplied as floats.
+FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
 QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
@@ -146,7 +148,9 @@ class Recorder(Ops[Buffer]):
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
         if x == Buffer.RESIDUAL:
             x = self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
-        if matrix.format != Format.DENSE:
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
+        if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.quantised.coded_rows import CodedRows
 
-StoredTensor = Tensor | PackedRows
-Stored = TypeVar("Stored", Tensor, PackedRows)
+StoredTensor = Tensor | PackedRows | CodedRows
+Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
 
 
 def checkpoint_parts(
@@ -51,6 +52,8 @@ def take_rows(tensor: StoredTensor, rows: Tensor) -> StoredTensor:
     """Return the rows of these numbers."""
     if isinstance(tensor, PackedRows):
         return dataclasses.replace(tensor, data=tensor.data[rows.to(tensor.data.device)])
+    if isinstance(tensor, CodedRows):
+        return tensor.take(rows)
     return tensor[rows.to(tensor.device)]
 
 
