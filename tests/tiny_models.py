@@ -29,6 +29,8 @@ from transformers import (
     GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GraniteConfig,
@@ -103,6 +105,23 @@ def tiny_gpt2(directory: Path, **changes: Any) -> Path:
         **changes,
     }
     return _save(GPT2LMHeadModel, GPT2Config(**fields), directory)
+
+
+def tiny_gptj(directory: Path, **changes: Any) -> Path:
+    """Write a GPT-J of 3 layers and 4 heads of 12, of which 8 channels are rotated."""
+    end = write_tokenizer(directory)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": CONTEXT_LENGTH,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        **changes,
+    }
+    return _save(GPTJForCausalLM, GPTJConfig(**fields), directory)
 
 
 def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
@@ -271,6 +290,7 @@ GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text"
 # A model of each family, by model_type. Tests take their parameters from here.
 FAMILIES: dict[str, Callable[..., Path]] = {
     "gpt2": tiny_gpt2,
+    "gptj": tiny_gptj,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
     "olmo2": tiny_olmo2,

@@ -17,6 +17,7 @@ from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.gpt_neox import gpt_neox
+from quadriga.model_files.families.gptj import gptj
 from quadriga.model_files.families.llama import llama, mistral
 from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
 from quadriga.model_files.families.llama_variants.exaone4 import exaone4
@@ -46,6 +47,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
+    "gptj": gptj,
     "granite": granite,
     "granitemoe": granitemoe,
     "helium": helium,

@@ -120,13 +120,13 @@ def _undo_conversion(
 ) -> Tensor | PackedRows:
     """Undo the changes of layout that the converter to GGUF made.
 
-    Llama: the rotary pairs of Q and K are interleaved; here they are half a head apart. GPT-2:
-    weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is added to the
-    weights of norms.
+    Llama, Granite, SmolLM3: the rotary pairs of Q and K are interleaved; here they are half a head
+    apart. GPT-2: weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is
+    added to the weights of norms.
     """
-    if config["model_type"] in ("gemma2", "gemma3") and isinstance(tensor, Tensor):
+    if config["model_type"] in ("gemma", "gemma2", "gemma3") and isinstance(tensor, Tensor):
         return tensor - 1 if name.endswith("norm.weight") else tensor
-    if config["model_type"] == "llama":
+    if config["model_type"] in ("granite", "llama", "smollm3"):
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
         return _deinterleave_heads(name, tensor, config)
@@ -170,9 +170,16 @@ _GEMMA_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OLMO_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GGUF_NAMES = {
+    "gemma": _LLAMA_NAMES,
     "gemma2": _GEMMA_NAMES,
     "gemma3": _GEMMA_NAMES,
+    "granite": _LLAMA_NAMES,
     "llama": _LLAMA_NAMES,
     "phi3": {
         **_LLAMA_NAMES,
@@ -180,8 +187,10 @@ _GGUF_NAMES = {
         "ffn_up": "mlp.gate_up_proj",
     },
     "starcoder2": {**_LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "olmo2": _OLMO_NAMES,
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,
+    "smollm3": _LLAMA_NAMES,
     "gpt2": {
         "token_embd": "wte",
         "position_embd": "wpe",

@@ -18,16 +18,20 @@ from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot
 from tests.tiny_models import (
+    tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_glm,
     tiny_gpt2,
     tiny_gpt_neox,
+    tiny_granite,
     tiny_llama,
     tiny_mistral,
+    tiny_olmo2,
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_smollm3,
     tiny_starcoder2,
 )
 from tests.unit.gguf_checkpoint import gguf_of
@@ -161,10 +165,14 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
         lambda path: tiny_llama(path, tie=False),
         tiny_qwen2,
         tiny_qwen3,
+        tiny_gemma,
         tiny_gemma2,
         tiny_gemma3,
         tiny_phi3,
         tiny_starcoder2,
+        tiny_granite,
+        tiny_olmo2,
+        tiny_smollm3,
     ],
 )
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
@@ -198,7 +206,7 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     directory = tiny_gpt2(tmp_path / "hf")
     config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
     files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
-    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gemma2, gemma3, gpt2"):
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gemma, gemma2, gemma3, gpt2"):
         load_model(files, torch.float32, CPU)
 
 
