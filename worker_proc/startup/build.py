@@ -14,6 +14,7 @@ from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
 from worker_proc.startup.dummy_plans import release_plan
+from worker_proc.startup.input_importance import measure_inputs
 from worker_proc.startup.memory_profile import (
     check_weights,
     largest_step,
@@ -63,6 +64,9 @@ def make_runner(
         empty = build_model(files.config, dtype, tp_size=part.count)
         check_weights(empty, dtype, free_memory(device), device)
     model = load_model(files, dtype, device, args.quantization == "gguf", part)
+    if args.quantization == "int4" and device.type == "cpu":
+        on_phase("measure inputs")
+        measure_inputs(model, files.context_length)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
