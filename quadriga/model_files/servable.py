@@ -8,9 +8,9 @@ from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gguf.types import check_packed_types
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
+from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
 
-MXFP4 = "mxfp4"  # the method of gpt-oss, whose weights become bfloat16 exactly
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
@@ -26,25 +26,24 @@ def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConf
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
     impl = choose_model_impl(files)
-    method = quant_method(files)
-    if files.weights is not None and method and not _decodes(files, method):
-        raise ModelError(
-            f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
-            " which is not read; take the unquantised model with --quantization int8, or a GGUF"
-        )
     if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:
         check_packed_types(files.weights, read_json(files.tensor_index))
+    if files.weights is not None:
+        _check_quantization(files, impl)
     return read_native(files) if impl is ModelImpl.NATIVE else None
 
 
-def quant_method(files: ModelFiles) -> str | None:
-    """Return the method by which a checkpoint is quantised; None: it is not."""
-    method = (files.config.get("quantization_config") or {}).get("quant_method")
-    return None if method is None else str(method)
-
-
-def _decodes(files: ModelFiles, method: str) -> bool:
-    return method == MXFP4 and files.config.get("model_type") == "gpt_oss"
+def _check_quantization(files: ModelFiles, impl: ModelImpl) -> None:
+    """Raise ModelError if the checkpoint is quantised in a way that is not supported."""
+    try:
+        quantization = read_quantization(files.config)
+    except ModelError as error:
+        raise ModelError(f"{files.location}: {error}") from None
+    if quantization is not None and impl is not ModelImpl.NATIVE:
+        raise ModelError(
+            f"{files.location}: the weights are quantised ({quantization}), which only native model"
+            " files read, and transformers runs this model; take the unquantised one"
+        )
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:

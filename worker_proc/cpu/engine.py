@@ -13,6 +13,7 @@ from quadriga.model_files.architectures import INT8_SCALE_BYTES
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.cpu.build import load_kernels
+from worker_proc.cpu.coded_panels import CodedWeights
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     LANES,
@@ -28,7 +29,7 @@ from worker_proc.cpu.program import (
     fastest_compute_type,
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
-from worker_proc.cpu.weights import PackedWeights, round_up
+from worker_proc.cpu.weights import round_up
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
@@ -40,7 +41,13 @@ PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
-FLOAT_BUFFERS = (Buffer.RESIDUAL, Buffer.PROJECTED, Buffer.LOGITS, Buffer.EXPERT_OUTPUT)
+FLOAT_BUFFERS = (
+    Buffer.RESIDUAL,
+    Buffer.PROJECTED,
+    Buffer.LOGITS,
+    Buffer.EXPERT_OUTPUT,
+    Buffer.ARRANGED,
+)
 
 
 class NativeEngine(Engine):
@@ -81,8 +88,9 @@ class NativeEngine(Engine):
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
-        self._weights = PackedWeights(bits)
+        self._weights = CodedWeights(bits)
         self._record(model, num_pages, page_size, int8_pages)
+        self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)
         self._slots = Slots()

@@ -32,10 +32,11 @@ class OpKind(IntEnum):
     NORM_ADD = 12
     COPY = 13
     SCALE_CAP = 14
-    ROUTE = 15
-    SORT_ROWS = 16
-    GATHER = 17
-    ADD_EXPERTS = 18
+    ARRANGE = 15
+    ROUTE = 16
+    SORT_ROWS = 17
+    GATHER = 18
+    ADD_EXPERTS = 19
 
 
 class Buffer(IntEnum):
@@ -56,6 +57,7 @@ class Buffer(IntEnum):
     EXPERT_QUANTISED = 9
     EXPERT_INNER = 10
     EXPERT_OUTPUT = 11
+    ARRANGED = 12
 
 
 QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
@@ -79,6 +81,10 @@ class Format(IntEnum):
     IQ4_XS = 12
     MXFP4 = 13
     MIXED = 14
+    CODED_INT8 = 15
+    CODED_INT4 = 16
+    CODED_FLOAT8 = 17
+    CODED_TABLE4 = 18
 
 
 class ComputeType(IntEnum):
@@ -106,6 +112,8 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
     ]
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.quantization import GROUP_SIZE
@@ -29,6 +30,8 @@ ACTIVATIONS = (
     Activation.RELU,
     Activation.CLAMPED_SWIGLU,
 )
+# Formats whose inputs are multiplied as floats.
+FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
 EXPERT_BUFFERS = (
     Buffer.EXPERT_INPUT,
     Buffer.EXPERT_QUANTISED,
@@ -168,7 +171,16 @@ class Recorder(Ops[Buffer]):
         return output
 
     def _gather(self, x: Buffer, hidden_size: int, matrix: Matrix) -> Buffer:
-        """Copy the inputs of each token to the rows of its experts, as `matrix` reads them."""
+        """Copy the inputs of each token to the rows of its experts, as `matrix` reads them.
+
+        Raises:
+            ModelError: The matrix needs inputs that experts do not get.
+        """
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            raise ModelError(
+                "the native kernels multiply no experts in this quantised format; start with"
+                " --attention-backend torch"
+            )
         output, width = Buffer.EXPERT_INPUT, hidden_size
         if matrix.format != Format.DENSE:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
@@ -193,7 +205,9 @@ class Recorder(Ops[Buffer]):
 
     def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
         x = self._not_residual(x)
-        if matrix.format != Format.DENSE:
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
+        if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 

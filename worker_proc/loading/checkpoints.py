@@ -37,7 +37,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
     """
     from safetensors import SafetensorError, safe_open
 
-    for file in _shards(directory):
+    for file in safetensors_files(directory):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -46,7 +46,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
             raise ModelError(f"cannot read {file}: {error}; fetch the file again") from None
 
 
-def _shards(directory: Path) -> list[Path]:
+def safetensors_files(directory: Path) -> list[Path]:
     """Return the files that the index names, or all if there is no index."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
@@ -13,6 +14,7 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantised.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
@@ -77,10 +79,12 @@ def make_runner(
         )
         check_weights(empty, dtype, free_memory(device), device)
     model = (
-        load_model(files, dtype, device, args.quantization == "gguf", part)
+        load_model(files, dtype, device, keeps_packed(args, files, dtype, device), part)
         if impl is ModelImpl.NATIVE
         else load_transformers_model(files, dtype, device, part, ranks)
     )
+    if device.type == "cpu" and isinstance(model, nn.Module) and args.quantization == "none":
+        _log_widened(files, model, dtype)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
@@ -128,3 +132,21 @@ def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
     from worker_proc.distributed.tp_group import TPGroup
 
     return TPGroup(part, store, device)
+
+
+def _log_widened(files: ModelFiles, model: nn.Module, dtype: torch.dtype) -> None:
+    """Log what the packed weights of a GGUF take in the dtype of the server."""
+    if files.tensor_index is None or files.weights is None:
+        return
+    num_bytes, file_bytes = (
+        sum(values.numel() for values in model.parameters()) * dtype.itemsize,
+        files.weights.stat().st_size,
+    )
+    if num_bytes > file_bytes:
+        logging.info(
+            "the GGUF's weights become %s: %d MB instead of %d MB; --quantization gguf multiplies"
+            " them as they are stored",
+            str(dtype).removeprefix("torch."),
+            num_bytes // 1_000_000,
+            file_bytes // 1_000_000,
+        )

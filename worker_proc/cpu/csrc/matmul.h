@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "coded.h"
 #include "program.h"
 #include "quantised.h"
 #include "tile.h"
@@ -133,7 +134,14 @@ struct Matmul {
 
     // Computes piece i. next: the panels of the piece that this thread computes afterwards.
     void piece(long i, NextPanels next) {
-        return matrix.format == DENSE ? piece_of<Dense<E>>(i, next) : piece_of<Quantised>(i, next);
+        switch (matrix.format) {
+        case DENSE: return piece_of<Dense<E>>(i, next);
+        case CODED_INT8:
+        case CODED_INT4: return piece_of<CodedIntegers>(i, next);
+        case CODED_FLOAT8:
+        case CODED_TABLE4: return piece_of<CodedFloats>(i, next);
+        default: return piece_of<Quantised>(i, next);
+        }
     }
 
   private:
@@ -192,6 +200,7 @@ struct Matmul {
 
     long row_words() const {
         long bytes = matrix.format == DENSE ? sizeof(Passed) : 1;
+        if (op.input == ARRANGED) bytes = sizeof(float);
         return step.strides[op.input] * bytes / long(sizeof(uint32_t));
     }
     const uint32_t* input(long row) const {

@@ -222,6 +222,8 @@ class Run {
             return each_row(op, next, id, [&](long token) { scale_cap(step, op, token); });
         case QUANTISE:
             return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
+        case ARRANGE:
+            return each_row(op, next, id, [&](long token) { arrange_token<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
                 rotate_write<E>(program, step, op, positions[token], token);
