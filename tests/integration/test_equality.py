@@ -30,7 +30,7 @@ from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
 # One for each kind of block; tests/unit/worker/test_families.py has all.
-SERVED_FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+SERVED_FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "exaone4"]
 
 
 def lengths_up_to(most: int) -> list[int]:
