@@ -41,9 +41,9 @@ class CodedWeights(PackedWeights):
             shown = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
             logging.info("weights in memory: %s", shown)
 
-    def _pack(self, layer: Linear | Embedding, gated: bool) -> Matrix:
+    def _pack(self, layer: Linear | Embedding, gated: bool, exact: bool) -> Matrix:
         if not layer.coded:
-            return super()._pack(layer, gated)
+            return super()._pack(layer, gated, exact)
         first = layer.coded[0]
         panels, columns, groups = pack_coded(layer.coded, gated)
         layer.coded = ()

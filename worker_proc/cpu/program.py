@@ -33,10 +33,17 @@ class OpKind(IntEnum):
     COPY = 13
     SCALE_CAP = 14
     ARRANGE = 15
+    ROUTE = 16
+    SORT_ROWS = 17
+    GATHER = 18
+    ADD_EXPERTS = 19
 
 
 class Buffer(IntEnum):
-    """A value that operations pass to each other, with a row for each token."""
+    """A value that operations pass to each other.
+
+    It has a row for each token, or for each chosen expert of each token.
+    """
 
     RESIDUAL = 0
     NORMED = 1
@@ -46,7 +53,14 @@ class Buffer(IntEnum):
     INNER = 5
     LOGITS = 6
     QUANTISED = 7
-    ARRANGED = 8
+    EXPERT_INPUT = 8
+    EXPERT_QUANTISED = 9
+    EXPERT_INNER = 10
+    EXPERT_OUTPUT = 11
+    ARRANGED = 12
+
+
+QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
 
 
 class Format(IntEnum):
@@ -127,6 +141,11 @@ class Op(ctypes.Structure):
         ("rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("expert_count", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+        ("renormalise", ctypes.c_int64),
+        ("by_expert", ctypes.c_int64),
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.quantized.methods import read_quantization
+from quadriga.model_files.quantized.methods import is_mxfp4, read_quantization
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
     NamedTensors,
@@ -17,6 +17,7 @@ from worker_proc.loading.checkpoints import (
     safetensors_files,
 )
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.mxfp4 import with_mxfp4_decoded
 from worker_proc.loading.quantised.coded_rows import CodedRows
 from worker_proc.loading.quantised.keep import keep_coded
 from worker_proc.loading.quantised.source import QuantisedTensors, from_quantised
@@ -64,7 +65,10 @@ def load_model(
         source = from_quantised(safetensors_files(files.weights), quantization, files.location)
         fill(model, source, files.location, rank, packed)
     elif files.tensor_index is None:
-        fill(model, from_safetensors(files.weights, device), files.location, rank)
+        stored = from_safetensors(files.weights, device)
+        if is_mxfp4(files.config):
+            stored = with_mxfp4_decoded(stored)
+        fill(model, stored, files.location, rank)
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
         fill(model, tensors, files.location, rank)

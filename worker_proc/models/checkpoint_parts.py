@@ -10,6 +10,7 @@ from torch import Tensor
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.models.expert_parts import expert_parts
 
 StoredTensor = Tensor | PackedRows | CodedRows
 Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
@@ -32,6 +33,9 @@ def checkpoint_parts(
     if name.endswith(config.skipped) or (
         config.tie_word_embeddings and name == f"{config.name('head')}.weight"
     ):
+        return
+    if (experts := expert_parts(config, name, tensor)) is not None:
+        yield from experts
         return
     if config.transposed and name.startswith(f"{config.name('layers')}."):
         tensor = tensor.t() if isinstance(tensor, Tensor) and tensor.dim() == 2 else tensor

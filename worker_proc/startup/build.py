@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
@@ -15,7 +16,6 @@ from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kerne
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.quantised.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
-from worker_proc.models.base import Model
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
 from worker_proc.startup.dummy_plans import release_plan
@@ -83,7 +83,7 @@ def make_runner(
         if impl is ModelImpl.NATIVE
         else load_transformers_model(files, dtype, device, part, ranks)
     )
-    if device.type == "cpu" and impl is ModelImpl.NATIVE and args.quantization == "none":
+    if device.type == "cpu" and isinstance(model, nn.Module) and args.quantization == "none":
         _log_widened(files, model, dtype)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
@@ -134,7 +134,7 @@ def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
     return TPGroup(part, store, device)
 
 
-def _log_widened(files: ModelFiles, model: Model, dtype: torch.dtype) -> None:
+def _log_widened(files: ModelFiles, model: nn.Module, dtype: torch.dtype) -> None:
     """Log what the packed weights of a GGUF take in the dtype of the server."""
     if files.tensor_index is None or files.weights is None:
         return

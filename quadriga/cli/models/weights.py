@@ -32,6 +32,11 @@ class WeightSummary:
         self.bytes_by_format[kind] += num_bytes
         self.num_parameters += num_parameters
 
+    def add_mxfp4(self, name: str, shape: list[int], num_bytes: int) -> None:
+        """Count the codes of gpt-oss, two in a byte, or their scales, which are no parameters."""
+        self.bytes_by_format["MXFP4"] += num_bytes
+        self.num_parameters += 2 * math.prod(shape) if name.endswith("_blocks") else 0
+
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:
     """Return the sums over all tensors. Raise ModelError if a file is damaged or cut short."""
@@ -50,6 +55,9 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
         for name, entry in _safetensors_header(path).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
+                if entry["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
+                    summary.add_mxfp4(name, entry["shape"], end - begin)
+                    continue
                 count = parameters_of(name, entry["shape"], quantization)
                 summary.add(entry["dtype"], count, end - begin)
     return summary

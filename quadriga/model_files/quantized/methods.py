@@ -22,9 +22,17 @@ def read_quantization(config: Settings) -> CheckpointQuantization | None:
     if not settings:
         return None
     method = str(settings.get("quant_method"))
+    if is_mxfp4(config):
+        return None
     if method not in _METHODS:
         _refuse("quant_method", method, tuple(sorted(_METHODS)))
     return CheckpointQuantization(method, _METHODS[method](settings))
+
+
+def is_mxfp4(config: Settings) -> bool:
+    """Return whether a gpt-oss has experts in MXFP4, which become bfloat16 exactly at load."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return method == "mxfp4" and config.get("model_type") == "gpt_oss"
 
 
 def _gptq(settings: Settings) -> tuple[WeightScheme, ...]:
