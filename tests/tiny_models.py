@@ -158,7 +158,7 @@ def tiny_granite(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with factors, and biases of attention and MLP."""
     fields = {
         "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.4,
+        "attention_multiplier": 0.3,
         "residual_multiplier": 0.7,
         "logits_scaling": 1.7,
         "attention_bias": True,

@@ -106,7 +106,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
 
 
 # One family for each kind of block; test_families.py has all.
-BLOCK_KINDS = ["mistral", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox"]
+BLOCK_KINDS = ["mistral", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox", "olmo3", "granite"]
 MODELS: dict[str, Callable[[Path], Path]] = {
     **{name: FAMILIES[name] for name in BLOCK_KINDS},
     "gpt2 (4 heads of 12)": tiny_gpt2,
