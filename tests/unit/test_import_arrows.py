@@ -16,6 +16,7 @@ BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
     "engine.py",
     "read_speed.py",
+    "formats.py",
     "permuted.py",
     "transformers_batching.py",
 }
