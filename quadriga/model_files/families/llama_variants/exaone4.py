@@ -22,11 +22,11 @@ def exaone4(config: dict[str, Any]) -> DecoderConfig:
     windows: tuple[int | None, ...] = (None,) * config["num_hidden_layers"]
     ropes: tuple[RopeScaling | None, ...] = (rope,) * len(windows)
     if config["sliding_window"] is not None:
-        if not config.get("layer_types"):
+        types = config.get("layer_types")
+        if not types:
             require(config, "sliding_window_pattern", (4, *range(1, len(windows) + 1)))
-        windows = layer_windows(
-            config, periodic_types(config, config.get("sliding_window_pattern", 4))
-        )
+            types = periodic_types(config, config.get("sliding_window_pattern", 4))
+        windows = layer_windows(config, types)
         ropes = tuple(rope if window is not None else None for window in windows)
     return DecoderConfig.from_hf(
         config, norm_places="after", qk_norm="heads", windows=windows, ropes=ropes
