@@ -15,7 +15,9 @@ from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
 from quadriga.model_files.gguf.llama_variants import gemma_values, granite_values, olmo2_values
+from quadriga.model_files.gguf.phi3 import phi3_config
 from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
+from quadriga.model_files.gguf.starcoder2 import starcoder2_config
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -186,6 +188,8 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "granite": partial(_variant, "Granite", granite_values),
     "olmo2": partial(_variant, "Olmo2", olmo2_values),
     "smollm3": partial(_like_llama, "SmolLM3"),
+    "phi3": phi3_config,
+    "starcoder2": starcoder2_config,
 }
 
 

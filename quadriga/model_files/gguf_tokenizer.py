@@ -26,7 +26,7 @@ _LLAMA3_WORDS = (
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _LLAMA3_WORD_NAMES = ("dbrx", "smaug-bpe")  # Llama 3's words, without its other rules
-_SINGLE_DIGIT_NAMES = ("smollm", "refact")
+_SINGLE_DIGIT_NAMES = ("smollm", "refact", "starcoder")
 # Control tokens that end an answer, beside the header's only eos_token_id.
 _END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
                 "<end_of_turn>")  # fmt: skip

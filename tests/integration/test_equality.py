@@ -31,7 +31,7 @@ from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
 # One for each kind of block; tests/unit/worker/test_families.py has all.
-SERVED_FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "exaone4", "gpt_oss"]
+SERVED_FAMILIES = ["mistral", "qwen3", "gemma3_text", "exaone4", "glm4", "gpt_neox", "gpt_oss"]
 
 
 def lengths_up_to(most: int) -> list[int]:

@@ -49,7 +49,7 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
             count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(count, 2, -1, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             values = values.T
         if is_gemma and name.endswith("norm.weight"):
             values = values + 1

@@ -91,7 +91,7 @@ class PackedWeights:
         if self._bits is None or exact:
             panels = to_panels(weight)
             return self._uniform(layer, gated, Format.DENSE, panels, len(weight), panels.shape[1])
-        rows = quantize(weight, self._bits)
+        rows = quantize(weight, self._bits, layer.importance)
         panels = to_quantised_panels(rows)
         depth = rows.codes.shape[1]
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(weight), depth)

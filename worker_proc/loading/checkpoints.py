@@ -181,6 +181,12 @@ _GGUF_NAMES = {
     "gemma3": _GEMMA_NAMES,
     "granite": _LLAMA_NAMES,
     "llama": _LLAMA_NAMES,
+    "phi3": {
+        **_LLAMA_NAMES,
+        "attn_qkv": "self_attn.qkv_proj",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "starcoder2": {**_LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     "olmo2": _OLMO_NAMES,
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,

@@ -44,6 +44,8 @@ class Linear(nn.Module):
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
         coded: Likewise, of a quantised checkpoint.
+        importance: [inputs] how much an error of an input's weights matters in 4 bits; None: the
+            same for all inputs.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class Linear(nn.Module):
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
         self.coded: tuple[CodedRows, ...] = ()
+        self.importance: Tensor | None = None
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 
 class Embedding(nn.Module):
-    """A table of vectors: weight [entries, hidden_size]; blocks and coded as in `Linear`.
+    """A table of vectors: weight [entries, hidden_size]; the rest as in `Linear`.
 
     Attributes:
         first_row: The row of token or position 0.
@@ -74,6 +77,7 @@ class Embedding(nn.Module):
         self.weight: Tensor = parameter(entries, hidden_size)
         self.blocks: tuple[PackedRows, ...] = ()
         self.coded: tuple[CodedRows, ...] = ()
+        self.importance: Tensor | None = None
 
 
 class LayerNorm(nn.Module):

@@ -88,7 +88,7 @@ def test_some_take_every_digit_by_itself(tmp_path: Path, pre: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pre", ["smollm", "refact", "gpt-2", "default", "llama-bpe", "dbrx", "qwen2"]
+    "pre", ["smollm", "refact", "starcoder", "gpt-2", "default", "llama-bpe", "dbrx", "qwen2"]
 )
 @pytest.mark.parametrize("text", [*TEXTS, "日本 12 ab ab\n\n  ab's"])
 def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str, text: str) -> None:

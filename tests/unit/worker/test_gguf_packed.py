@@ -17,7 +17,7 @@ from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_servable
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_phi3
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_cpu_kernels import (
@@ -77,8 +77,13 @@ def test_fused_permuted_and_transposed_matrices_have_the_numbers_of_the_dense_mo
     assert seen == (2 if build is tiny_gpt2 else 14)
 
 
+def phi3(directory: Path) -> Path:
+    """Write a model whose rows of weights are whole blocks, with fused projections."""
+    return tiny_phi3(directory, hidden_size=192, intermediate_size=160)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [tiny_gpt2, llama])
+@pytest.mark.parametrize("build", [tiny_gpt2, llama, phi3])
 def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     build: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path
 ) -> None:

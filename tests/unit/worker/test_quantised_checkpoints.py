@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.server_config import ModelArgs
-from quadriga.errors import ModelError
+from quadriga.config.worker_args import WorkerArgs
+from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.quantised_checkpoint import (
@@ -21,6 +22,7 @@ from tests.unit.quantised_checkpoint import (
     quantise_checkpoint,
 )
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantised.choice import keeps_packed
 
 CPU = torch.device("cpu")
 
@@ -98,3 +100,20 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"up_proj\.g_idx with groups of unequal sizes"):
         load_model(files, torch.float32, CPU)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    files = tiny_quantised(tmp_path, "awq")
+    for flag in ("int8", "int4", "gguf"):
+        args = WorkerArgs(quantization=flag)
+        with pytest.raises(ConfigError, match=rf"--quantization {flag} .*awq, 4 bits.*leave"):
+            keeps_packed(args, files, torch.float32, CPU)
+
+
+def test_plain_torch_dequantises_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = tiny_quantised(tmp_path, "awq")
+    args = WorkerArgs(attention_backend="torch")
+    assert not keeps_packed(args, files, torch.bfloat16, CPU)
+    assert "awq, 4 bits, groups of 32, dequantised to bfloat16 (16 bits)" in caplog.text
