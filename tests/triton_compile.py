@@ -30,19 +30,32 @@ def check(kernel: Any, constants: dict[str, Any], **types: str) -> None:
 
 def main() -> None:
     paged = {"slots": IDS, "positions": IDS, "page_table": IDS, "page_table_stride": "i32"}
-    attending = {**paged, "first_tokens": IDS, "counts": IDS, "scale": "fp32"}
+    attending = {**paged, "first_tokens": IDS, "counts": IDS, "scale": "fp32", "softcap": "fp32"}
     attending |= {"q_stride": "i32", "out_stride": "i32", "weights": FLOATS}
     blocks = {**HEADS, "GROUP": 3, "BLOCK_KEYS": attention.BLOCK_KEYS, "BLOCK_DIM": 64}
+    plain = {"WINDOW": 0, "CAPPED": False, "HAS_SINKS": False, "LOG2_E": attention.LOG2_E}
+    special = {**plain, "WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
     one = {"BLOCK_ROWS": 16, "ONE_QUERY": True, "SPLITS": 8}
     many = {"BLOCK_ROWS": 64, "ONE_QUERY": False, "SPLITS": 1}
-    check(attention._attend, blocks | one, **attending, out=FLOATS)
-    check(attention._attend, blocks | many, **attending, keys=FP8, values=FP8)
+    for options in (plain, special):
+        check(attention._attend, blocks | one | options, **attending, out=FLOATS)
+    check(attention._attend, blocks | many | plain, **attending, keys=FP8, values=FP8)
+    check(attention._attend, blocks | many | special, **attending)
     combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "SPLITS": 8}
     check(attention._combine, combining, parts=FLOATS, weights=FLOATS)
-    turning = {**HEADS, "HEADS": 9, "BLOCK_HEADS": 16, "HALF": 32, "BLOCK_HALF": 32}
-    for normed in (True, False):
-        check(rotate_write._rotate_write, {**turning, "ROTATED": True, "NORMED": normed}, **paged,
-              qkv_stride="i32", cosines=FLOATS, sines=FLOATS, epsilon="fp32")  # fmt: skip
+    turning = {**HEADS, "HEADS": 9, "BLOCK_HEADS": 16}
+    half = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 0}
+    quarter = {"HALF": 8, "BLOCK_HALF": 8, "BLOCK_REST": 64}
+    for rotated, normed, whole, part in (
+        (True, False, False, half),
+        (True, True, False, quarter),
+        (True, True, True, half),
+        (False, True, False, half),
+        (False, False, False, half),
+    ):
+        options = {"ROTATED": rotated, "NORMED": normed, "WHOLE": whole}
+        check(rotate_write._rotate_write, turning | part | options, **paged, qkv_stride="i32",
+              cosines=FLOATS, sines=FLOATS, epsilon="fp32", offset="fp32")  # fmt: skip
     wide = {"WIDTH": 768, "BLOCK": rows.BLOCK}
     check(rows._embed, {**wide, "HAS_POSITIONS": True}, tokens="*i32", slots=IDS, positions=IDS,
           out=FLOATS, tokens_stride="i32")  # fmt: skip

@@ -148,7 +148,7 @@ def _triton(
         raise ConfigError(f"{flags} needs the native kernels of a CPU: leave it out on {device}")
     kv_dtype, flash = kv_cache_dtype(args, dtype), args.attention_backend == "flash"
     if flash:
-        _check_flash(args, dtype)
+        _check_flash(args, model, dtype)
     if kv_dtype == torch.float8_e4m3fn and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
@@ -171,7 +171,7 @@ def _triton(
     )
 
 
-def _check_flash(args: WorkerArgs, dtype: torch.dtype) -> None:
+def _check_flash(args: WorkerArgs, model: Model, dtype: torch.dtype) -> None:
     """Raise ConfigError if torch's flash attention cannot be used."""
     try:
         from worker_proc.gpu import flash
@@ -190,6 +190,7 @@ def _check_flash(args: WorkerArgs, dtype: torch.dtype) -> None:
                 f"attention_backend flash does not work with {what}: start with"
                 " --attention-backend triton"
             )
+    flash.check_attention(model)
     flash.activate()
 
 

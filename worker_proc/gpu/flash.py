@@ -15,11 +15,11 @@ from torch.nn.attention.varlen import varlen_attn_out
 
 from quadriga.errors import ConfigError
 from worker_proc.gpu.pages import AttentionMetadata, AttentionPlanner, Launch
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Attention
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
-
-CAUSAL = (-1, 0)
 
 
 def activate() -> None:
@@ -31,6 +31,22 @@ def activate() -> None:
             f"attention_backend flash needs FlashAttention-3 beside torch {torch.__version__}"
             f" ({error}); install it, or start with --attention-backend triton"
         ) from None
+
+
+def check_attention(model: Model) -> None:
+    """Raise ConfigError if a layer attends in a way that `varlen_attn_out` does not have."""
+    for module in model.modules():
+        if not isinstance(module, Attention):
+            continue
+        for asked, what in (
+            (module.softcap is not None, f"an attention soft cap of {module.softcap}"),
+            (module.sinks is not None, "attention sinks"),
+        ):
+            if asked:
+                raise ConfigError(
+                    f"attention_backend flash does not work with a model that has {what}: start"
+                    " with --attention-backend triton"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,8 @@ class FlashLaunch(Launch):
     max_queries: int
     max_keys: int
 
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
+        seen_before = -1 if attention.window is None else attention.window - 1
         varlen_attn_out(
             out.unflatten(1, q.shape[1:]),
             q,
@@ -60,7 +77,8 @@ class FlashLaunch(Launch):
             None,
             self.max_queries,
             self.max_keys,
-            window_size=CAUSAL,  # the last query of a row sees all of its keys
+            scale=attention.scale,
+            window_size=(seen_before, 0),  # the last query of a row is at its last key
             enable_gqa=True,
             seqused_k=self.lengths,
             block_table=self.tables,

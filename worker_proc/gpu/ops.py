@@ -117,14 +117,8 @@ class TritonOps(Ops[Hidden]):
 
     def attend(self, layer: int, qkv: Hidden, attention: Attention) -> Hidden:
         assert self._metadata is not None
-        head_dim = self._pages.shape.head_dim
-        plain = attention.softcap is None and attention.window is None and attention.sinks is None
-        _check(plain and attention.scale == head_dim**-0.5, "windows, soft caps or sinks")
-        rope, norms = attention.rope, attention.norms
-        _check(rope is None or 2 * rope.cosines.shape[1] == head_dim, "partial rotary positions")
-        _check(norms is None or not norms.whole, "norms over all heads")
-        heads = qkv.x.unflatten(1, (-1, head_dim))
-        return Hidden(self._metadata.attend(self._pages.layers[layer], heads, rope, norms))
+        heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
+        return Hidden(self._metadata.attend(self._pages.layers[layer], heads, attention))
 
     def logits(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.models.layers import QKNorms, Rope
+from worker_proc.models.layers import Attention
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
@@ -61,13 +61,14 @@ class Launch(ABC):
     last: int
 
     @abstractmethod
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
         """Attend.
 
         Args:
             q: `[tokens, heads, head_dim]`, which may be strided by token.
             pool: A layer's pages.
             out: Receives `[tokens, heads * head_dim]`.
+            attention: Scale, soft cap, window and sinks of the layer.
         """
 
 
@@ -88,24 +89,23 @@ class AttentionMetadata:
     positions: Tensor
     launches: tuple[Launch, ...]
 
-    def attend(self, pool: Tensor, qkv: Tensor, rope: Rope | None, norms: QKNorms | None) -> Tensor:
+    def attend(self, pool: Tensor, qkv: Tensor, attention: Attention) -> Tensor:
         """Normalise and rotate queries and keys, write keys and values to the pages, attend.
 
         Args:
             pool: A layer's pages.
             qkv: `[tokens, heads + 2 * kv_heads, head_dim]`, which is changed.
-            rope: The rotation, if the model has one.
-            norms: The norms of queries and keys, if the model has them.
+            attention: What the layer does.
 
         Returns:
             `[tokens, heads * head_dim]`.
         """
         heads = qkv.shape[1] - 2 * pool.shape[3]
-        rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, rope, norms)
+        rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, attention)
         out = qkv.new_empty(len(qkv), heads * qkv.shape[2])
         for launch in self.launches:
             tokens = slice(launch.first, launch.last)
-            launch.attend(qkv[tokens, :heads], pool, out[tokens])
+            launch.attend(qkv[tokens, :heads], pool, out[tokens], attention)
         return out
 
 
@@ -132,8 +132,8 @@ class TritonLaunch(Launch):
     blocks: Tensor
     splits: int
 
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
-        attend_over_pages(q, pool, self.page_table, self.blocks, out, self.splits)
+    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
+        attend_over_pages(q, pool, self.page_table, self.blocks, out, attention, self.splits)
 
 
 class TritonAttention(AttentionPlanner):

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
@@ -76,16 +77,24 @@ def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     assert decoded.token_ids.tolist() == [105, 109]
 
 
+# One layer: Triton's interpreter takes long for each program of a grid.
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+
+
 def small_llama(directory: Path) -> Path:
-    """Write a Llama of one layer: Triton's interpreter takes long for each program of a grid."""
-    return tiny_llama(
-        directory,
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        head_dim=16,
-    )
+    """Write a Llama of one layer."""
+    return tiny_llama(directory, **SMALL)
+
+
+def small_mistral(directory: Path) -> Path:
+    """Write a Mistral of one layer with a window of 6 tokens."""
+    return tiny_mistral(directory, **SMALL, sliding_window=6)
 
 
 def runner_with(
@@ -120,10 +129,11 @@ def tokens_of(runner: Runner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("build", [small_llama, small_mistral])
 def test_replayed_steps_give_the_tokens_of_steps_that_are_not(
-    tmp_path: Path, deterministic: bool
+    tmp_path: Path, deterministic: bool, build: Callable[[Path], Path]
 ) -> None:
-    directory = small_llama(tmp_path)
+    directory = build(tmp_path)
     flags = {"enable_deterministic_inference": True} if deterministic else {}
     replayed = tokens_of(runner_with(directory, capture(), **flags))
     assert replayed == tokens_of(runner_with(directory, None, **flags))

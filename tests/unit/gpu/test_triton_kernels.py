@@ -16,8 +16,9 @@ from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_bloc
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, store_tokens, swiglu
-from worker_proc.models.layers import Embedding, LayerNorm, QKNorms, RMSNorm, Rope
+from worker_proc.models.layers import Attention, Embedding, LayerNorm, QKNorms, RMSNorm, Rope
 from worker_proc.models.rope_scaling import rope_frequencies
+from worker_proc.models.torch_functions import cap
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
@@ -73,8 +74,8 @@ class Case:
             token += count
         return ints(blocks).t().contiguous()
 
-    def expected(self, q: Tensor, pool: Tensor) -> Tensor:
-        """Row by row, by torch's own attention in float32."""
+    def expected(self, q: Tensor, pool: Tensor, attention: Attention) -> Tensor:
+        """Row by row, in float32: scores, soft cap, mask, softmax with sinks."""
         table, parts, token = self.page_table(), [], 0
         for slot, computed, count in self.rows:
             length = computed + count
@@ -82,12 +83,28 @@ class Case:
                 x.float()[table[slot]].flatten(0, 1)[:length].transpose(0, 1)
                 for x in (pool[0], pool[1])
             )
-            mask = torch.ones(count, length, dtype=torch.bool, device=DEVICE).tril(computed)
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, 0) for x in (k, v))
             query = q[token : token + count].float().transpose(0, 1)
-            out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+            scores = cap(query @ k.transpose(1, 2) * attention.scale, attention.softcap)
+            mask = torch.ones(count, length, dtype=torch.bool, device=DEVICE).tril(computed)
+            if attention.window is not None:
+                mask = mask.triu(computed + 1 - attention.window)
+            scores = scores.masked_fill(~mask, float("-inf"))
+            if attention.sinks is not None:
+                sinks = attention.sinks.float()[:, None, None].expand(-1, count, 1)
+                scores = torch.cat((scores, sinks), -1)
+            out = scores.softmax(-1)[..., :length] @ v
             parts.append(out.transpose(0, 1).flatten(1))
             token += count
         return torch.cat(parts)
+
+    def plain(self) -> Attention:
+        return Attention(self.head_dim**-0.5)
+
+    def special(self, window: int, dtype: torch.dtype) -> Attention:
+        """A scale, a soft cap, a window and sinks."""
+        sinks = draw(self.heads, dtype=dtype, seed=7)
+        return Attention(0.4, softcap=2.5, window=window, sinks=sinks)
 
 
 MIXED = [
@@ -103,75 +120,91 @@ DECODE = [
 ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 30])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", MIXED, ids=str)
 def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
-    case: Case, dtype: torch.dtype
+    case: Case, dtype: torch.dtype, window: int | None
 ) -> None:
+    attention = case.plain() if window is None else case.special(window, dtype)
     q, pool = draw(case.tokens, case.heads, case.head_dim, dtype=dtype), case.pool(dtype)
     out = q.new_full((case.tokens, case.heads * case.head_dim), float("nan"))
-    attend_over_pages(q, pool, case.page_table(), case.blocks(), out)
-    assert close(out, case.expected(q, pool), dtype)
+    attend_over_pages(q, pool, case.page_table(), case.blocks(), out, attention)
+    assert close(out, case.expected(q, pool, attention), dtype)
 
 
+@pytest.mark.parametrize("window", [None, 3, 70])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", DECODE, ids=str)
 def test_decode_rows_attend_alike_however_their_keys_are_split(
-    case: Case, dtype: torch.dtype, splits: int
+    case: Case, dtype: torch.dtype, splits: int, window: int | None
 ) -> None:
+    attention = case.plain() if window is None else case.special(window, dtype)
     q, pool = draw(case.tokens, case.heads, case.head_dim, dtype=dtype), case.pool(dtype)
     out = q.new_full((case.tokens + 1, case.heads * case.head_dim), float("nan"))
     rows = [*((slot, computed) for slot, computed, _ in case.rows), (-1, 0)]
     blocks = ints([list(row) for row in rows]).t().contiguous()
     padded = torch.cat((q, q[:1]))
-    attend_over_pages(padded, pool, case.page_table(), blocks, out, splits)
-    assert close(out[:-1], case.expected(q, pool), dtype)
+    attend_over_pages(padded, pool, case.page_table(), blocks, out, attention, splits)
+    assert close(out[:-1], case.expected(q, pool, attention), dtype)
     assert out[-1].eq(0).all(), "a row that stands for nothing gives zeros"
 
 
-def test_a_query_attends_alike_whatever_chunk_it_comes_in() -> None:
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_query_attends_alike_whatever_chunk_it_comes_in(window: int | None) -> None:
     whole = Case(6, 2, 16, 4, [(2, 0, 100)])
     q, pool, table = draw(100, 6, 16), whole.pool(FLOAT32), whole.page_table()
     out = torch.empty(100, 96, device=DEVICE)
-    attend_over_pages(q, pool, table, whole.blocks(), out)
+    attention = whole.plain() if window is None else whole.special(window, FLOAT32)
+    attend_over_pages(q, pool, table, whole.blocks(), out, attention)
     for begin, end in ((0, 37), (37, 38), (38, 100)):
         part = Case(6, 2, 16, 4, [(2, begin, end - begin)])
         chunk = torch.empty(end - begin, 96, device=DEVICE)
-        attend_over_pages(q[begin:end], pool, table, part.blocks(), chunk)
+        attend_over_pages(q[begin:end], pool, table, part.blocks(), chunk, attention)
         assert chunk.equal(out[begin:end])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rotated", "normed"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("rotated", [None, 0.5, 1.0])
+@pytest.mark.parametrize("normed", [None, "heads", "whole"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (6, 2, 16), (3, 1, 64)])
 def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
-    heads: int, kv_heads: int, dim: int, rotated: bool, normed: bool, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: float | None,
+    normed: str | None,
+    dtype: torch.dtype,
 ) -> None:
     case = Case(heads, kv_heads, dim, 4, [])
     slots, positions = ints([3, -1, 0, 3]), ints([17, 5, 0, 18])
     qkv, pool = draw(4, heads + 2 * kv_heads, dim, dtype=dtype), case.pool(dtype)
-    frequencies, _ = rope_frequencies(RopeScaling.from_hf({"rope_theta": 100.0}, dim), CONTEXT)
-    rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
     expected, expected_pool = qkv.float().clone(), pool.clone()
-    turning = expected[:, : heads + kv_heads]
-    norms = QKNorms(dim, dim, 1e-5).to(DEVICE, dtype)
-    for seed, norm in enumerate((norms.queries, norms.keys)):
-        norm.weight.copy_(draw(dim, seed=seed))
-    if normed:
+    attention, turning = case.plain(), expected[:, : heads + kv_heads]
+    if normed is not None:
+        sizes = (dim, dim) if normed == "heads" else (heads * dim, kv_heads * dim)
+        norms = QKNorms(*sizes, 1e-5, offset=0.5, whole=normed == "whole").to(DEVICE, dtype)
+        attention.norms = norms
         for part, norm in ((turning[:, :heads], norms.queries), (turning[:, heads:], norms.keys)):
-            part.copy_(F.rms_norm(part, (dim,), norm.weight.float(), 1e-5))
-    if rotated:
+            norm.weight.copy_(draw(len(norm.weight), seed=part.shape[1]))
+            wide = part.flatten(1) if norms.whole else part
+            gain = norm.weight.float() + 0.5
+            part.copy_(F.rms_norm(wide, gain.shape, gain, 1e-5).view_as(part))
+    if rotated is not None:
+        values = {"rope_theta": 100.0, "partial_rotary_factor": rotated}
+        frequencies, _ = rope_frequencies(RopeScaling.from_hf(values, dim), CONTEXT)
+        rope = attention.rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
         cosines, sines = (x[positions].unsqueeze(1) for x in (rope.cosines, rope.sines))
-        first, second = turning.chunk(2, -1)
+        assert 2 * len(frequencies) == int(rotated * dim)
+        first, second = turning[..., : 2 * len(frequencies)].chunk(2, -1)
         turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
-        expected[:, : heads + kv_heads] = turned
+        turning[..., : 2 * len(frequencies)] = turned
     pages = case.page_table()[slots, positions // 4]
     for row in (0, 2, 3):
         kv = expected[row, heads:].to(dtype).unflatten(0, (2, kv_heads))
         expected_pool[:, pages[row], positions[row] % 4] = kv
-    turns, norming = rope if rotated else None, norms if normed else None
-    rotate_and_write(qkv, pool, case.page_table(), slots, positions, turns, norming)
+    rotate_and_write(qkv, pool, case.page_table(), slots, positions, attention)
     real = [0, 2, 3]
     assert close(qkv[real, :heads], expected[real, :heads], dtype)
     assert close(pool, expected_pool, dtype)

@@ -4,16 +4,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.models.layers import QKNorms, Rope
+from worker_proc.models.layers import Attention
+
+
+@triton.jit
+def _mean(
+    squares, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return the mean squares of each head, or of all queries and all keys, `[heads, 1]`."""
+    if WHOLE:
+        is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+        of_queries = tl.sum(tl.where(is_query, squares, 0.0)) / HEADS
+        of_keys = tl.sum(tl.where(is_query | is_value, 0.0, squares)) / KV_HEADS
+        squares = tl.where(is_query, of_queries, of_keys)
+    return squares / DIM
+
+
+@triton.jit
+def _normed(
+    x, scale, query_gain, key_gain, offset, head, channel, exists,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GAIN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Return x times scale and gains `[heads, channels]` where a head is of queries or keys."""
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    gains = head * GAIN_STRIDE + channel
+    gain = tl.load(query_gain + gains, mask=exists & is_query, other=0.0)
+    is_key = exists & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    of_keys = tl.load(key_gain + gains - HEADS * GAIN_STRIDE, mask=is_key, other=0.0)
+    gain = tl.where(is_query, gain, of_keys).to(tl.float32) + offset
+    return tl.where(is_value, x, (x.to(tl.float32) * scale * gain).to(x.dtype))
+
+
+@triton.jit
+def _store(
+    x, pool_keys, pool_values, page_place, head, channel, exists,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the keys and values of x `[heads, channels]` to a place in a page."""
+    is_key = exists & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    key_place = page_place + (head - HEADS) * DIM + channel
+    x = x.to(pool_keys.dtype.element_ty)
+    tl.store(pool_keys + key_place, x, mask=is_key)
+    is_value = exists & (head >= HEADS + KV_HEADS)
+    tl.store(pool_values + key_place - KV_HEADS * DIM, x, mask=is_value)
 
 
 @triton.jit
 def _rotate_write(
     qkv, pool_keys, pool_values, cosines, sines, query_gain, key_gain,
-    slots, positions, page_table, qkv_stride, page_table_stride, epsilon,
+    slots, positions, page_table, qkv_stride, page_table_stride, epsilon, offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTATED: tl.constexpr,
-    NORMED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -21,25 +64,34 @@ def _rotate_write(
         position = tl.load(positions + token)
         head, dim = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
         is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
-        exists = (head < HEADS + 2 * KV_HEADS) & (dim < HALF)
-        if not ROTATED:
-            exists = exists & (head >= HEADS)
-        exists_second = exists & (dim + HALF < DIM)
+        is_head = head < HEADS + 2 * KV_HEADS
+        if not (ROTATED or NORMED):
+            is_head = is_head & (head >= HEADS)
         places = token * qkv_stride + head * DIM + dim
+        exists = is_head & (dim < HALF)
+        exists_second = exists & (dim + HALF < DIM)
         first = tl.load(qkv + places, mask=exists, other=0.0)
         second = tl.load(qkv + places + HALF, mask=exists_second, other=0.0)
+        if BLOCK_REST:
+            channel = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+            exists_rest = is_head & (channel < DIM)
+            rest_places = token * qkv_stride + head * DIM + channel
+            rest = tl.load(qkv + rest_places, mask=exists_rest, other=0.0)
         if NORMED:
             squares = first.to(tl.float32) * first + second.to(tl.float32) * second
-            scale = tl.rsqrt(tl.sum(squares, axis=1) / DIM + epsilon)[:, None]
-            low, high = dim < HALF, dim + HALF < DIM
-            of_queries = tl.load(query_gain + dim, mask=low, other=0.0)
-            gain = tl.where(is_query, of_queries, tl.load(key_gain + dim, mask=low, other=0.0))
-            normed = first * scale * gain
-            first = tl.where(is_value, first, normed.to(first.dtype))
-            of_queries = tl.load(query_gain + dim + HALF, mask=high, other=0.0)
-            of_keys = tl.load(key_gain + dim + HALF, mask=high, other=0.0)
-            normed = second * scale * tl.where(is_query, of_queries, of_keys)
-            second = tl.where(is_value, second, normed.to(second.dtype))
+            squares = tl.sum(squares, axis=1)[:, None]
+            if BLOCK_REST:
+                squares += tl.sum(rest.to(tl.float32) * rest, axis=1)[:, None]
+            scale = tl.rsqrt(_mean(squares, head, HEADS, KV_HEADS, DIM, WHOLE) + epsilon)
+            GAIN_STRIDE: tl.constexpr = DIM if WHOLE else 0
+            first = _normed(first, scale, query_gain, key_gain, offset, head, dim, exists,
+                            HEADS, KV_HEADS, GAIN_STRIDE)  # fmt: skip
+            second = _normed(second, scale, query_gain, key_gain, offset, head, dim + HALF,
+                             exists_second, HEADS, KV_HEADS, GAIN_STRIDE)  # fmt: skip
+            if BLOCK_REST:
+                rest = _normed(rest, scale, query_gain, key_gain, offset, head, channel,
+                               exists_rest, HEADS, KV_HEADS, GAIN_STRIDE)  # fmt: skip
+                tl.store(qkv + rest_places, rest, mask=exists_rest & is_query)
         if ROTATED:
             cosine = tl.load(cosines + position * HALF + dim, mask=dim < HALF, other=0.0)
             sine = tl.load(sines + position * HALF + dim, mask=dim < HALF, other=0.0)
@@ -47,24 +99,22 @@ def _rotate_write(
             turned_second = second * cosine + first * sine
             first = tl.where(is_value, first, turned.to(first.dtype))
             second = tl.where(is_value, second, turned_second.to(second.dtype))
+        if ROTATED or NORMED:
             tl.store(qkv + places, first, mask=exists & is_query)
             tl.store(qkv + places + HALF, second, mask=exists_second & is_query)
         page = tl.load(page_table + slot * page_table_stride + position // PAGE_SIZE)
         place = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * DIM)
-        kind = pool_keys.dtype.element_ty
-        is_key = exists & (head >= HEADS) & (head < HEADS + KV_HEADS)
-        key_place = place + (head - HEADS) * DIM + dim
-        tl.store(pool_keys + key_place, first.to(kind), mask=is_key)
-        tl.store(pool_keys + key_place + HALF, second.to(kind), mask=is_key & exists_second)
-        value_place = key_place - KV_HEADS * DIM
-        is_value = exists & is_value
-        tl.store(pool_values + value_place, first.to(kind), mask=is_value)
-        tl.store(pool_values + value_place + HALF, second.to(kind), mask=is_value & exists_second)
+        _store(first, pool_keys, pool_values, place, head, dim, exists, HEADS, KV_HEADS, DIM)
+        _store(second, pool_keys, pool_values, place, head, dim + HALF, exists_second,
+               HEADS, KV_HEADS, DIM)  # fmt: skip
+        if BLOCK_REST:
+            _store(rest, pool_keys, pool_values, place, head, channel, exists_rest,
+                   HEADS, KV_HEADS, DIM)  # fmt: skip
 
 
 def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
-    rope: Rope | None, norms: QKNorms | None = None,
+    attention: Attention,
 ) -> None:  # fmt: skip
     """Normalise and rotate queries in place, and keys on their way to the pages.
 
@@ -74,24 +124,23 @@ def rotate_and_write(
         page_table: `[slots, pages]` int64.
         slots: `[tokens]` int64; a token with slot -1 is padding.
         positions: `[tokens]` int64.
-        rope: None: nothing is rotated.
-        norms: None: nothing is normalised.
-
-    Raises:
-        ValueError: There are norms without rope: queries that are not rotated are not read.
+        attention: Its norms and rotary positions.
     """
-    if norms is not None and rope is None:
-        raise ValueError("heads are normalised only where they are rotated")
     tokens, all_heads, head_dim = qkv.shape
     _, _, page_size, kv_heads, _ = pool.shape
-    half = -(-head_dim // 2)
+    rope, norms = attention.rope, attention.norms
+    half = -(-head_dim // 2) if rope is None else rope.cosines.shape[1]
+    num_rest = max(0, head_dim - 2 * half)
     angles = (rope.cosines, rope.sines) if rope is not None else (qkv, qkv)
     gains = (norms.queries.weight, norms.keys.weight) if norms is not None else (qkv, qkv)
     _rotate_write[(tokens,)](
         qkv, pool[0], pool[1], *angles, *gains, slots, positions, page_table,
         qkv.stride(0), page_table.stride(0), norms.keys.epsilon if norms is not None else 0.0,
+        norms.keys.offset if norms is not None else 0.0,
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_HEADS=triton.next_power_of_2(all_heads), HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half), ROTATED=rope is not None,
-        NORMED=norms is not None,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(num_rest) if num_rest else 0,
+        ROTATED=rope is not None, NORMED=norms is not None,
+        WHOLE=norms is not None and norms.whole,
     )  # fmt: skip
