@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
         model = resolve_model(config.model, show_progress=True)
-        check_servable(model)
+        check_servable(model, config.worker.quantization)
         check_flags(config.worker, choose_model_impl(model))
     except QuadrigaError as error:
         fail(error, EXIT_START_FAILED, owner)

@@ -17,7 +17,9 @@ from transformers import (
     Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
@@ -27,6 +29,8 @@ from transformers import (
     GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GraniteConfig,
@@ -74,6 +78,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+GEMMA3_FIELDS: dict[str, Any] = {
+    "sliding_window": 20,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def tiny_gpt2(directory: Path, **changes: Any) -> Path:
@@ -95,23 +107,40 @@ def tiny_gpt2(directory: Path, **changes: Any) -> Path:
     return _save(GPT2LMHeadModel, GPT2Config(**fields), directory)
 
 
+def tiny_gptj(directory: Path, **changes: Any) -> Path:
+    """Write a GPT-J of 3 layers and 4 heads of 12, of which 8 channels are rotated."""
+    end = write_tokenizer(directory)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": CONTEXT_LENGTH,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        **changes,
+    }
+    return _save(GPTJForCausalLM, GPTJConfig(**fields), directory)
+
+
 def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
     """Write a Llama of 3 layers, 6 heads of 16, 2 key/value heads and context 256.
 
     Return the directory. `changes` are further fields of LlamaConfig.
     """
-    return _like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
+    return like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
 
 
 def tiny_mistral(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with a window of 24 tokens."""
     changes = {"sliding_window": 24, "head_dim": 16, **changes}
-    return _like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
+    return like_llama(MistralForCausalLM, MistralConfig, directory, False, changes)
 
 
 def tiny_olmo2(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with norms after its layers and of all heads together."""
-    return _like_llama(Olmo2ForCausalLM, Olmo2Config, directory, False, changes)
+    return like_llama(Olmo2ForCausalLM, Olmo2Config, directory, False, changes)
 
 
 def tiny_olmo3(directory: Path, **changes: Any) -> Path:
@@ -122,32 +151,32 @@ def tiny_olmo3(directory: Path, **changes: Any) -> Path:
         "full_attention": {**yarn, "rope_theta": 500000.0},
     }
     fields = {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": ropes}
-    return _like_llama(Olmo3ForCausalLM, Olmo3Config, directory, False, {**fields, **changes})
+    return like_llama(Olmo3ForCausalLM, Olmo3Config, directory, False, {**fields, **changes})
 
 
 def tiny_granite(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with factors, and biases of attention and MLP."""
     fields = {
         "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.4,
+        "attention_multiplier": 0.3,
         "residual_multiplier": 0.7,
         "logits_scaling": 1.7,
         "attention_bias": True,
         "mlp_bias": True,
         **changes,
     }
-    return _like_llama(GraniteForCausalLM, GraniteConfig, directory, True, fields)
+    return like_llama(GraniteForCausalLM, GraniteConfig, directory, True, fields)
 
 
 def tiny_smollm3(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with 4 layers, of which the last rotates nothing."""
     changes = {"num_hidden_layers": 4, "attention_bias": True, "pad_token_id": 0, **changes}
-    return _like_llama(SmolLM3ForCausalLM, SmolLM3Config, directory, True, changes)
+    return like_llama(SmolLM3ForCausalLM, SmolLM3Config, directory, True, changes)
 
 
 def tiny_gemma(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with GELU, scaled embeddings and heads of 24."""
-    return _like_llama(GemmaForCausalLM, GemmaConfig, directory, True, {"head_dim": 24, **changes})
+    return like_llama(GemmaForCausalLM, GemmaConfig, directory, True, {"head_dim": 24, **changes})
 
 
 def tiny_exaone4(directory: Path, **changes: Any) -> Path:
@@ -156,35 +185,35 @@ def tiny_exaone4(directory: Path, **changes: Any) -> Path:
     The second of its 4 layers has no window and rotates nothing; nor has the last.
     """
     fields = {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 2}
-    return _like_llama(Exaone4ForCausalLM, Exaone4Config, directory, False, {**fields, **changes})
+    return like_llama(Exaone4ForCausalLM, Exaone4Config, directory, False, {**fields, **changes})
 
 
 def tiny_seed_oss(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with heads of 24 and biased queries, keys and values."""
     changes = {"head_dim": 24, **changes}
-    return _like_llama(SeedOssForCausalLM, SeedOssConfig, directory, False, changes)
+    return like_llama(SeedOssForCausalLM, SeedOssConfig, directory, False, changes)
 
 
 def tiny_ernie4_5(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with biases that rotates neighbouring channels."""
     changes = {"head_dim": 24, "use_bias": True, **changes}
-    return _like_llama(Ernie4_5ForCausalLM, Ernie4_5Config, directory, True, changes)
+    return like_llama(Ernie4_5ForCausalLM, Ernie4_5Config, directory, True, changes)
 
 
 def tiny_helium(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama that rotates neighbouring channels."""
     changes = {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **changes}
-    return _like_llama(HeliumForCausalLM, HeliumConfig, directory, False, changes)
+    return like_llama(HeliumForCausalLM, HeliumConfig, directory, False, changes)
 
 
 def tiny_qwen2(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with biased queries, keys and values."""
-    return _like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
+    return like_llama(Qwen2ForCausalLM, Qwen2Config, directory, True, changes)
 
 
 def tiny_qwen3(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with normalised heads of 24."""
-    return _like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
+    return like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 
 def tiny_phi3(directory: Path, **changes: Any) -> Path:
@@ -229,7 +258,7 @@ def _odd_sizes(
     model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]
 ) -> Path:
     sizes = {"hidden_size": 120, "intermediate_size": 152}
-    return _like_llama(model_class, config_class, directory, False, {**sizes, **changes})
+    return like_llama(model_class, config_class, directory, False, {**sizes, **changes})
 
 
 def tiny_gemma2(directory: Path, **changes: Any) -> Path:
@@ -240,15 +269,19 @@ def tiny_gemma2(directory: Path, **changes: Any) -> Path:
 
 def tiny_gemma3(directory: Path, **changes: Any) -> Path:
     """Write a Gemma 3 of 4 layers; the third has no window, but scaled positions."""
-    fields = {
-        "sliding_window": 20,
-        "sliding_window_pattern": 3,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    }
-    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, fields | changes)
+    return _gemma(Gemma3ForCausalLM, Gemma3TextConfig, directory, GEMMA3_FIELDS | changes)
+
+
+def tiny_gemma3_with_images(directory: Path) -> Path:
+    """Write a model like tiny_gemma3 that also reads images: a nested config, other names."""
+
+    def nested(**fields: Any) -> Gemma3Config:
+        image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+        ids: dict[str, Any] = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+        return Gemma3Config(text_config=fields, vision_config=image, mm_tokens_per_image=4, **ids)
+
+    return _gemma(Gemma3ForConditionalGeneration, nested, directory, GEMMA3_FIELDS)
 
 
 GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text": tiny_gemma3}
@@ -257,6 +290,7 @@ GEMMA: dict[str, Callable[[Path], Path]] = {"gemma2": tiny_gemma2, "gemma3_text"
 # A model of each family, by model_type. Tests take their parameters from here.
 FAMILIES: dict[str, Callable[..., Path]] = {
     "gpt2": tiny_gpt2,
+    "gptj": tiny_gptj,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
     "olmo2": tiny_olmo2,
@@ -282,12 +316,13 @@ FAMILIES: dict[str, Callable[..., Path]] = {
 
 def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:
     fields = {"num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, **changes}
-    return _like_llama(model_class, config_class, directory, True, fields)
+    return like_llama(model_class, config_class, directory, True, fields)
 
 
-def _like_llama(
+def like_llama(
     model_class: Any, config_class: Any, directory: Path, tie: bool, changes: dict[str, Any]
 ) -> Path:
+    """Write a model of 3 layers of 96 channels and context 256, with `changes` of its config."""
     end = write_tokenizer(directory)
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -340,7 +375,7 @@ def _save(model_class: Any, config: Any, directory: Path) -> Path:
         model = model_class(config)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.dim() == 2 and name not in ("lm_head.weight",):
+                if weight.dim() >= 2 and name not in ("lm_head.weight",):
                     weight.normal_(0.0, 0.12)
                 elif weight.dim() == 1:
                     weight.add_(torch.randn(weight.shape) * 0.05)

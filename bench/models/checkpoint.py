@@ -13,7 +13,7 @@ from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.gguf_header import header_files, make_config
 
 Array = npt.NDArray[np.float32]
-ModelName = Literal["smollm2", "gpt2"]
+ModelName = Literal["smollm2", "gpt2", "gemma3"]
 RANDOM_SEED = 0
 STANDARD_DEVIATION = 0.02
 UNUSED_TOKEN_TYPE = 5  # of GGUF

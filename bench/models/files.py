@@ -12,9 +12,11 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.models.checkpoint import Array, Checkpoint, ModelName, filler_tokens, load_checkpoint
+from quadriga.model_files.builtin.fetch import builtin_weights
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 
-Weights = Literal["bf16", "q8_0", "q4_0"]
+Weights = Literal["bf16", "q8_0", "q4_0", "q4_k_m"]
+FILE_MODEL = "gemma3-270m"  # of gemma3, whose published file is compared as it is, in q4_k_m
 # Part of the path: raise it when the written files change.
 VERSION = 1
 
@@ -37,6 +39,8 @@ def gguf_file(model: ModelName, weights: Weights) -> Path:
     The embedding, which is also the output matrix, has 8 bits in a q4_0 file, as in llama.cpp's own
     q4_0 files, where it is more precise than the rest.
     """
+    if model == "gemma3":
+        return builtin_weights(show_progress=True, name=FILE_MODEL)
     directory = _directory(model) / weights
     if not directory.is_dir():
         with scratch_directory() as scratch:

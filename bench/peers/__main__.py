@@ -16,7 +16,7 @@ from typing import get_args
 from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.models.files import Weights
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.peer import WORKLOADS
+from bench.peers.peer import WORKLOADS, workloads_of
 from bench.peers.recipes import PEERS
 from bench.peers.table import append, read, table
 from quadriga.errors import ConfigError, QuadrigaError
@@ -50,7 +50,13 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
     )
     settings.logs.mkdir(parents=True, exist_ok=True)
     print(f"logs of the servers: {settings.logs}", file=sys.stderr)
-    workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
+    possible = workloads_of(arguments.weights)
+    if unfit := set(arguments.workload or ()) - set(possible):
+        raise ConfigError(
+            f"{', '.join(sorted(unfit))} has no {arguments.weights} weights; --weights"
+            f" {arguments.weights} has {', '.join(possible)}"
+        )
+    workloads = [WORKLOADS[name] for name in arguments.workload or possible]
     measured: list[Outcome] = []
     left_out: list[str] = []
 
@@ -81,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("peers", nargs="*", choices=[[], *PEERS], metavar="PEER", help=", ".join(PEERS))
     add("--all", action="store_true", help="every peer")
-    add("--workload", nargs="+", choices=list(WORKLOADS), help="(default: all)")
+    help_of_workload = "(default: all that have the weights)"
+    add("--workload", nargs="+", choices=list(WORKLOADS), help=help_of_workload)
     add("--weights", choices=get_args(Weights), default="bf16", help="(default: bf16)")
     add("--warmup-runs", type=int, default=1, help="unmeasured runs of each side (default: 1)")
     add(

@@ -18,7 +18,7 @@ from bench.cli.options import Options, parse
 from bench.client.server import OwnServer, ServerProcess, free_port
 from bench.client.transport import info_of
 from bench.metrics.metrics import Summary
-from bench.models.files import Weights, gguf_file, hugging_face_directory
+from bench.models.files import FILE_MODEL, Weights, gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, PeerWorkload, Start
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
 
@@ -218,6 +218,13 @@ def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, 
     return OwnServer(config, log, http_port=port), ["--backend", "openai", "--base-url", url]
 
 
+def _bench_model(workload: PeerWorkload) -> str:
+    """Return the model whose vocabulary bench.serving takes prompts from."""
+    if workload.model == "gemma3":
+        return FILE_MODEL
+    return str(hugging_face_directory(workload.model))
+
+
 def _peer_launch(peer: Peer, weights: Weights) -> Callable[[PeerWorkload], _Launch]:
     if weights not in peer.weights:
         raise ConfigError(
@@ -229,7 +236,7 @@ def _peer_launch(peer: Peer, weights: Weights) -> Callable[[PeerWorkload], _Laun
         def make(log: Path) -> tuple[ServerProcess, list[str]]:
             port = free_port()
             command = peer.command(Start(program, port, workload, weights))
-            model = hugging_face_directory(workload.model)
+            model = _bench_model(workload)
             server = ServerProcess(command, log, READY_TIMEOUT_S, peer.environment)
             return server, peer.target(port, model)
 

@@ -68,11 +68,11 @@ class Peer:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     prompt_form: Literal["ids", "text"] = "ids"
 
-    def target(self, port: int, model: Path) -> list[str]:
+    def target(self, port: int, model: str) -> list[str]:
         """Return the flags of bench.serving for its server at `port`, which serves `model`."""
         return [
             *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
-            *("--model", str(model), "--extra-body", json.dumps(dict(self.extra_body))),
+            *("--model", model, "--extra-body", json.dumps(dict(self.extra_body))),
         ]
 
 
@@ -85,5 +85,14 @@ WORKLOADS = {
         PeerWorkload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
         PeerWorkload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
         PeerWorkload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
+        PeerWorkload("W7", "gemma3", 128, 128, concurrency=1, num_requests=8),
+        PeerWorkload("W8", "gemma3", 128, 128, concurrency=8, num_requests=32),
+        PeerWorkload("W9", "gemma3", 1024, 32, concurrency=8, num_requests=16),
     )
 }
+
+
+def workloads_of(weights: Weights) -> list[str]:
+    """Return the names of the workloads whose model has these weights."""
+    is_file = weights == "q4_k_m"
+    return [name for name, work in WORKLOADS.items() if (work.model == "gemma3") == is_file]

@@ -117,7 +117,7 @@ LLAMA_CPP = Peer(
     name="llama-cpp",
     install=_build_llama_cpp,
     command=_llama_cpp,
-    weights=("bf16", "q8_0", "q4_0"),
+    weights=("bf16", "q8_0", "q4_0", "q4_k_m"),
 )
 
 

@@ -44,7 +44,7 @@ class ReadSpeed:
     @torch.inference_mode()
     def measure(self) -> float:
         """Return bytes per second, by the faster way."""
-        by_torch = self._array.nbytes / _least_seconds(self._array.max)
+        by_torch = self._array.nbytes / least_seconds(self._array.max)
         return max(by_torch, self._size / self._product.measure())
 
 
@@ -88,7 +88,7 @@ class _TimedProduct:
         self, product: Product, args: WorkerArgs, kernels: str, dtype: torch.dtype, rows: int
     ) -> None:
         args = dataclasses.replace(args, attention_backend=kernels)
-        model = _OneProduct(product).to(dtype)
+        model = OneProduct(product).to(dtype)
         for weight in model.parameters():
             weight.normal_()
         self._engine: Engine = make_engine(args, model, 1, dtype, CPU)
@@ -98,11 +98,11 @@ class _TimedProduct:
 
     def measure(self) -> float:
         """Measure once, and return the seconds."""
-        self.seconds.append(_least_seconds(lambda: self._engine.logits(self._input)))
+        self.seconds.append(least_seconds(lambda: self._engine.logits(self._input)))
         return self.seconds[-1]
 
 
-class _OneProduct(Model):
+class OneProduct(Model):
     """A model whose head is a norm and the product, without layers."""
 
     def __init__(self, product: Product) -> None:
@@ -111,22 +111,26 @@ class _OneProduct(Model):
         self.attention_shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
         self._tokens = Embedding(1, product.inputs)
         self._norm = RMSNorm(product.inputs, 1e-5)
-        self._linear = Linear(product.inputs, product.outputs)
+        self.linear = Linear(product.inputs, product.outputs)
 
     def forward(self, ops: Ops[Value]) -> Value:
+        """Return embeddings, which nothing uses."""
         return ops.embed(self._tokens)
 
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
-        return ops.logits(self._linear, ops.norm(self._norm, hidden))
+        """Return the product."""
+        return ops.logits(self.linear, ops.norm(self._norm, hidden))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return nothing: the weights are random."""
         return {}
 
     def map_weight_name(self, name: str) -> str | None:
+        """Return the name."""
         return name
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
+def least_seconds(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest pass, after an unmeasured one."""
     work()
     seconds = []

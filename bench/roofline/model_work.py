@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from bench.roofline.roofline_model import Product, Work
-from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.layers import (
     Activation,
@@ -72,7 +71,11 @@ class _WorkRecorder(Ops[None]):
         self._add(proj)
 
     def experts_add(self, residual: None, experts: Experts, x: None, scale: float = 1.0) -> None:
-        raise ModelError("the roofline of a mixture of experts is not known")
+        self._add(experts.router)
+        for layers in (experts.gate_up, experts.down):
+            layer = layers[0]
+            assert isinstance(layer, Linear)
+            self._add(layer, num_experts=len(layers), num_chosen=experts.num_chosen)
 
     def attend(self, layer: int, qkv: None, attention: Attention) -> None:
         self.attention.append(self._widths)
@@ -92,6 +95,15 @@ class _WorkRecorder(Ops[None]):
         for number, product in enumerate(self.products):
             yield replace(product, sampled=number >= self._sampled_from)
 
-    def _add(self, layer: Linear | Embedding, head: bool = False) -> None:
+    def _add(
+        self,
+        layer: Linear | Embedding,
+        head: bool = False,
+        num_experts: int = 1,
+        num_chosen: int = 1,
+    ) -> None:
         outputs, inputs = layer.weight.shape
-        self.products.append(Product(inputs, outputs, head=head))
+        product = Product(
+            inputs, outputs, head=head, num_experts=num_experts, num_chosen=num_chosen
+        )
+        self.products.append(product)

@@ -1,8 +1,9 @@
 """Compute the minimum time of a step from bytes and operations (a roofline model).
 
-Every product reads its weights once and every row its keys and values once, at the speed of memory.
-Each multiplication and addition is an operation at the rate of the model's own products. The longer
-of the two times counts, product by product. Norms, activations and data in the caches are free.
+Every product reads its weights once, and every row its keys and values once, at the speed of
+memory. Of the experts only those are read that a row chooses. Each multiplication and addition is
+an operation at the rate of the model's own products. The longer of the two times counts, product by
+product. Norms, activations and data in the caches are free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,21 +29,30 @@ class Product:
         sampled: Only the rows that sample are multiplied, as it comes after the last layer's keys
             and values. Its speed is that of the other products of its shape.
         head: The product gives the logits.
+        num_experts: Matrices of this shape, of which each row is multiplied by `num_chosen`.
+        num_chosen: Experts of a row.
     """
 
     inputs: int
     outputs: int
     sampled: bool = field(default=False, compare=False)
     head: bool = False
+    num_experts: int = field(default=1, compare=False)
+    num_chosen: int = field(default=1, compare=False)
 
     @property
     def weights(self) -> int:
-        """Number of weights."""
+        """Number of weights of a matrix."""
         return self.inputs * self.outputs
 
     def operations(self, rows: int) -> int:
-        """Return the multiplications and additions for `rows` rows."""
+        """Return the multiplications and additions for `rows` rows of one matrix."""
         return 2 * rows * self.weights
+
+    def matrices_read(self, rows: int) -> float:
+        """Return the expected number of experts that `rows` rows choose, each at random."""
+        left_out = (1 - self.num_chosen / self.num_experts) ** rows
+        return self.num_experts * (1 - left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ def floor(work: Work, rows: Sequence[Row], speed: Speed) -> dict[StepPart, float
     least, last = dict.fromkeys(StepPart, 0.0), len(work.attention) - 1
     for product in work.products:
         part = StepPart.HEAD if product.head else StepPart.LINEARS
-        reading = product.weights * work.weight_bytes / speed.bytes_per_s
+        matrices = product.matrices_read(num_rows(product, rows))
+        reading = matrices * product.weights * work.weight_bytes / speed.bytes_per_s
         least[part] += max(reading, product_seconds(product, rows, speed))
     for layer, (query_width, kv_width) in enumerate(work.attention):
         reading = 2 * kv_width * work.kv_bytes * keys_read(rows) / speed.bytes_per_s
@@ -97,8 +108,13 @@ def at_the_rate(work: Work, rows: Sequence[Row], speed: Speed) -> float:
 
 def product_seconds(product: Product, rows: Sequence[Row], speed: Speed) -> float:
     """Return the seconds of a product at the rate of its operations."""
-    count = sum(row.ends if product.sampled else row.tokens for row in rows)
+    count = num_rows(product, rows) * product.num_chosen
     return product.operations(count) / speed.rates[product]
+
+
+def num_rows(product: Product, rows: Sequence[Row]) -> int:
+    """Return the rows of a product's input."""
+    return sum(row.ends if product.sampled else row.tokens for row in rows)
 
 
 def keys_read(rows: Sequence[Row]) -> int:

@@ -9,10 +9,15 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.families.experts.gpt_oss import gpt_oss
+from quadriga.model_files.families.experts.granite import granitemoe
+from quadriga.model_files.families.experts.mixtral import mixtral
+from quadriga.model_files.families.experts.qwen import qwen3_moe
 from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.families.glm import glm, glm4
 from quadriga.model_files.families.gpt2 import gpt2
 from quadriga.model_files.families.gpt_neox import gpt_neox
+from quadriga.model_files.families.gptj import gptj
 from quadriga.model_files.families.llama import llama, mistral
 from quadriga.model_files.families.llama_variants.ernie4_5 import ernie4_5
 from quadriga.model_files.families.llama_variants.exaone4 import exaone4
@@ -41,16 +46,21 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "glm4": glm4,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "gptj": gptj,
     "granite": granite,
+    "granitemoe": granitemoe,
     "helium": helium,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "opt": opt,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "starcoder2": starcoder2,

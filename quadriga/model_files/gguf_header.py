@@ -14,7 +14,10 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
+from quadriga.model_files.gguf.llama_variants import gemma_values, granite_values, olmo2_values
+from quadriga.model_files.gguf.phi3 import phi3_config
 from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
+from quadriga.model_files.gguf.starcoder2 import starcoder2_config
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -149,6 +152,16 @@ def _like_llama(name: str, values: Mapping[str, Any], tensors: TensorIndex) -> d
     }
 
 
+def _variant(
+    name: str,
+    own_values: Callable[[Mapping[str, Any]], dict[str, Any]],
+    values: Mapping[str, Any],
+    tensors: TensorIndex,
+) -> dict[str, Any]:
+    """Return the config of an architecture with Llama's keys and some of its own."""
+    return _like_llama(name, values, tensors) | own_values(values)
+
+
 def _gpt2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
@@ -171,6 +184,12 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "gpt2": _gpt2_config,
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
+    "gemma": partial(_variant, "Gemma", gemma_values),
+    "granite": partial(_variant, "Granite", granite_values),
+    "olmo2": partial(_variant, "Olmo2", olmo2_values),
+    "smollm3": partial(_like_llama, "SmolLM3"),
+    "phi3": phi3_config,
+    "starcoder2": starcoder2_config,
 }
 
 

@@ -45,7 +45,8 @@ def rope_parameters(
     original = values.get("rope.scaling.original_context_length") or context
     parameters: dict[str, Any] = {"original_max_position_embeddings": original}
     factor = values.get("rope.scaling.factor") or 1.0
-    if kind == "longrope":
+    # The converter writes no type for a Phi-3 with these factors.
+    if kind == "longrope" or (kind == "none" and LONG_FACTORS in divisors):
         parameters |= _longrope(values, divisors, factor)
     elif divisors:
         parameters |= _divided(kind, divisors)

@@ -25,6 +25,8 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3_WORD_NAMES = ("dbrx", "smaug-bpe")  # Llama 3's words, without its other rules
+_SINGLE_DIGIT_NAMES = ("smollm", "refact", "starcoder")
 # Control tokens that end an answer, beside the header's only eos_token_id.
 _END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
                 "<end_of_turn>")  # fmt: skip
@@ -101,15 +103,16 @@ def _pre_tokenizer(name: str) -> "PreTokenizer":
 
     if name in ("default", "gpt-2"):
         return ByteLevel(add_prefix_space=False)
-    if name == "smollm":
+    if name in _SINGLE_DIGIT_NAMES:
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    if name in (*_LLAMA3_NAMES, "qwen2"):
+    if name in (*_LLAMA3_NAMES, *_LLAMA3_WORD_NAMES, "qwen2"):
         words = _QWEN2_WORDS if name == "qwen2" else _LLAMA3_WORDS
         split = Split(Regex(words), behavior="isolated")
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ModelError(
-        f"the GGUF's pre-tokenizer {name!r} is not known (known: default, gpt-2, smollm,"
-        f" {', '.join(_LLAMA3_NAMES)}, qwen2); use the model's Hugging Face directory"
+        f"the GGUF's pre-tokenizer {name!r} is not known (known: default, gpt-2, "
+        + ", ".join((*_SINGLE_DIGIT_NAMES, *_LLAMA3_NAMES, *_LLAMA3_WORD_NAMES))
+        + ", qwen2); use the model's Hugging Face directory"
     )
 
 

@@ -5,27 +5,45 @@ The launcher makes them before a process starts, and `quadriga models check` rep
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.gguf.types import check_packed_types
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, read_native
+from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles) -> DecoderConfig | None:
+def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig | None:
     """Return what the model asks of a native file; None if transformers runs it.
+
+    Args:
+        files: The model's files.
+        quantization: Value of --quantization.
 
     Raises:
         ModelError: The architecture, its options or the format of the weights are not supported.
     """
     impl = choose_model_impl(files)
-    method = (files.config.get("quantization_config") or {}).get("quant_method")
-    if files.weights is not None and method:
-        raise ModelError(
-            f"{files.location}: config.json has quantization_config.quant_method = {method!r},"
-            " which is not read; take the unquantised model with --quantization int8, or a GGUF"
-        )
+    if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:
+        check_packed_types(files.weights, read_json(files.tensor_index))
+    if files.weights is not None:
+        _check_quantization(files, impl)
     return read_native(files) if impl is ModelImpl.NATIVE else None
+
+
+def _check_quantization(files: ModelFiles, impl: ModelImpl) -> None:
+    """Raise ModelError if the checkpoint is quantised in a way that is not supported."""
+    try:
+        quantization = read_quantization(files.config)
+    except ModelError as error:
+        raise ModelError(f"{files.location}: {error}") from None
+    if quantization is not None and impl is not ModelImpl.NATIVE:
+        raise ModelError(
+            f"{files.location}: the weights are quantised ({quantization}), which only native model"
+            " files read, and transformers runs this model; take the unquantised one"
+        )
 
 
 def check_tokenizer(files: ModelFiles, num_ids: int) -> None:

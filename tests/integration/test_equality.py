@@ -26,11 +26,12 @@ from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
+from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
 # One for each kind of block; tests/unit/worker/test_families.py has all.
-SERVED_FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+SERVED_FAMILIES = ["mistral", "qwen3", "gemma3_text", "exaone4", "glm4", "gpt_neox", "gpt_oss"]
 
 
 def lengths_up_to(most: int) -> list[int]:
@@ -152,7 +153,7 @@ def test_a_tiny_model_of_each_family(
 def test_families_of_other_blocks_give_the_tokens_of_transformers(
     family: str, way: str, tmp_path: Path
 ) -> None:
-    directory = FAMILIES[family](tmp_path / "model")
+    directory = {**FAMILIES, **EXPERTS}[family](tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
     flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]

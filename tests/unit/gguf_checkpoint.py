@@ -32,11 +32,12 @@ def gguf_of(directory: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.
 def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     """Write tensors as llama.cpp's converter does.
 
-    Q and K of a Llama are interleaved, GPT-2's projections are [outputs, inputs], 1 is added to
-    Gemma's norms. A model with rotary positions has their constants, too, which are not weights.
+    Q and K of a Llama, Granite or SmolLM3 are interleaved, GPT-2's projections are
+    [outputs, inputs], 1 is added to Gemma's norms. A model with rotary positions has their
+    constants, too, which are not weights.
     """
     config = json.loads((directory / "config.json").read_text())
-    is_llama = config["model_type"] == "llama"
+    interleaves = config["model_type"] in ("granite", "llama", "smollm3")
     is_gemma = config["model_type"].startswith("gemma")
     kind = config["model_type"].removesuffix("_text")
     architecture = gguf.MODEL_ARCH[kind.upper()]
@@ -44,11 +45,11 @@ def _write(directory: Path, file: Path, kind_of: Callable[[str], Kind]) -> None:
     names = gguf.get_tensor_name_map(architecture, MAX_BLOCKS)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
-        if is_llama and (".q_proj." in name or ".k_proj." in name):
+        if interleaves and (".q_proj." in name or ".k_proj." in name):
             count = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(count, 2, -1, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             values = values.T
         if is_gemma and name.endswith("norm.weight"):
             values = values + 1

@@ -16,9 +16,11 @@ BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
     "engine.py",
     "read_speed.py",
+    "formats.py",
+    "permuted.py",
     "transformers_batching.py",
 }
-"""They compute beside the worker's own code, in one process."""
+"""They compute beside the worker's own code, in one process, or write its checkpoints."""
 
 
 def roots_of(path: Path) -> set[str]:

@@ -13,9 +13,11 @@ from quadriga.model_files.architectures import INT8_SCALE_BYTES
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.cpu.build import load_kernels
+from worker_proc.cpu.coded_panels import CodedWeights
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     LANES,
+    QUANTISED_BUFFERS,
     SAMPLING_ROW,
     Buffer,
     OpKind,
@@ -27,7 +29,7 @@ from worker_proc.cpu.program import (
     fastest_compute_type,
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
-from worker_proc.cpu.weights import PackedWeights, round_up
+from worker_proc.cpu.weights import round_up
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
@@ -39,7 +41,13 @@ PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
-FLOAT_BUFFERS = (Buffer.RESIDUAL, Buffer.PROJECTED, Buffer.LOGITS)
+FLOAT_BUFFERS = (
+    Buffer.RESIDUAL,
+    Buffer.PROJECTED,
+    Buffer.LOGITS,
+    Buffer.EXPERT_OUTPUT,
+    Buffer.ARRANGED,
+)
 
 
 class NativeEngine(Engine):
@@ -80,8 +88,9 @@ class NativeEngine(Engine):
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
-        self._weights = PackedWeights(bits)
+        self._weights = CodedWeights(bits)
         self._record(model, num_pages, page_size, int8_pages)
+        self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)
         self._slots = Slots()
@@ -197,11 +206,11 @@ class NativeEngine(Engine):
             "pools": (ctypes.c_void_p * shape.layers)(*addresses),
             "position_vectors": body.position_vectors,
         }
-        self._body = Recorded.of(body.ops, body.widths, settings)
-        self._head = Recorded.of(head.ops, head.widths, settings)
-        self._sampled_body = Recorded.of(body.ops, body.widths, settings)
+        self._body = Recorded.of(body.ops, body, settings)
+        self._head = Recorded.of(head.ops, head, settings)
+        self._sampled_body = Recorded.of(body.ops, body, settings)
         greedy = head.ops if head.ops[-1].kind == OpKind.MATMUL else head.ops[:-1]
-        self._whole = Recorded.of(body.ops + greedy, body.widths, settings)
+        self._whole = Recorded.of(body.ops + greedy, body, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
         self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
@@ -253,10 +262,11 @@ class NativeEngine(Engine):
         recorded.room = round_up(tokens, 64)
         for buffer, width in recorded.widths.items():
             held = self._buffers.get(buffer)
-            if held is None or len(held) < tokens:
+            num_rows = recorded.room * recorded.rows_per_token.get(buffer, 1)
+            if held is None or len(held) < num_rows:
                 dtype = self._buffer_dtype(buffer)
                 stride = round_up(width, LANES) + STRIDE_EXTRA
-                self._buffers[buffer] = torch.zeros(recorded.room, stride, dtype=dtype)
+                self._buffers[buffer] = torch.zeros(num_rows, stride, dtype=dtype)
                 self._point(buffer, self._buffers[buffer])
 
     def _point(self, buffer: Buffer, held: Tensor) -> None:
@@ -264,7 +274,7 @@ class NativeEngine(Engine):
         self._step.strides[buffer] = held.stride(0)
 
     def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
-        if buffer == Buffer.QUANTISED:
+        if buffer in QUANTISED_BUFFERS:
             return torch.uint8
         return torch.float32 if buffer in FLOAT_BUFFERS else self._numbers.passed
 

@@ -32,10 +32,18 @@ class OpKind(IntEnum):
     NORM_ADD = 12
     COPY = 13
     SCALE_CAP = 14
+    ARRANGE = 15
+    ROUTE = 16
+    SORT_ROWS = 17
+    GATHER = 18
+    ADD_EXPERTS = 19
 
 
 class Buffer(IntEnum):
-    """A value that operations pass to each other, with a row for each token."""
+    """A value that operations pass to each other.
+
+    It has a row for each token, or for each chosen expert of each token.
+    """
 
     RESIDUAL = 0
     NORMED = 1
@@ -45,6 +53,14 @@ class Buffer(IntEnum):
     INNER = 5
     LOGITS = 6
     QUANTISED = 7
+    EXPERT_INPUT = 8
+    EXPERT_QUANTISED = 9
+    EXPERT_INNER = 10
+    EXPERT_OUTPUT = 11
+    ARRANGED = 12
+
+
+QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
 
 
 class Format(IntEnum):
@@ -65,6 +81,10 @@ class Format(IntEnum):
     IQ4_XS = 12
     MXFP4 = 13
     MIXED = 14
+    CODED_INT8 = 15
+    CODED_INT4 = 16
+    CODED_FLOAT8 = 17
+    CODED_TABLE4 = 18
 
 
 class ComputeType(IntEnum):
@@ -92,6 +112,8 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("panel_count", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
     ]
 
 
@@ -119,6 +141,11 @@ class Op(ctypes.Structure):
         ("rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("expert_count", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+        ("renormalise", ctypes.c_int64),
+        ("by_expert", ctypes.c_int64),
     ]
 
 

@@ -1,7 +1,8 @@
 """Lay out quantised rows in the panels that csrc/quantised/ multiplies."""
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -50,24 +51,21 @@ def to_quantised_panels(rows: Blocks) -> Tensor:
 
 def pack_rows(rows: PackedRows) -> Tensor:
     """Lay out rows of a file in padded panels [panels, panel_units] int32, some rows at a time."""
-    count, width = rows.shape
-    step = max(1, CHUNK_WEIGHTS // max(1, width) // LANES) * LANES
-    panels = torch.empty(0, 0)
-    for first in range(0, count, step):
-        part = _panel_bytes(PackedRows(rows.kind, rows.data[first : first + step]).unpack())
-        if first == 0:
-            num_panels, num_bytes = -(-count // LANES), part.shape[1]
-            panels = allocate(num_panels * num_bytes).view(num_panels, num_bytes)
-        panels[first // LANES :][: len(part)] = part
+    num_panels, panels, filled = -(-len(rows.data) // LANES), torch.empty(0, 0), 0
+    for part in _in_chunks(rows):
+        if filled == 0:
+            panels = allocate(num_panels * part.shape[1]).view(num_panels, -1)
+        panels[filled : filled + len(part)] = part
+        filled += len(part)
     return panels.view(torch.int32)
 
 
 def join_alike(parts: Sequence[PackedRows]) -> list[PackedRows]:
     """Join neighbouring parts of the same type."""
     joined = []
-    for kind, alike in groupby(parts, lambda part: part.kind):
-        data = [part.data for part in alike]
-        joined.append(PackedRows(kind, data[0] if len(data) == 1 else torch.cat(data)))
+    for _, (first, *others) in groupby(parts, lambda part: part.kind):
+        data = [first.data, *(part.data for part in others)]
+        joined.append(replace(first, data=data[0] if len(data) == 1 else torch.cat(data)))
     return joined
 
 
@@ -101,18 +99,27 @@ def pack_mixed(parts: Sequence[PackedRows], gated: bool) -> tuple[list[Format], 
 
 def _panels_of(parts: Sequence[PackedRows]) -> list[tuple[Format, Tensor]]:
     joined = join_alike(parts)
-    for part in joined[:-1]:
+    for part, after in pairwise(joined):
         if len(part.data) % LANES:
             raise ModelError(
-                f"a matrix that is fused from rows of {' and '.join(p.kind for p in joined)} has"
-                f" {len(part.data)} rows of {part.kind}, and the kernels need a multiple of"
-                f" {LANES}: take a file with one type, or --quantization int8"
+                f"{part.name} has {len(part.data)} rows in {part.kind} before rows in"
+                f" {after.kind}, and the kernels need a multiple of {LANES}: take a file with one"
+                " type, or --quantization int8"
             )
     return [
         (format_of(part.kind), words)
         for part in joined
-        for words in _panel_bytes(part.unpack()).view(torch.int32)
+        for panels in _in_chunks(part)
+        for words in panels.view(torch.int32)
     ]
+
+
+def _in_chunks(rows: PackedRows) -> Iterator[Tensor]:
+    """Yield panels [panels, bytes of a panel] uint8, some rows at a time."""
+    count, width = rows.shape
+    step = max(1, CHUNK_WEIGHTS // width // LANES) * LANES
+    for first in range(0, count, step):
+        yield _panel_bytes(replace(rows, data=rows.data[first : first + step]).unpack())
 
 
 def _split_rows(
@@ -125,9 +132,9 @@ def _split_rows(
         size = min(max(count, 0), len(part.data))
         count -= len(part.data)
         if size:
-            first.append(PackedRows(part.kind, part.data[:size]))
+            first.append(replace(part, data=part.data[:size]))
         if size < len(part.data):
-            second.append(PackedRows(part.kind, part.data[size:]))
+            second.append(replace(part, data=part.data[size:]))
     return first, second
 
 

@@ -1,6 +1,7 @@
 """Record a model as a program: the list of operations that the CPU kernels run."""
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,14 @@ ACTIVATIONS = (
     Activation.RELU,
     Activation.CLAMPED_SWIGLU,
 )
+# Formats whose inputs are multiplied as floats.
+FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
+EXPERT_BUFFERS = (
+    Buffer.EXPERT_INPUT,
+    Buffer.EXPERT_QUANTISED,
+    Buffer.EXPERT_INNER,
+    Buffer.EXPERT_OUTPUT,
+)
 QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
@@ -38,12 +47,14 @@ class Recorder(Ops[Buffer]):
     Attributes:
         ops: The operations recorded so far.
         widths: Elements in a row of each buffer that is written.
+        rows_per_token: Rows of each buffer for a token; missing: one.
         position_vectors: Address of the embeddings of positions, or None.
     """
 
     def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
         self.ops: list[Op] = []
         self.widths: dict[Buffer, int] = {}
+        self.rows_per_token: dict[Buffer, int] = {}
         self.position_vectors: int | None = None
         self._shape = shape
         self._weights = weights
@@ -93,15 +104,31 @@ class Recorder(Ops[Buffer]):
         return output
 
     def experts_add(
-        self,
-        residual: Buffer,  # noqa: ARG002
-        experts: Experts,  # noqa: ARG002
-        x: Buffer,  # noqa: ARG002
-        scale: float = 1.0,  # noqa: ARG002
+        self, residual: Buffer, experts: Experts, x: Buffer, scale: float = 1.0
     ) -> Buffer:
-        raise ModelError(
-            "the native kernels have no mixture of experts; start with --attention-backend torch"
-        )
+        gate_up = self._weights.matrices(experts.gate_up, gated=True)
+        down = self._weights.matrices(experts.down)
+        router = self._weights.matrix(experts.router, exact=True)
+        begin, hidden_size = len(self.ops), down[0].columns
+        scores = self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, router)
+        for kind in (OpKind.ROUTE, OpKind.SORT_ROWS):
+            self._add(kind, scores, scores, len(gate_up))
+            self.ops[-1].expert_count = len(gate_up)
+            self.ops[-1].renormalise = experts.renormalise
+        gathered = self._gather(self._not_residual(x), hidden_size, gate_up[0])
+        inner = self._by_expert(OpKind.MATMUL_GATE, gathered, Buffer.EXPERT_INNER, gate_up)
+        self.ops[-1].activation = ACTIVATIONS.index(experts.activation)
+        if down[0].format != Format.DENSE:
+            inner = self._add(OpKind.QUANTISE, inner, Buffer.EXPERT_QUANTISED, down[0].depth)
+            self.ops[-1].by_expert = True
+        outputs = self._by_expert(OpKind.MATMUL, inner, Buffer.EXPERT_OUTPUT, down)
+        self._add(OpKind.ADD_EXPERTS, outputs, residual, hidden_size)
+        self.ops[-1].scale = scale
+        for op in self.ops[begin:]:
+            op.num_chosen = experts.num_chosen
+        for buffer in EXPERT_BUFFERS:
+            self.rows_per_token[buffer] = experts.num_chosen
+        return residual
 
     def attend(self, layer: int, qkv: Buffer, attention: Attention) -> Buffer:
         shape, keep = self._shape, self._weights.keep_floats
@@ -143,10 +170,44 @@ class Recorder(Ops[Buffer]):
         op.gain, op.epsilon = self._weights.keep_floats(norm.gain), norm.epsilon
         return output
 
-    def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
-        if x == Buffer.RESIDUAL:
-            x = self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
+    def _gather(self, x: Buffer, hidden_size: int, matrix: Matrix) -> Buffer:
+        """Copy the inputs of each token to the rows of its experts, as `matrix` reads them.
+
+        Raises:
+            ModelError: The matrix needs inputs that experts do not get.
+        """
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            raise ModelError(
+                "the native kernels multiply no experts in this quantised format; start with"
+                " --attention-backend torch"
+            )
+        output, width = Buffer.EXPERT_INPUT, hidden_size
         if matrix.format != Format.DENSE:
+            x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
+            output, width = Buffer.EXPERT_QUANTISED, matrix.depth * QUANTISED_GROUP_BYTES
+        self._add(OpKind.GATHER, x, output, width)
+        self.ops[-1].by_expert = True
+        return output
+
+    def _by_expert(
+        self, kind: OpKind, x: Buffer, output: Buffer, matrices: "ctypes.Array[Matrix]"
+    ) -> Buffer:
+        """Multiply the rows of each expert by its matrix."""
+        self._add(kind, x, output, matrices[0].panel_count * LANES)
+        self.ops[-1].experts, self.ops[-1].by_expert = ctypes.addressof(matrices), True
+        return output
+
+    def _not_residual(self, x: Buffer) -> Buffer:
+        """Return a buffer with a row for each token that is computed."""
+        if x != Buffer.RESIDUAL:
+            return x
+        return self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
+
+    def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+        x = self._not_residual(x)
+        if matrix.order or matrix.format in FLOAT_FORMATS:
+            x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
+        if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
             x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 
@@ -163,7 +224,7 @@ class Recorder(Ops[Buffer]):
         if matrix is not None:
             op.matrix = matrix
         self.ops.append(op)
-        if output == Buffer.QUANTISED:
+        if kind == OpKind.QUANTISE:
             width = width * QUANTISED_GROUP_BYTES
         self.widths[output] = max(width, self.widths.get(output, 0))
         return output
@@ -176,19 +237,26 @@ class Recorded:
     Attributes:
         program: The operations.
         widths: Elements in a row of each buffer that the program writes.
+        rows_per_token: Rows of each buffer for a token; missing: one.
         room: Tokens that the buffers have room for.
     """
 
     program: Program
     widths: dict[Buffer, int]
+    rows_per_token: dict[Buffer, int] = field(default_factory=dict)
     room: int = 0
 
     @classmethod
-    def of(
-        cls, ops: list[Op], widths: dict[Buffer, int], settings: dict[str, object]
-    ) -> "Recorded":
-        """Make a program of these operations. `settings`: the other fields of Program."""
-        return cls(Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings), widths)
+    def of(cls, ops: list[Op], recorder: Recorder, settings: dict[str, object]) -> "Recorded":
+        """Make a program of operations.
+
+        Args:
+            ops: The operations.
+            recorder: The recorder of the buffers' sizes.
+            settings: The other fields of Program.
+        """
+        program = Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings)
+        return cls(program, recorder.widths, recorder.rows_per_token)
 
     @property
     def ops(self) -> list[Op]:

@@ -1,9 +1,14 @@
 """Pack weights into the panels that the kernels multiply."""
 
+import ctypes
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadriga.errors import ModelError
 from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import LANES, Format, Matrix
 from worker_proc.cpu.quantised_panels import (
@@ -14,7 +19,6 @@ from worker_proc.cpu.quantised_panels import (
     to_quantised_panels,
 )
 from worker_proc.cpu.quantization import GROUP_SIZE, quantize
-from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.layers import Embedding, Linear
 
 UNIT_BYTES = 4
@@ -41,14 +45,36 @@ class PackedWeights:
         self._bits = bits
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
+        self._arrays: list[ctypes.Array[Matrix]] = []
 
-    def matrix(self, layer: Linear | Embedding, gated: bool = False) -> Matrix:
-        """Return the packed weight of a layer. `gated`: its outputs are gate and up."""
+    def matrix(self, layer: Linear | Embedding, gated: bool = False, exact: bool = False) -> Matrix:
+        """Return the packed weight of a layer.
+
+        Args:
+            layer: The layer.
+            gated: Its outputs are gate and up.
+            exact: Its weight is not rounded to fewer bits.
+        """
         if layer not in self._matrices:
-            self._matrices[layer] = self._pack(layer, gated)
+            self._matrices[layer] = self._pack(layer, gated, exact)
             del layer.weight
             layer.blocks = ()
         return self._matrices[layer]
+
+    def matrices(self, layers: Iterable[nn.Module], gated: bool = False) -> "ctypes.Array[Matrix]":
+        """Return the packed weights of layers, either all dense or all quantised."""
+        found = []
+        for layer in layers:
+            assert isinstance(layer, Linear)
+            found.append(self.matrix(layer, gated))
+        if len({matrix.format == Format.DENSE for matrix in found}) != 1:
+            raise ModelError(
+                "some experts of a layer are quantised and others are not; start with"
+                " --attention-backend torch"
+            )
+        array = (Matrix * len(found))(*found)
+        self._arrays.append(array)
+        return array
 
     def keep_floats(self, values: Tensor) -> int:
         """Keep a float32 copy of a tensor and return its address."""
@@ -58,14 +84,14 @@ class PackedWeights:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _pack(self, layer: Linear | Embedding, gated: bool) -> Matrix:
+    def _pack(self, layer: Linear | Embedding, gated: bool, exact: bool) -> Matrix:
         if layer.blocks:
             return self._pack_blocks(layer, gated)
         weight = interleave(layer.weight) if gated else layer.weight
-        if self._bits is None:
+        if self._bits is None or exact:
             panels = to_panels(weight)
             return self._uniform(layer, gated, Format.DENSE, panels, len(weight), panels.shape[1])
-        rows = quantize(weight, self._bits)
+        rows = quantize(weight, self._bits, layer.importance)
         panels = to_quantised_panels(rows)
         depth = rows.codes.shape[1]
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(weight), depth)
@@ -78,7 +104,7 @@ class PackedWeights:
             return self._mixed(layer, gated, *pack_mixed(parts, gated), depth)
         rows = parts[0]
         if gated:
-            rows = PackedRows(rows.kind, interleave(rows.data))
+            rows = replace(rows, data=interleave(rows.data))
         panels = pack_rows(rows)
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(rows.data), depth)
 

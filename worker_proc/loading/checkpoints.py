@@ -37,7 +37,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
     """
     from safetensors import SafetensorError, safe_open
 
-    for file in _shards(directory):
+    for file in safetensors_files(directory):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -46,7 +46,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
             raise ModelError(f"cannot read {file}: {error}; fetch the file again") from None
 
 
-def _shards(directory: Path) -> list[Path]:
+def safetensors_files(directory: Path) -> list[Path]:
     """Return the files that the index names, or all if there is no index."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -95,7 +95,7 @@ def from_gguf(
         is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING
         tensor: Tensor | PackedRows
         if kind in BLOCK_SIZES:
-            tensor = PackedRows(kind, torch.from_numpy(rows))
+            tensor = PackedRows(kind, torch.from_numpy(rows), f"{file}: {name}")
             if not (packed and is_matrix):
                 tensor = tensor.dense().view(shape)
         else:
@@ -120,13 +120,13 @@ def _undo_conversion(
 ) -> Tensor | PackedRows:
     """Undo the changes of layout that the converter to GGUF made.
 
-    Llama: the rotary pairs of Q and K are interleaved; here they are half a head apart. GPT-2:
-    weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is added to the
-    weights of norms.
+    Llama, Granite, SmolLM3: the rotary pairs of Q and K are interleaved; here they are half a head
+    apart. GPT-2: weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is
+    added to the weights of norms.
     """
-    if config["model_type"] in ("gemma2", "gemma3") and isinstance(tensor, Tensor):
+    if config["model_type"] in ("gemma", "gemma2", "gemma3") and isinstance(tensor, Tensor):
         return tensor - 1 if name.endswith("norm.weight") else tensor
-    if config["model_type"] == "llama":
+    if config["model_type"] in ("granite", "llama", "smollm3"):
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
         return _deinterleave_heads(name, tensor, config)
@@ -170,12 +170,27 @@ _GEMMA_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OLMO_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GGUF_NAMES = {
+    "gemma": _LLAMA_NAMES,
     "gemma2": _GEMMA_NAMES,
     "gemma3": _GEMMA_NAMES,
+    "granite": _LLAMA_NAMES,
     "llama": _LLAMA_NAMES,
+    "phi3": {
+        **_LLAMA_NAMES,
+        "attn_qkv": "self_attn.qkv_proj",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "starcoder2": {**_LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "olmo2": _OLMO_NAMES,
     "qwen2": _LLAMA_NAMES,
     "qwen3": _LLAMA_NAMES,
+    "smollm3": _LLAMA_NAMES,
     "gpt2": {
         "token_embd": "wte",
         "position_embd": "wpe",

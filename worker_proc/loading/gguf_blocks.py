@@ -75,10 +75,12 @@ class PackedRows:
     Attributes:
         kind: One of BLOCK_SIZES.
         data: [rows, bytes of a row] uint8.
+        name: File and name of the tensor, for messages.
     """
 
     kind: str
     data: Tensor
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,19 +1,26 @@
 """Load a model's weights onto its device, in its dtype."""
 
+import logging
 from collections import defaultdict
 
 import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files.quantized.methods import is_mxfp4, read_quantization
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
     NamedTensors,
     fill_at_random,
     from_gguf,
     from_safetensors,
+    safetensors_files,
 )
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.mxfp4 import with_mxfp4_decoded
+from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.loading.quantised.keep import keep_coded
+from worker_proc.loading.quantised.source import QuantisedTensors, from_quantised
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
@@ -36,8 +43,8 @@ def load_model(
         files: The model's files; without weights, the model gets random ones.
         dtype: Of all weights that are not packed.
         device: Of the weights.
-        packed: Keep the quantised matrices of a GGUF as the `blocks` of their layers, and leave
-            the layers' weights untouched.
+        packed: Keep quantised matrices as the `blocks` (of a GGUF) or `coded` (of a quantised
+            checkpoint) of their layers, and leave the layers' weights untouched.
         rank: The part of the model to load.
 
     Raises:
@@ -45,7 +52,8 @@ def load_model(
             another shape.
         ConfigError: `packed` is set, but no matrix is quantised.
     """
-    if packed and (files.weights is None or files.tensor_index is None):
+    quantization = read_quantization(files.config)
+    if packed and quantization is None and (files.weights is None or files.tensor_index is None):
         raise ConfigError(
             f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not"
             " read from one: leave it out, or use int8 or int4, which round any model"
@@ -53,12 +61,18 @@ def load_model(
     model = build_model(files.config, dtype, device, rank.count)
     if files.weights is None:
         fill_at_random(model)
+    elif quantization is not None:
+        source = from_quantised(safetensors_files(files.weights), quantization, files.location)
+        fill(model, source, files.location, rank, packed)
     elif files.tensor_index is None:
-        fill(model, from_safetensors(files.weights, device), files.location, rank)
+        stored = from_safetensors(files.weights, device)
+        if is_mxfp4(files.config):
+            stored = with_mxfp4_decoded(stored)
+        fill(model, stored, files.location, rank)
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
         fill(model, tensors, files.location, rank)
-    if packed and not any(layer.blocks for layer in _layers(model)):
+    if packed and quantization is None and not any(layer.blocks for layer in _layers(model)):
         raise ConfigError(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
             " quantised: leave it out, or use int8 or int4, which round any model"
@@ -67,8 +81,16 @@ def load_model(
     return model.eval()
 
 
-def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE) -> None:
+def fill(
+    model: Model,
+    source: NamedTensors | QuantisedTensors,
+    location: str,
+    rank: TPRank = WHOLE,
+    packed_codes: bool = False,
+) -> None:
     """Copy each tensor, or this rank's part of it, into its parameter, or keep it packed.
+
+    Codes of a quantised checkpoint are only kept with `packed_codes`, else they are dequantised.
 
     Raises:
         ModelError: Tensors are missing, unexpected or of another shape.
@@ -78,6 +100,7 @@ def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE
     filled: set[str] = set()
     unexpected = []
     packed: list[tuple[Tensor, PackedRows]] = []
+    coded: list[tuple[Tensor, CodedRows]] = []
     for stored_name, stored in source:
         for name, tensor in model.checkpoint_parts(stored_name, stored):
             if name not in targets:
@@ -87,8 +110,12 @@ def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE
             if isinstance(tensor, PackedRows):
                 _check_shape(tensor, target, stored_name, location)
                 packed.append((target, tensor))
+            elif isinstance(tensor, CodedRows) and packed_codes:
+                _check_shape(tensor, target, stored_name, location)
+                coded.append((target, tensor))
             else:
-                tensor = sharder.shard(tensor, target)
+                values = tensor.dense() if isinstance(tensor, CodedRows) else tensor
+                tensor = sharder.shard(values, target)
                 _check_shape(tensor, target, stored_name, location)
                 target.copy_(tensor)
             filled.add(name)
@@ -97,9 +124,12 @@ def fill(model: Model, source: NamedTensors, location: str, rank: TPRank = WHOLE
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {_shown(names)}")
     _keep_packed(model, packed)
+    keep_coded(_layers(model), coded)
 
 
-def _check_shape(tensor: Tensor | PackedRows, target: Tensor, name: str, location: str) -> None:
+def _check_shape(
+    tensor: Tensor | PackedRows | CodedRows, target: Tensor, name: str, location: str
+) -> None:
     if tuple(tensor.shape) != tuple(target.shape):
         raise ModelError(
             f"{location}: tensor {name} is {list(tensor.shape)}, but config.json asks for"
@@ -109,6 +139,7 @@ def _check_shape(tensor: Tensor | PackedRows, target: Tensor, name: str, locatio
 
 def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
     """Set the `blocks` of each layer whose rows are all packed; unpack the rows of the others."""
+    num_widened = 0
     parts_by_memory = defaultdict(list)
     for target, rows in packed:
         parts_by_memory[memory_of(target)].append((target, rows))
@@ -118,8 +149,14 @@ def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
         if sum(len(target) for target, _ in parts) == len(layer.weight):
             layer.blocks = tuple(rows for _, rows in parts)
         else:
+            num_widened += len(parts)
             for target, rows in parts:
                 target.copy_(rows.dense())
+    if num_widened:
+        logging.warning(
+            "%d quantised tensors are fused with one in 16 or 32 bits, and become dense like it",
+            num_widened,
+        )
 
 
 def _layers(model: Model) -> list[Linear | Embedding]:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.models.expert_parts import expert_parts
 
-StoredTensor = Tensor | PackedRows
-Stored = TypeVar("Stored", Tensor, PackedRows)
+StoredTensor = Tensor | PackedRows | CodedRows
+Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
 
 
 def checkpoint_parts(
@@ -32,6 +34,9 @@ def checkpoint_parts(
         config.tie_word_embeddings and name == f"{config.name('head')}.weight"
     ):
         return
+    if (experts := expert_parts(config, name, tensor)) is not None:
+        yield from experts
+        return
     if config.transposed and name.startswith(f"{config.name('layers')}."):
         tensor = tensor.t() if isinstance(tensor, Tensor) and tensor.dim() == 2 else tensor
     for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
@@ -51,6 +56,8 @@ def take_rows(tensor: StoredTensor, rows: Tensor) -> StoredTensor:
     """Return the rows of these numbers."""
     if isinstance(tensor, PackedRows):
         return dataclasses.replace(tensor, data=tensor.data[rows.to(tensor.data.device)])
+    if isinstance(tensor, CodedRows):
+        return tensor.take(rows)
     return tensor[rows.to(tensor.device)]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.loading.quantised.coded_rows import CodedRows
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -42,6 +43,9 @@ class Linear(nn.Module):
         weight: [outputs, inputs].
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
+        coded: Likewise, of a quantised checkpoint.
+        importance: [inputs] how much an error of an input's weights matters in 4 bits; None: the
+            same for all inputs.
     """
 
     def __init__(
@@ -55,11 +59,13 @@ class Linear(nn.Module):
         self.parallel = parallel
         self.weight: Tensor = parameter(outputs, inputs)
         self.blocks: tuple[PackedRows, ...] = ()
+        self.coded: tuple[CodedRows, ...] = ()
+        self.importance: Tensor | None = None
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 
 class Embedding(nn.Module):
-    """A table of vectors: weight [entries, hidden_size]; blocks as in `Linear`.
+    """A table of vectors: weight [entries, hidden_size]; the rest as in `Linear`.
 
     Attributes:
         first_row: The row of token or position 0.
@@ -70,6 +76,8 @@ class Embedding(nn.Module):
         self.first_row = first_row
         self.weight: Tensor = parameter(entries, hidden_size)
         self.blocks: tuple[PackedRows, ...] = ()
+        self.coded: tuple[CodedRows, ...] = ()
+        self.importance: Tensor | None = None
 
 
 class LayerNorm(nn.Module):

@@ -13,10 +13,13 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantised.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
+from worker_proc.models.base import Model
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
 from worker_proc.startup.dummy_plans import release_plan
+from worker_proc.startup.input_importance import measure_inputs
 from worker_proc.startup.memory_profile import (
     check_weights,
     largest_step,
@@ -29,6 +32,7 @@ from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.devices import choose_device, choose_dtype, free_memory, trim_heap
 from worker_proc.transformers_impl.loading import build_empty, load_transformers_model
+from worker_proc.transformers_impl.model import TransformersModel
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -69,18 +73,7 @@ def make_runner(
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
     on_phase("load weights")
     ranks = None if store is None else _join(part, store, device)
-    if device.type == "cuda":
-        empty = (
-            build_model(files.config, dtype, tp_size=part.count)
-            if impl is ModelImpl.NATIVE
-            else build_empty(files, dtype)
-        )
-        check_weights(empty, dtype, free_memory(device), device)
-    model = (
-        load_model(files, dtype, device, args.quantization == "gguf", part)
-        if impl is ModelImpl.NATIVE
-        else load_transformers_model(files, dtype, device, part, ranks)
-    )
+    model = _load(config, files, impl, dtype, device, part, ranks, on_phase)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
@@ -128,3 +121,51 @@ def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
     from worker_proc.distributed.tp_group import TPGroup
 
     return TPGroup(part, store, device)
+
+
+def _load(
+    config: ServerConfig,
+    files: ModelFiles,
+    impl: ModelImpl,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: TPRank,
+    ranks: "TPGroup | None",
+    on_phase: Callable[[str], None],
+) -> Model | TransformersModel:
+    """Load the model by what runs it, after a check that its weights fit a GPU's memory."""
+    args, is_native = config.worker, impl is ModelImpl.NATIVE
+    if device.type == "cuda":
+        empty = (
+            build_model(files.config, dtype, tp_size=part.count)
+            if is_native
+            else build_empty(files, dtype)
+        )
+        check_weights(empty, dtype, free_memory(device), device)
+    if not is_native:
+        return load_transformers_model(files, dtype, device, part, ranks)
+    model = load_model(files, dtype, device, keeps_packed(args, files, dtype, device), part)
+    if device.type == "cpu" and args.quantization == "none":
+        _log_widened(files, model, dtype)
+    if device.type == "cpu" and args.quantization == "int4":
+        on_phase("measure inputs")
+        measure_inputs(model, files.context_length)
+    return model
+
+
+def _log_widened(files: ModelFiles, model: Model, dtype: torch.dtype) -> None:
+    """Log what the packed weights of a GGUF take in the dtype of the server."""
+    if files.tensor_index is None or files.weights is None:
+        return
+    num_bytes, file_bytes = (
+        sum(values.numel() for values in model.parameters()) * dtype.itemsize,
+        files.weights.stat().st_size,
+    )
+    if num_bytes > file_bytes:
+        logging.info(
+            "the GGUF's weights become %s: %d MB instead of %d MB; --quantization gguf multiplies"
+            " them as they are stored",
+            str(dtype).removeprefix("torch."),
+            num_bytes // 1_000_000,
+            file_bytes // 1_000_000,
+        )

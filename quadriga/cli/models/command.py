@@ -87,6 +87,7 @@ def _check(arguments: argparse.Namespace) -> None:
             ("way", f"{report.way}: {report.refusal}" if report.refusal else report.way),
             ("architecture", report.architecture),
             ("weights", ", ".join(formats)),
+            ("quantization", report.quantization),
             ("parameters", _count(report.num_parameters)),
             ("KV bytes per token", ", ".join(cache)),
             ("context", _count(report.context_length)),

@@ -17,6 +17,7 @@ from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
+from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_native_heads, check_servable, check_tokenizer
 from quadriga.model_files.tokenizer import load_tokenizer, template_source
@@ -36,6 +37,7 @@ class ModelReport:
         way: how a CPU computes it: native kernels, torch, transformers or refused.
         refusal: the server's error; "" if it can be served.
         weight_bytes: bytes by format, as stored.
+        quantization: method and bits of a quantised checkpoint.
         kv_bytes_per_token: bytes by number format of the KV cache.
         context_length: tokens of the model's context, or the given limit.
         window: tokens that every layer's attention is limited to; 0 if a layer sees all.
@@ -49,6 +51,7 @@ class ModelReport:
     location: str = ""
     architecture: str = ""
     weight_bytes: dict[str, int] = field(default_factory=dict)
+    quantization: str = ""
     num_parameters: int | None = None
     kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
     context_length: int | None = None
@@ -124,6 +127,7 @@ def _describe_files(report: ModelReport, files: ModelFiles) -> None:
 
 def _describe_architecture(report: ModelReport, files: ModelFiles, config: DecoderConfig) -> None:
     report.architecture = find_architecture(files.config)
+    report.quantization = str(read_quantization(files.config) or "")
     kinds = sorted({rope.kind for rope in config.ropes if rope is not None})
     report.rope = ", ".join(kinds) or "learned positions"
     report.window = common_window(config.windows)
@@ -155,6 +159,8 @@ def _fit_memory(report: ModelReport) -> None:
     """Compute the context from the memory that is free now and the default KV pool's share."""
     item_bytes = ITEM_BYTES[report.way]
     weight_bytes = (report.num_parameters or 0) * item_bytes
+    if report.quantization and report.way == NATIVE:
+        weight_bytes = sum(report.weight_bytes.values())
     pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"
     num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
@@ -165,6 +171,7 @@ def _fit_memory(report: ModelReport) -> None:
     report.max_context_here = context_length if num_tokens >= needed else max(0, num_tokens)
     if num_tokens < 1:
         raise ModelError(
-            f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in {dtype}, which does"
+            f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in"
+            f" {report.quantization or dtype}, which does"
             " not leave memory for a KV pool; take a smaller model or free memory"
         )

@@ -10,6 +10,8 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.directory import read_json
+from quadriga.model_files.quantized.methods import read_quantization
+from quadriga.model_files.quantized.scheme import parameters_of
 from quadriga.model_files.resolve import ModelFiles
 
 
@@ -25,10 +27,15 @@ class WeightSummary:
     bytes_by_format: Counter[str] = field(default_factory=Counter)
     num_parameters: int = 0
 
-    def add(self, kind: str, shape: list[int], num_bytes: int) -> None:
+    def add(self, kind: str, num_parameters: int, num_bytes: int) -> None:
         """Count a tensor."""
         self.bytes_by_format[kind] += num_bytes
-        self.num_parameters += math.prod(shape)
+        self.num_parameters += num_parameters
+
+    def add_mxfp4(self, name: str, shape: list[int], num_bytes: int) -> None:
+        """Count the codes of gpt-oss, two in a byte, or their scales, which are no parameters."""
+        self.bytes_by_format["MXFP4"] += num_bytes
+        self.num_parameters += 2 * math.prod(shape) if name.endswith("_blocks") else 0
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:
@@ -39,15 +46,20 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
     if files.tensor_index is not None:
         end = 0
         for entry in read_json(files.tensor_index).values():
-            summary.add(entry["type"], entry["shape"], entry["bytes"])
+            summary.add(entry["type"], math.prod(entry["shape"]), entry["bytes"])
             end = max(end, entry["offset"] + entry["bytes"])
         _check_size(files.weights, end)
         return summary
+    quantization = read_quantization(files.config)
     for path in weight_files(files.weights):
         for name, entry in _safetensors_header(path).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                summary.add(entry["dtype"], entry["shape"], end - begin)
+                if entry["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
+                    summary.add_mxfp4(name, entry["shape"], end - begin)
+                    continue
+                count = parameters_of(name, entry["shape"], quantization)
+                summary.add(entry["dtype"], count, end - begin)
     return summary
 
 

@@ -64,6 +64,8 @@ class ExpertsConfig:
         renormalise: The weights of the chosen experts add up to 1.
         bias: Router and experts have biases.
         dense_layers: Indices of the layers that have an MLP instead.
+        transposed: Stacked weights are [experts, inputs, outputs].
+        interleaved: The rows of gate and up alternate in stacked weights.
     """
 
     num_experts: int
@@ -72,6 +74,8 @@ class ExpertsConfig:
     renormalise: bool = True
     bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,8 @@ class DecoderConfig:
         logit_softcap: Bound of the logits, or None.
         tie_word_embeddings: The embedding is the head.
         head_bias: The head has a bias.
-        names: Names of tensors that differ from NAMES. "qkv" and "gate_up" are fused projections.
+        names: Names of tensors that differ from NAMES. "qkv" and "gate_up" are fused projections;
+            "experts_gate_up" and "experts_down" are stacked weights of all experts of a layer.
         qkv_by_head: A fused projection has the rows of a query, key and value head side by side.
         transposed: The checkpoint has the weights of blocks as [inputs, outputs].
         skipped: Ends of the names of tensors that are not read.

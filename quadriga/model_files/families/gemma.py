@@ -55,9 +55,12 @@ def _gemma(
     if local_theta is not None:
         parameters = {"rope_theta": local_theta} | (ropes.get("sliding_attention") or {})
         local = RopeScaling.from_hf({"rope_parameters": parameters}, head_dim)
+    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
         head_dim=head_dim,
+        qkv_bias=bias,
+        out_bias=bias,
         norm_offset=1.0,
         norm_places="around",
         activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SPACE = "▁"
 # Values of tokenizer.ggml.token_type.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+# Tokens of a Phi-3 that keep the spaces after them; its other special tokens swallow these. A GGUF
+# does not say so; llama.cpp has the same list.
+PHI3_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 Merge = tuple[str, str]
 
@@ -57,9 +60,15 @@ def build_sentencepiece_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
         unescape.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(escape)
     tokenizer.decoder = decoders.Sequence(unescape)
+    strips = metadata.get("general.architecture") == "phi3"
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
+            AddedToken(
+                token,
+                special=kind == CONTROL,
+                normalized=False,
+                rstrip=strips and token not in PHI3_KEEP_SPACES,
+            )
             for token, kind in zip(tokens, types, strict=True)
             if kind in (CONTROL, USER_DEFINED)
         ]

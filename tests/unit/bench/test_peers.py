@@ -152,7 +152,7 @@ def test_a_peer_is_asked_for_at_its_port_by_flags_that_the_bench_knows(
     peer = PEERS[name]
     start = Start(Path("/env/bin/python"), 4711, WORKLOADS["W2"], peer.weights[0])
     assert "4711" in peer.command(start)
-    target = parse(peer.target(4711, Path("/models/m"))).target.openai
+    target = parse(peer.target(4711, "/models/m")).target.openai
     assert target is not None
     assert (target.base_url, target.model) == ("http://127.0.0.1:4711", "/models/m")
     assert set(peer.weights) <= set(get_args(Weights))

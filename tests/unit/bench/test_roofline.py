@@ -38,6 +38,16 @@ def test_a_product_of_many_rows_takes_as_long_as_its_operations() -> None:
     assert at_the_rate(WORK, rows, SPEED) == pytest.approx(2 * 64 * (5000 / 1e7 + 100_000 / 2e7))
 
 
+def test_of_the_experts_only_those_are_read_and_multiplied_that_rows_choose() -> None:
+    experts = Product(100, 50, num_experts=8, num_chosen=2)
+    work = Work((experts,), (), weight_bytes=2, kv_bytes=2)
+    one, many = (floor(work, ONE_ROW * rows, SPEED)[StepPart.LINEARS] for rows in (1, 1000))
+    assert one == pytest.approx(2 * 5000 * 2 / 1e6)
+    assert many == pytest.approx(2 * 1000 * 2 * 5000 / 1e7)
+    assert experts.matrices_read(2) == pytest.approx(8 * (1 - (6 / 8) ** 2))
+    assert experts.matrices_read(1000) == pytest.approx(8)
+
+
 def test_only_rows_that_sample_are_multiplied_after_the_last_attention() -> None:
     prompt = [Row(context=0, tokens=500)]
     chunk = [Row(context=0, tokens=500, ends=False)]

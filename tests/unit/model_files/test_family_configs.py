@@ -1,13 +1,16 @@
 """What families read in config.json, and what they refuse."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from quadriga.errors import ModelError
 from quadriga.model_files.architectures import read_architecture
+from worker_proc.models.rope_scaling import rope_frequencies
 
 FAMILIES = [
     "olmo2",
@@ -28,6 +31,101 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 160,
     "max_position_embeddings": 256,
 }
+
+WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
+LLAMA3 = {
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# What differs from SIZES in a config.json that older releases of transformers wrote.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "OLMo-2-1124-7B": {
+        "model_type": "olmo2",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+    },
+    "Olmo-3-7B": {
+        "model_type": "olmo3",
+        "layer_types": WINDOWS,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+    },
+    "granite-3.3-2b": {
+        "model_type": "granite",
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    },
+    "SmolLM3-3B": {
+        "model_type": "smollm3",
+        "layer_types": ["full_attention"] * 8,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 2,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "gemma-2b": {
+        "model_type": "gemma",
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "hidden_activation": None,
+        "num_key_value_heads": 1,
+        "rope_theta": 10000.0,
+    },
+    "EXAONE-4.0-32B": {
+        "model_type": "exaone4",
+        "layer_types": WINDOWS,
+        "num_key_value_heads": 8,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 1000000,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+    },
+    "EXAONE-4.0-1.2B": {
+        "model_type": "exaone4",
+        "layer_types": ["full_attention"] * 8,
+        "num_key_value_heads": 8,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
+    published = {**SIZES, "num_hidden_layers": 8, **PUBLISHED[name]}
+    fields = {key: value for key, value in published.items() if key != "model_type"}
+    current = AutoConfig.for_model(published["model_type"], **deepcopy(fields)).to_dict()
+    ours, theirs = read_architecture(published), read_architecture(current)
+    assert without_ropes(ours) == without_ropes(theirs)
+    for rope, expected in zip(ours.ropes, theirs.ropes, strict=True):
+        if rope is None or expected is None:
+            assert rope is expected
+            continue
+        frequencies, factor = rope_frequencies(rope, 4096)
+        expected_frequencies, expected_factor = rope_frequencies(expected, 4096)
+        torch.testing.assert_close(frequencies, expected_frequencies, rtol=0, atol=0)
+        assert factor == expected_factor
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -79,14 +79,17 @@ def test_the_builtins_tokenizer_agrees_on_any_text(published: tuple[Any, Any], t
     assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
-def test_smollm_takes_every_digit_by_itself(tmp_path: Path) -> None:
-    split = tiny(tmp_path, pre="smollm").encode("a12").tokens
+@pytest.mark.parametrize("pre", ["smollm", "refact"])
+def test_some_take_every_digit_by_itself(tmp_path: Path, pre: str) -> None:
+    split = tiny(tmp_path, pre=pre).encode("a12").tokens
     assert split == ["a", "1", "2"]
     joined = tiny(tmp_path, pre="gpt-2").encode("a12").tokens
     assert joined == ["a", "12"]
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", ["smollm", "refact", "starcoder", "gpt-2", "default", "llama-bpe", "dbrx", "qwen2"]
+)
 @pytest.mark.parametrize("text", [*TEXTS, "日本 12 ab ab\n\n  ab's"])
 def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str, text: str) -> None:
     import unicodedata

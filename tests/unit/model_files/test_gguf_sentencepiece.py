@@ -164,3 +164,17 @@ def test_gemma_s_ids_are_those_of_transformers(gemma: tuple[Any, Any], text: str
 def test_gemma_s_ids_agree_on_any_text(gemma: tuple[Any, Any], text: str) -> None:
     ours, theirs = gemma
     assert ours.encode(text).ids == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "token", "swallows"),
+    [("phi3", "<eos>", True), ("phi3", "<s>", False), ("llama", "<eos>", False)],
+)
+def test_special_tokens_of_a_phi_3_swallow_the_spaces_after_them(
+    architecture: str, token: str, swallows: bool
+) -> None:
+    values = metadata(**{"general.architecture": architecture})
+    values["tokenizer.ggml.tokens"][0] = "<s>"
+    tokenizer = build_tokenizer(values)
+    spaced, joined = tokenizer.encode(f"{token} ab").ids, tokenizer.encode(f"{token}ab").ids
+    assert (spaced == joined) == swallows

@@ -58,7 +58,7 @@ def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Pa
             {"rope_parameters": {"rope_type": "longest"}},
             "rope_type = 'longest'; supported",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: awq"),
     ],
 )
 def test_a_refusal_is_one_line_with_the_location(

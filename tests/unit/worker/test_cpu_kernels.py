@@ -17,7 +17,7 @@ from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.quantised_panels import to_quantised_panels
-from worker_proc.cpu.quantization import GROUP_SIZE, quantize
+from worker_proc.cpu.quantization import quantize
 from worker_proc.cpu.weights import interleave, round_up, to_panels
 from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
@@ -106,7 +106,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
 
 
 # One family for each kind of block; test_families.py has all.
-BLOCK_KINDS = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox"]
+BLOCK_KINDS = ["mistral", "qwen3", "gemma2", "gemma3_text", "glm4", "gpt_neox", "olmo3", "granite"]
 MODELS: dict[str, Callable[[Path], Path]] = {
     **{name: FAMILIES[name] for name in BLOCK_KINDS},
     "gpt2 (4 heads of 12)": tiny_gpt2,
@@ -277,22 +277,7 @@ def round_weights(engine: TorchEngine, bits: int) -> None:
     """Replace every matrix of a reference by the values of its quantised weights."""
     for name, weight in engine.model.named_parameters():
         if weight.dim() == 2 and "position" not in name:
-            weight.data.copy_(rounded(weight.float(), bits))
-
-
-def rounded(weight: Tensor, bits: int) -> Tensor:
-    inputs = weight.shape[1]
-    groups = torch.nn.functional.pad(weight, (0, -inputs % GROUP_SIZE)).unflatten(
-        1, (-1, GROUP_SIZE)
-    )
-    if bits == 8:
-        scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float().clamp(min=1e-8)
-        groups = (groups / scale).round().clamp(-127, 127) * scale
-    else:
-        least = groups.amin(-1, keepdim=True).half().float()
-        scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float().clamp(min=1e-8)
-        groups = ((groups - least) / scale).round().clamp(0, 15) * scale + least
-    return groups.flatten(1)[:, :inputs]
+            weight.data.copy_(quantize(weight.float(), bits).dense()[:, : weight.shape[1]])
 
 
 FILTERS = [

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
+from tests.tiny_experts import EXPERTS, tiny_mixtral, tiny_qwen3_moe
 from tests.tiny_models import FAMILIES, tiny_glm, tiny_gpt_neox, tiny_opt, tiny_phi3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
@@ -21,7 +22,7 @@ BACKENDS = ["torch", "native"]
 CHUNKS = [1, 7, 64]
 NO_IDS = pack_ids([])
 
-# Options of a family that its model in FAMILIES does not have.
+# Options of a family that its tiny model does not have.
 LONGROPE = {
     "rope_type": "longrope",
     "partial_rotary_factor": 0.6,
@@ -29,6 +30,10 @@ LONGROPE = {
     "long_factor": [1.0 + 0.9 * pair for pair in range(6)],
 }
 VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "mixtral (all experts chosen)": lambda path: tiny_mixtral(path, num_experts_per_tok=5),
+    "qwen3_moe (weights add up to 1, every second layer dense)": lambda path: tiny_qwen3_moe(
+        path, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[]
+    ),
     "glm (no biases, tied)": lambda path: tiny_glm(
         path, attention_bias=False, tie_word_embeddings=True
     ),
@@ -46,7 +51,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
         tie_word_embeddings=True,
     ),
 }
-MODELS: dict[str, Callable[[Path], Path]] = {**FAMILIES, **VARIANTS}
+MODELS: dict[str, Callable[[Path], Path]] = {**FAMILIES, **EXPERTS, **VARIANTS}
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,36 @@
 """Gemma 2 and Gemma 3 give the tokens and the log-probabilities of transformers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quadriga.config.server_config import ModelArgs
 from quadriga.errors import ModelError
+from quadriga.model_files.directory import read_config
 from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.resolve import resolve_model
-from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3
+from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    **GEMMA,
+    "gemma3": tiny_gemma3_with_images,
+    "gemma2 with biases": lambda path: tiny_gemma2(path, attention_bias=True),
+}
 NEW_TOKENS = 6
 # Around the windows of the tiny models, which have 20 tokens.
 LENGTHS = [1, 5, 19, 20, 21, 47, 110]
 
 
-@pytest.fixture(scope="module", params=list(GEMMA))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return GEMMA[request.param](tmp_path_factory.mktemp("model"))
+    return FAMILIES[request.param](tmp_path_factory.mktemp("model"))
 
 
 @torch.inference_mode()
@@ -99,6 +106,22 @@ def test_the_text_model_of_a_checkpoint_with_images_is_served(tmp_path: Path) ->
     after = model.checkpoint_tensors()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert resolve_model(ModelArgs(str(tmp_path))).vocab_size == 512
+
+
+def test_defaults_of_a_nested_config_are_those_of_transformers(tmp_path: Path) -> None:
+    text: dict[str, Any] = {"num_hidden_layers": 34, "hidden_size": 2560}
+    text["intermediate_size"] = 10240
+    nested = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    ours, theirs = gemma3(read_config(tmp_path)), Gemma3TextConfig(**text)
+    assert ours.vocab_size == theirs.vocab_size
+    assert (ours.num_heads, ours.num_kv_heads) == (8, 4)
+    assert (ours.head_dim, ours.norm_eps) == (theirs.head_dim, theirs.rms_norm_eps)
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in ours.windows]
+    assert kinds == theirs.layer_types
+    whole = ours.ropes[5]
+    assert whole is not None
+    assert (whole.max_length, whole.parameters["rope_theta"]) == (131072, 1e6)
 
 
 def test_names_of_tensors_of_new_checkpoints_with_images(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from quadriga.config.server_config import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from quadriga.model_files.servable import check_servable
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_phi3
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_cpu_kernels import (
@@ -76,8 +77,13 @@ def test_fused_permuted_and_transposed_matrices_have_the_numbers_of_the_dense_mo
     assert seen == (2 if build is tiny_gpt2 else 14)
 
 
+def phi3(directory: Path) -> Path:
+    """Write a model whose rows of weights are whole blocks, with fused projections."""
+    return tiny_phi3(directory, hidden_size=192, intermediate_size=160)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [tiny_gpt2, llama])
+@pytest.mark.parametrize("build", [tiny_gpt2, llama, phi3])
 def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     build: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -92,13 +98,16 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
         drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
-def test_a_fused_matrix_with_a_part_in_float16_stays_dense(tmp_path: Path) -> None:
+def test_a_fused_matrix_with_a_part_in_float16_becomes_dense_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kinds = {"blk.1.attn_v.weight": Kind.F16}
     files = gguf_of(llama(tmp_path), lambda name: kinds.get(name, Kind.Q4_0))
     layers = dict(load(files, packed=True).named_modules())
     dense = dict(load(files, packed=False).named_modules())
     name = "blocks.1.qkv_proj"
     assert layers[name].blocks == ()
+    assert "2 quantised tensors are fused with one in 16 or 32 bits" in caplog.text
     assert torch.equal(layers[name].weight, dense[name].weight)
     assert len(layers["blocks.0.qkv_proj"].blocks) == 3
 
@@ -112,6 +121,9 @@ def test_a_type_that_is_not_multiplied_as_stored_is_refused_by_name(tmp_path: Pa
     message = r"tiny\.gguf: tensor blk\.1\.attn_v\.weight has type IQ2_XXS.*Q4_K.*none"
     with pytest.raises(ModelError, match=message):
         load(files, packed=True)
+    with pytest.raises(ModelError, match=message):
+        check_servable(files, "gguf")
+    check_servable(files)
 
 
 def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_path: Path) -> None:

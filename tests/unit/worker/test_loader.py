@@ -18,18 +18,27 @@ from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot
 from tests.tiny_models import (
+    tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
+    tiny_glm,
     tiny_gpt2,
+    tiny_gpt_neox,
+    tiny_granite,
     tiny_llama,
     tiny_mistral,
+    tiny_olmo2,
+    tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_smollm3,
+    tiny_starcoder2,
 )
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.sharding import TPRank
 from worker_proc.models.layers import Attention
 from worker_proc.runner import Runner
 from worker_proc.startup.memory_profile import num_pool_pages
@@ -156,8 +165,14 @@ def test_dummy_weights_are_the_same_each_time_and_differ_between_layers(tmp_path
         lambda path: tiny_llama(path, tie=False),
         tiny_qwen2,
         tiny_qwen3,
+        tiny_gemma,
         tiny_gemma2,
         tiny_gemma3,
+        tiny_phi3,
+        tiny_starcoder2,
+        tiny_granite,
+        tiny_olmo2,
+        tiny_smollm3,
     ],
 )
 def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
@@ -169,6 +184,21 @@ def test_a_gguf_holds_the_weights_of_the_checkpoint_it_was_made_from(
         assert (loaded[name] - expected).abs().max() < 0.004, name
 
 
+@pytest.mark.parametrize("build", [tiny_glm, tiny_gpt_neox, tiny_phi3])
+def test_two_ranks_have_the_rows_of_one_process(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    directory = build(tmp_path)
+    whole = load_on_cpu(directory).checkpoint_tensors()
+    files = resolve_model(ModelArgs(model=str(directory)))
+    ranks = [load_model(files, torch.float32, CPU, rank=TPRank(rank, 2)) for rank in range(2)]
+    halves = [model.checkpoint_tensors() for model in ranks]
+    split = [name for name, tensor in whole.items() if len(halves[0][name]) < len(tensor)]
+    assert len(split) >= 3 * 3  # queries, keys and values of each layer
+    for name in split:
+        assert torch.equal(torch.cat([half[name] for half in halves]), whole[name]), name
+
+
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF")
@@ -176,7 +206,7 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     directory = tiny_gpt2(tmp_path / "hf")
     config = {**json.loads((directory / "config.json").read_text()), "model_type": "mamba"}
     files = ModelFiles("tiny", str(file), config, {}, directory, file, tmp_path / "tiny.json")
-    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gemma2, gemma3, gpt2"):
+    with pytest.raises(ModelError, match="a GGUF of mamba; supported: gemma, gemma2, gemma3, gpt2"):
         load_model(files, torch.float32, CPU)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quadriga.model_files.architectures import CONFIGS
 from quadriga.model_files.gguf_header import _CONFIGS
+from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 from worker_proc.loading.checkpoints import _GGUF_NAMES
 
@@ -24,4 +25,4 @@ def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() 
 
 def test_each_family_is_tested() -> None:
     # A `gemma3` is a `gemma3_text` with images.
-    assert CONFIGS.keys() - {"gemma3"} == FAMILIES.keys()
+    assert CONFIGS.keys() - {"gemma3"} == {*FAMILIES, *EXPERTS}

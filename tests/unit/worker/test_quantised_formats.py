@@ -11,6 +11,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.model_files.gguf.types import BLOCK_SIZES
 from tests.unit.worker.native_matrices import NativeMatrix
+from worker_proc.cpu import quantised_panels
 from worker_proc.cpu.program import Format
 from worker_proc.loading.gguf_blocks import GROUP, PackedRows
 
@@ -141,6 +142,15 @@ def test_gate_and_up_may_have_different_types(kinds: tuple[str, str], size: int)
 
 
 def test_rows_of_two_types_in_one_panel_are_refused_with_what_to_take_instead() -> None:
-    parts = [random_rows("Q4_K", 24), random_rows("Q6_K", 24)]
-    with pytest.raises(ModelError, match=r"24 rows of Q4_K.*multiple of 16.*--quantization int8"):
+    rows = random_rows("Q4_K", 24)
+    parts = [PackedRows(rows.kind, rows.data, "a.gguf: attn_q"), random_rows("Q6_K", 24)]
+    message = r"^a\.gguf: attn_q has 24 rows in Q4_K before rows in Q6_K.*--quantization int8"
+    with pytest.raises(ModelError, match=message):
         NativeMatrix(parts)
+
+
+def test_large_matrices_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_panels, "CHUNK_WEIGHTS", 40 * WIDTH)
+    for parts in (["Q5_K"], ["Q5_K", "Q8_0"]):
+        rows = [random_rows(kind, 112) for kind in parts]
+        assert torch.equal(NativeMatrix(rows).look_up(), values_of(*rows))

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention_work.h"
+#include "coded.h"
 #include "pages.h"
 #include "quantised.h"
 
@@ -12,6 +13,8 @@ template <class E>
 void embedding(float* to, const Matrix& m, long id, long width) {
     Panel panel = m.panel(id / LANES);
     int lane = int(id % LANES);
+    if (is_coded(panel.format))
+        return coded_column(to, panel.format, panel.words, m.depth, lane, width);
     if (panel.format != DENSE)
         return dequantise_column(to, panel.format, panel.words, m.depth, lane, width);
     for (long d = 0; d < width; d++) {
@@ -38,9 +41,19 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
 
 template <class E>
 void quantise_token(const Step& step, const Op& op, long token) {
-    quantise((char*)step.buffers[op.output] + token * step.strides[op.output],
-                (const typename E::Passed*)step.buffers[op.input] + token * step.strides[op.input],
-                op.width);
+    char* to = (char*)step.buffers[op.output] + token * step.strides[op.output];
+    long first = token * step.strides[op.input];
+    if (op.input == ARRANGED)
+        quantise(to, (const float*)step.buffers[op.input] + first, op.width);
+    else
+        quantise(to, (const typename E::Passed*)step.buffers[op.input] + first, op.width);
+}
+
+template <class E>
+void arrange_token(const Step& step, const Op& op, long token) {
+    arrange((float*)step.buffers[op.output] + token * step.strides[op.output],
+            (const typename E::Passed*)step.buffers[op.input] + token * step.strides[op.input],
+            op.matrix.order, op.matrix.inputs, op.width);
 }
 
 // Returns 1 / sqrt(mean((x - mean)²) + epsilon).

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "coded.h"
 #include "program.h"
 #include "quantised.h"
 #include "tile.h"
@@ -16,6 +17,16 @@ constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
 struct RowMax {
     float value;
     int64_t column;
+};
+
+// The panels that a thread multiplies next, or none.
+struct NextPanels {
+    const Matrix* matrix = nullptr;
+    long first = 0;
+
+    const char* line(long i) const {
+        return first + i < matrix->panel_count ? (const char*)matrix->panel(first + i).words : nullptr;
+    }
 };
 
 // Packs the rows of a tile.
@@ -93,35 +104,50 @@ struct Matmul {
     typedef typename E::Passed Passed;
 
     const Op& op;
+    const Matrix& matrix;
     const Step& step;
+    const long first_row;  // of the input and the output
     Pieces pieces;
     RowMax* maxima;  // MATMUL_ARGMAX: [rows] maxima of this thread
     long packed_block = -1;
     const int64_t* residual_rows;  // [rows] row of the residual stream, or null: in order
 
-    Matmul(const Op& op, const Step& step, long rows, RowMax* maxima)
-        : op(op), step(step), pieces(op.matrix, rows, row_words() * 4), maxima(maxima),
+    Matmul(const Op& op, const Matrix& matrix, const Step& step, long rows, RowMax* maxima,
+           long first_row = 0)
+        : op(op), matrix(matrix), step(step), first_row(first_row),
+          pieces(matrix, rows, row_words() * 4), maxima(maxima),
           residual_rows(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
 
     // Adds the weights of piece i, if it exists, to the memory to prefetch.
     void add_first_reads(long i, PrefetchQueue& queue) const {
         if (i >= pieces.count()) return;
         long first = pieces.first_panel(i), end = first + PANELS_A_PIECE;
-        for (long i = first; i < std::min(end, op.matrix.panel_count); i++) {
-            Panel panel = op.matrix.panel(i);
+        for (long i = first; i < std::min(end, matrix.panel_count); i++) {
+            Panel panel = matrix.panel(i);
             queue.add(panel.words, panel.words + panel.units);
         }
     }
 
-    // Computes piece i. next: the piece that this thread computes afterwards, or -1.
-    void piece(long i, long next) {
-        return op.matrix.format == DENSE ? piece_of<Dense<E>>(i, next) : piece_of<Quantised>(i, next);
+    NextPanels panels_of(long piece) const {
+        return piece < 0 ? NextPanels() : NextPanels{&matrix, pieces.first_panel(piece)};
+    }
+
+    // Computes piece i. next: the panels of the piece that this thread computes afterwards.
+    void piece(long i, NextPanels next) {
+        switch (matrix.format) {
+        case DENSE: return piece_of<Dense<E>>(i, next);
+        case CODED_INT8:
+        case CODED_INT4: return piece_of<CodedIntegers>(i, next);
+        case CODED_FLOAT8:
+        case CODED_TABLE4: return piece_of<CodedFloats>(i, next);
+        default: return piece_of<Quantised>(i, next);
+        }
     }
 
   private:
     template <class F>
-    void piece_of(long i, long next) {
-        const Matrix& m = op.matrix;
+    void piece_of(long i, NextPanels next) {
+        const Matrix& m = matrix;
         long panel = pieces.first_panel(i), block = i / pieces.columns;
         int panels = int(std::min<long>(PANELS_A_PIECE, m.panel_count - panel));
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
@@ -146,7 +172,7 @@ struct Matmul {
 
     // Returns how many of `count` panels are side by side and have the format of the first one.
     int num_alike(long panel, int count) const {
-        const Matrix& m = op.matrix;
+        const Matrix& m = matrix;
         if (m.format != MIXED) return count;
         int alike = 1;
         while (alike < count && m.panel(panel + alike).format == m.panel(panel).format) alike++;
@@ -166,34 +192,35 @@ struct Matmul {
                 long row = t * count / tiles, rows = (t + 1) * count / tiles - row;
                 choose_pack<F>(int(rows), std::make_integer_sequence<int, F::ROWS>())(
                     buffer.data() + row * row_words(), input(begin + row), row_words(),
-                    op.matrix.depth);
+                    matrix.depth);
             }
         }
         return buffer.data();
     }
 
     long row_words() const {
-        long bytes = op.matrix.format == DENSE ? sizeof(Passed) : 1;
+        long bytes = matrix.format == DENSE ? sizeof(Passed) : 1;
+        if (op.input == ARRANGED) bytes = sizeof(float);
         return step.strides[op.input] * bytes / long(sizeof(uint32_t));
     }
     const uint32_t* input(long row) const {
-        return (const uint32_t*)step.buffers[op.input] + row * row_words();
+        return (const uint32_t*)step.buffers[op.input] + (first_row + row) * row_words();
     }
 
     // Returns what a tile prefetches: one panel of the next piece, so that memory is read evenly. A
     // single tile prefetches all panels.
-    Prefetch prefetch_of(long next, long tile, long tiles, int first, int width) const {
+    Prefetch prefetch_of(NextPanels next, long tile, long tiles, int first, int width) const {
         Prefetch result;
-        if (next >= 0)
+        if (next.matrix)
             for (int p = first; p < first + width; p++)
                 if (tiles == 1 || tile == p)
-                    result.lines[p - first] = (const char*)op.matrix.panel(pieces.first_panel(next) + p).words;
+                    result.lines[p - first] = next.line(p);
         return result;
     }
 
     // Applies the epilogue to the sums of a row, for the columns from `column` on.
     INLINE void finish(const float* sums, long row, long column, int panels) const {
-        const float* bias = op.matrix.bias;
+        const float* bias = matrix.bias;
         auto value = [&](int p) {
             Floats v = load<Floats>(sums + p * LANES);
             return bias ? v + load<Floats>(bias + column + p * LANES) : v;
@@ -226,7 +253,7 @@ struct Matmul {
 
     // Returns the address of the outputs of a row, from `column` on.
     INLINE char* output_of(long row, long column) const {
-        long start = (residual_rows ? residual_rows[row] : row) * step.strides[op.output];
+        long start = (residual_rows ? residual_rows[row] : first_row + row) * step.strides[op.output];
         return (char*)step.buffers[op.output] + (start + (column >> halves_columns())) * output_bytes();
     }
     int halves_columns() const { return op.kind == MATMUL_GATE; }  // two columns become one
@@ -247,7 +274,7 @@ struct Matmul {
 
     // The first of equal columns wins.
     INLINE void update_max(RowMax& max, Floats v, long column) const {
-        long columns = std::min<long>(LANES, op.matrix.columns - column);
+        long columns = std::min<long>(LANES, matrix.columns - column);
         if (columns == LANES && max_lane(v) < max.value) return;
         for (int i = 0; i < columns; i++)
             if (v[i] > max.value || (v[i] == max.value && column + i < max.column))

@@ -21,15 +21,22 @@ enum OpKind : int32_t {
     NORM_ADD,      // output += input / rms(input) * gain, float
     COPY,          // output = input, the residual stream
     SCALE_CAP,     // output = scale * output, then softcap * tanh(output / softcap), float
+    ARRANGE,       // output = input as floats, in the order of a matrix's columns
+    ROUTE,         // the experts of each token, by the scores in the input
+    SORT_ROWS,     // the order of the rows by expert
+    GATHER,        // output = rows of the input by expert
+    ADD_EXPERTS,   // output += scale * weighted sum of the rows of each token's experts, float
 };
 
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU };
 
-enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED, BUFFERS };
+enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED,
+                       EXPERT_INPUT, EXPERT_QUANTISED, EXPERT_INNER, EXPERT_OUTPUT, ARRANGED, BUFFERS };
 
-// INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
+// CODED_*: of quantised checkpoints, see coded.h. INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
 enum Format : int64_t {
-    DENSE, INT8, INT4, Q4_0, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, MIXED
+    DENSE, INT8, INT4, Q4_0, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, MIXED,
+    CODED_INT8, CODED_INT4, CODED_FLOAT8, CODED_TABLE4
 };
 
 enum ComputeType : int64_t { FLOAT32, BFLOAT16, BFLOAT16_PAIRS };  // see numbers.h
@@ -49,6 +56,8 @@ struct Matrix {
     int64_t columns;         // without the padding of the last panel
     int64_t panel_count;
     int64_t depth;           // dense: units of a column; quantised: groups
+    const int32_t* order;    // [inputs] of each column of the weight, or null: in order
+    int64_t inputs;          // coded: without the padding of the last group
 
     Panel panel(int64_t i) const {
         return format == MIXED ? mixed[i] : Panel{format, panels + i * panel_units, panel_units};
@@ -74,6 +83,11 @@ struct Op {
     int64_t rotated;        // channels of a head that are rotated; the others follow
     int64_t window;         // ATTEND, COMBINE: keys that a query sees, itself included; 0: all
     const float* sinks;     // ATTEND, COMBINE: [heads] scores without a value, or null
+    const Matrix* experts;  // products by expert: [experts], instead of `matrix`; else null
+    int64_t expert_count;
+    int64_t num_chosen;     // experts of a token
+    int64_t renormalise;    // ROUTE: not 0: the weights of a token's experts add up to 1
+    int64_t by_expert;      // not 0: there is a row for each chosen expert of each token, see experts.h
 };
 
 struct Program {

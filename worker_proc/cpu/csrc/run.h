@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "matmul.h"
 #include "schedule.h"
 
@@ -75,9 +76,12 @@ class Run {
         for (long row = 0; row < step.row_count; row++)
             for (long i = 0; i < step.num_tokens[row]; i++)
                 positions[token++] = {row, step.computed[row] + i};
-        for (long i = 0; i < program.op_count; i++)
+        for (long i = 0; i < program.op_count; i++) {
             if (program.ops[i].kind == ATTEND && !find_work(program.ops[i].window))
                 works.emplace_back(new WorkOfWindow(program, step, program.ops[i].window, positions));
+            else if (program.ops[i].kind == ROUTE && expert_rows.chosen.empty())
+                expert_rows.reserve(step.token_count * program.ops[i].num_chosen);
+        }
     }
 
     void thread(int id) {
@@ -137,6 +141,7 @@ class Run {
     std::vector<Counter> counters;
     std::vector<std::vector<RowMax>> thread_maxima;
     std::vector<TokenPosition> positions;  // [tokens]
+    ExpertRows expert_rows;                // of the current layer
 
     static Scratch<E>& scratch_of_thread() {
         static thread_local std::unique_ptr<Scratch<E>> scratch;
@@ -160,7 +165,10 @@ class Run {
         });
     }
 
-    long rows_of(const Op& op) const { return op.sampled ? step.sampled_count : step.token_count; }
+    long tokens_of(const Op& op) const {
+        return op.sampled ? step.sampled_count : step.token_count;
+    }
+    long rows_of(const Op& op) const { return tokens_of(op) * (op.by_expert ? op.num_chosen : 1); }
 
     const WorkOfWindow* find_work(long window) const {
         for (auto& work : works)
@@ -173,14 +181,22 @@ class Run {
         return op.sampled && work.sampled ? *work.sampled : work.all;
     }
 
-    static bool is_memory_bound(const Op& op) { return op.kind == ATTEND || is_product(op); }
+    // The experts' first reads are known when the rows are grouped: what waits for GATHER prefetches
+    // them.
+    static bool is_memory_bound(const Op& op) {
+        return op.kind == ATTEND || op.kind == GATHER || is_product(op);
+    }
     static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_ARGMAX; }
 
     // The memory that the thread's first piece of the operation reads first.
     PrefetchQueue first_reads(const Op& op, int id) const {
         PrefetchQueue queue;
-        if (is_product(op)) {
-            Matmul<E> matmul(op, step, rows_of(op), nullptr);
+        if (op.kind == GATHER) return queue;
+        if (op.experts) {
+            ExpertMatmul<E> matmul(op, step, expert_rows);
+            matmul.add_first_reads(Schedule(matmul.count(), threads).first_piece(id), queue);
+        } else if (is_product(op)) {
+            Matmul<E> matmul(op, op.matrix, step, rows_of(op), nullptr);
             matmul.add_first_reads(Schedule(matmul.pieces.count(), threads).first_piece(id), queue);
         } else {
             Attend<E> attend(program, step, op, attention_of(op));
@@ -206,6 +222,8 @@ class Run {
             return each_row(op, next, id, [&](long token) { scale_cap(step, op, token); });
         case QUANTISE:
             return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
+        case ARRANGE:
+            return each_row(op, next, id, [&](long token) { arrange_token<E>(step, op, token); });
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
                 rotate_write<E>(program, step, op, positions[token], token);
@@ -222,13 +240,30 @@ class Run {
                 combine<E>(program, step, op, split[i / program.heads], i % program.heads);
             });
         }
+        case ROUTE:
+            return each_row(op, next, id, [&](long token) { route(step, op, token, expert_rows); });
+        case SORT_ROWS:
+            if (id == 0) sort_rows(op, tokens_of(op), expert_rows);
+            return;
+        case GATHER:
+            return each_row(op, next, id, [&](long row) { gather<E>(step, op, row, expert_rows); });
+        case ADD_EXPERTS:
+            return each_row(op, next, id, [&](long token) {
+                add_experts(step, op, token, expert_rows);
+            });
         case MATMUL_ARGMAX:
             thread_maxima[id].assign(rows_of(op), RowMax{-INFINITY, INT64_MAX});
             [[fallthrough]];
         default:
-            Matmul<E> matmul(op, step, rows_of(op), thread_maxima[id].data());
-            return distribute(next, id, matmul.pieces.count(),
-                              [&](long i, long after) { matmul.piece(i, after); });
+            if (op.experts) {
+                ExpertMatmul<E> matmul(op, step, expert_rows);
+                return distribute(next, id, matmul.count(),
+                                  [&](long i, long after) { matmul.piece(i, after); });
+            }
+            Matmul<E> matmul(op, op.matrix, step, rows_of(op), thread_maxima[id].data());
+            return distribute(next, id, matmul.pieces.count(), [&](long i, long after) {
+                matmul.piece(i, matmul.panels_of(after));
+            });
         }
     }
 };

@@ -1,0 +1,1 @@
+"""Read how a quantised checkpoint stores its weights, without torch."""

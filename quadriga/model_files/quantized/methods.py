@@ -1,0 +1,161 @@
+"""Read `quantization_config` of config.json, for each method."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from quadriga.errors import ModelError
+from quadriga.model_files.quantized.scheme import WHOLE_ROW, CheckpointQuantization, WeightScheme
+
+GROUP_SIZES = (128, 64, 32, WHOLE_ROW)
+REMEDY = "take another checkpoint of the model, or the unquantised one with --quantization int8"
+
+Settings = Mapping[str, Any]
+
+
+def read_quantization(config: Settings) -> CheckpointQuantization | None:
+    """Return how the weights of a config.json are quantised, or None if they are not.
+
+    Raises:
+        ModelError: The method, or one of its settings, is not supported.
+    """
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return None
+    method = str(settings.get("quant_method"))
+    if is_mxfp4(config):
+        return None
+    if method not in _METHODS:
+        _refuse("quant_method", method, tuple(sorted(_METHODS)))
+    return CheckpointQuantization(method, _METHODS[method](settings))
+
+
+def is_mxfp4(config: Settings) -> bool:
+    """Return whether a gpt-oss has experts in MXFP4, which become bfloat16 exactly at load."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return method == "mxfp4" and config.get("model_type") == "gpt_oss"
+
+
+def _gptq(settings: Settings) -> tuple[WeightScheme, ...]:
+    bits = _require_bits(settings, "bits", (4, 8))
+    group_size = _require(settings, "group_size", GROUP_SIZES)
+    layout = _require(settings, "checkpoint_format", ("gptq", "gptq_v2"))
+    _require(settings, "pack_dtype", ("int32",))
+    _require(settings, "is_marlin_format", (False,))
+    overrides = [key for key in settings.get("dynamic") or {} if not key.startswith("-")]
+    if overrides:
+        _refuse(
+            "dynamic", overrides[0], ("only patterns of unquantised layers, that begin with -",)
+        )
+    return (WeightScheme(layout, bits, group_size, symmetric=False),)
+
+
+def _awq(settings: Settings) -> tuple[WeightScheme, ...]:
+    _require(settings, "version" if "version" in settings else "format", ("gemm", "GEMM"))
+    bits = _require_bits(settings, "bits" if "bits" in settings else "w_bit", (4,))
+    key = "group_size" if "group_size" in settings else "q_group_size"
+    group_size = _require(settings, key, GROUP_SIZES)
+    _require(settings, "zero_point", (True,))
+    return (WeightScheme("awq", bits, group_size, symmetric=False),)
+
+
+def _fp8(settings: Settings) -> tuple[WeightScheme, ...]:
+    _require(settings, "fmt", ("e4m3", "float8_e4m3fn", "e4m3fn"))
+    block = settings.get("weight_block_size")
+    return (WeightScheme("fp8", 8, block=_block(block) if block else None),)
+
+
+def _fbgemm_fp8(_: Settings) -> tuple[WeightScheme, ...]:
+    return (WeightScheme("fp8", 8),)
+
+
+def _bitsandbytes(settings: Settings) -> tuple[WeightScheme, ...]:
+    if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
+        return (WeightScheme("bitsandbytes", 8),)
+    _require(settings, "bnb_4bit_quant_type", ("nf4", "fp4"))
+    _require(settings, "bnb_4bit_quant_storage", ("uint8",))
+    return (WeightScheme("bitsandbytes", 4, 64),)
+
+
+def _compressed_tensors(settings: Settings) -> tuple[WeightScheme, ...]:
+    _require(settings, "quantization_status", ("compressed",))
+    for key in ("sparsity_config", "transform_config"):
+        nested = settings.get(key) or {}
+        if nested.get("format", "dense") != "dense" or nested.get("config_groups"):
+            _refuse(key, nested.get("format", "config_groups"), ("none",))
+    groups = settings.get("config_groups") or {}
+    if not groups:
+        _refuse("config_groups", groups, ("groups with weights",))
+    return tuple(
+        _compressed_scheme(f"config_groups.{name}", group, settings)
+        for name, group in groups.items()
+    )
+
+
+def _compressed_scheme(where: str, group: Settings, settings: Settings) -> WeightScheme:
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        _refuse(f"{where}.weights", weights, ("the scheme of the weights",))
+    kind = _require(weights, "type", ("int", "float"), where)
+    layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    layout = group.get("format") or settings.get("format")
+    if layout not in layouts:
+        _refuse("format", layout, layouts)
+    bits = _require(weights, "num_bits", (8,) if kind == "float" else (4, 8), where)
+    group_size = WHOLE_ROW
+    # Without a strategy, a matrix has one scale, or as many as the size of a group asks for.
+    strategies = ("tensor", "channel", "group", "block")
+    strategy = _require(weights, "strategy", strategies, where)
+    if weights.get("strategy") is None and weights.get("group_size") is not None:
+        strategy = "group"
+    if strategy == "group":
+        group_size = _require(weights, "group_size", GROUP_SIZES, where)
+    return WeightScheme(
+        "pack-quantized" if layout == "pack-quantized" else kind,
+        bits,
+        group_size,
+        _block(weights.get("block_structure")) if strategy == "block" else None,
+        bool(weights.get("symmetric", True)),
+        tuple(group.get("targets") or ("Linear",)),
+    )
+
+
+_METHODS: dict[str, Callable[[Settings], tuple[WeightScheme, ...]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _block(value: Any) -> tuple[int, int]:
+    if isinstance(value, str):  # such as 128x128
+        value = [int(size) for size in value.split("x")]
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        _refuse("weight_block_size", value, ("[outputs, inputs]",))
+    return int(value[0]), int(value[1])
+
+
+def _require(settings: Settings, key: str, allowed: tuple[Any, ...], where: str = "") -> Any:
+    """Return a setting; the first of `allowed` stands for a missing or null one."""
+    value = settings.get(key)
+    if value is None:
+        return allowed[0]
+    if value not in allowed:
+        _refuse(f"{where}.{key}" if where else key, value, allowed)
+    return value
+
+
+def _require_bits(settings: Settings, key: str, allowed: tuple[int, ...]) -> int:
+    """Return a number of bits, for which there is no default."""
+    if settings.get(key) is None:
+        _refuse(key, None, allowed)
+    return int(_require(settings, key, allowed))
+
+
+def _refuse(key: str, value: Any, supported: tuple[Any, ...]) -> NoReturn:
+    shown = ", ".join(map(str, supported))
+    raise ModelError(
+        f"config.json has quantization_config.{key} = {value!r}; supported: {shown}; {REMEDY}"
+    )
