@@ -11,7 +11,7 @@ from typing import Any
 from triton import compiler
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import activations, attention, matmul, rotate_write, rows
+from worker_proc.gpu.kernels import activations, attention, experts, matmul, rotate_write, rows
 from worker_proc.models.layers import Activation
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -74,6 +74,13 @@ def main() -> None:
     sizes = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")
     tiles = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 64, "HAS_BIAS": True}
     check(matmul._multiply, tiles, **dict.fromkeys(sizes, "i32"))
+    tiles = {**tiles, "CHOSEN": 2, "NUM_EXPERTS": 8}
+    ids = dict.fromkeys(("weights", "biases", "pairs", "experts", "firsts", "lasts"), IDS)
+    for scattered in (True, False):
+        check(experts._multiply_experts, {**tiles, "SCATTERED": scattered}, **ids,
+              columns="i32", depth="i32")  # fmt: skip
+    summing = {"WIDTH": 768, "CHOSEN": 3, "BLOCK": experts.BLOCK}
+    check(experts._sum_experts, summing, weights=FLOATS)
 
 
 if __name__ == "__main__":

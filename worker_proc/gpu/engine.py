@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.gpu.experts import grouped_experts
 from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, DecodeGraphs, DecodeOutput
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rows import store_tokens
 from worker_proc.gpu.ops import Hidden, TritonOps
-from worker_proc.gpu.pages import AttentionPlanner, Pages, TritonAttention
+from worker_proc.gpu.pages import AttentionMetadata, AttentionPlanner, Pages, TritonAttention
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import argmax, draw
 from worker_proc.step.engine_base import Engine
@@ -64,6 +65,7 @@ class TritonEngine(Engine):
         """
         self.model = model
         self._ranks = ranks
+        self._experts = grouped_experts(model)
         self._multiply = multiply if deterministic else F.linear
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
         self._attention: AttentionPlanner = TritonAttention(self._pages, deterministic)
@@ -90,9 +92,7 @@ class TritonEngine(Engine):
         if (decoded := self._replay(inputs)) is not None:
             return decoded.hidden
         metadata = self._attention.plan_step(inputs)
-        return self.model.forward(
-            TritonOps(self._pages, metadata, self._multiply, self._ranks)
-        ).settled()
+        return self.model.forward(self._ops(metadata)).settled()
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         unfiltered = inputs.table.sampling.unfiltered[inputs.sampled_slots].all()
@@ -101,8 +101,11 @@ class TritonEngine(Engine):
         return super().forward_and_sample(inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        ops = TritonOps(self._pages, multiply=self._multiply)
-        return self.model.compute_logits(ops, Hidden(hidden)).x
+        return self.model.compute_logits(self._ops(), Hidden(hidden)).x
+
+    def _ops(self, metadata: AttentionMetadata | None = None) -> TritonOps:
+        """Return the operations of a step; without metadata, those of `compute_logits`."""
+        return TritonOps(self._pages, metadata, self._multiply, self._ranks, self._experts)
 
     def _replay(self, inputs: StepInputs) -> DecodeOutput | None:
         """Run a step as a graph; None if no graph was captured for such a step."""
@@ -122,7 +125,7 @@ class TritonEngine(Engine):
         """
         slots, positions = inputs[SLOT], inputs[POSITION]
         metadata = self._attention.plan_decode(table, slots, positions)
-        ops = TritonOps(self._pages, metadata, self._multiply, self._ranks)
+        ops = self._ops(metadata)
         hidden = self.model.forward(ops)
         logits = self.model.compute_logits(ops, hidden).x
         if drawing:

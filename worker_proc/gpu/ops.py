@@ -1,13 +1,13 @@
 """Execute a model's operations on a GPU: torch multiplies matrices, Triton kernels do the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadriga.errors import ModelError
+from worker_proc.gpu.experts import GroupedExperts
 from worker_proc.gpu.kernels.activations import activate_, gate_up
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
@@ -61,6 +61,7 @@ class TritonOps(Ops[Hidden]):
         metadata: Tokens, positions and pages of the step; None for `compute_logits` alone.
         multiply: The matrix product.
         tp_group: The ranks that have the other parts of the model, if there are several.
+        experts: The mixtures of experts of the model.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class TritonOps(Ops[Hidden]):
         metadata: AttentionMetadata | None = None,
         multiply: Multiply = F.linear,
         tp_group: "TPGroup | None" = None,
+        experts: Mapping[Experts, GroupedExperts] | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
         self._multiply = multiply
         self._tp_group = tp_group
+        self._experts = experts or {}
 
     def embed(
         self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
@@ -107,13 +110,12 @@ class TritonOps(Ops[Hidden]):
         return Hidden(residual.settled(), self.linear(proj, x).x, scale)
 
     def experts_add(
-        self,
-        residual: Hidden,  # noqa: ARG002
-        experts: Experts,  # noqa: ARG002
-        x: Hidden,  # noqa: ARG002
-        scale: float = 1.0,  # noqa: ARG002
+        self, residual: Hidden, experts: Experts, x: Hidden, scale: float = 1.0
     ) -> Hidden:
-        raise _missing("a mixture of experts")
+        added = self._experts[experts].output(x.x, self.linear(experts.router, x).x)
+        if self._tp_group is not None:
+            added = self._tp_group.all_reduce(added)
+        return Hidden(residual.settled(), added, scale)
 
     def attend(self, layer: int, qkv: Hidden, attention: Attention) -> Hidden:
         assert self._metadata is not None
@@ -129,9 +131,3 @@ class TritonOps(Ops[Hidden]):
     ) -> Hidden:
         logits = self._multiply(x.x, head.weight, head.bias if isinstance(head, Linear) else None)
         return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))
-
-
-def _missing(what: str) -> ModelError:
-    return ModelError(
-        f"the GPU kernels do not support {what}; start with --attention-backend torch"
-    )

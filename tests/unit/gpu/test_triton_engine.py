@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError
 from tests.integration.test_equality import reference
+from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral
 from tests.tiny_models import (
     tiny_exaone4,
     tiny_gemma2,
@@ -48,6 +49,8 @@ FAMILIES: list[tuple[Callable[..., Path], dict[str, Any]]] = [
     (tiny_exaone4, {"num_hidden_layers": 2, "sliding_window": 11}),
     (tiny_gpt_neox, {"num_hidden_layers": 2}),
     (tiny_opt, {"num_hidden_layers": 2}),
+    (tiny_mixtral, {"num_hidden_layers": 2}),
+    (tiny_gpt_oss, {"num_hidden_layers": 2}),
 ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
@@ -97,6 +98,11 @@ def small_mistral(directory: Path) -> Path:
     return tiny_mistral(directory, **SMALL, sliding_window=6)
 
 
+def small_mixtral(directory: Path) -> Path:
+    """Write a Mixtral of one layer."""
+    return tiny_mixtral(directory, **SMALL)
+
+
 def runner_with(
     directory: Path, capture: Capture | None, flash: bool = False, **flags: object
 ) -> Runner:
@@ -129,7 +135,7 @@ def tokens_of(runner: Runner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("build", [small_llama, small_mistral])
+@pytest.mark.parametrize("build", [small_llama, small_mistral, small_mixtral])
 def test_replayed_steps_give_the_tokens_of_steps_that_are_not(
     tmp_path: Path, deterministic: bool, build: Callable[[Path], Path]
 ) -> None:

@@ -70,6 +70,8 @@ def _attend(
     for start in range(begin, end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         exists = key < length
+        if WINDOW:  # pages before the window may belong to another request
+            exists = exists & (key > first_position - WINDOW)
         page = tl.load(
             page_table + slot * page_table_stride + key // PAGE_SIZE, mask=exists, other=0
         )
