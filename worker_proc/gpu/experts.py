@@ -68,7 +68,9 @@ def _expert_weights(projections: Iterable[Linear]) -> ExpertWeights:
     projections = list(projections)
     weights = [projection.weight for projection in projections]
     biases = [projection.bias for projection in projections if projection.bias is not None]
-    assert all(weight.is_contiguous() for weight in weights)
+    for weight in weights:  # as the kernel reads it
+        assert weight.is_contiguous()
+        assert weight.data_ptr() % 16 == 0
     return ExpertWeights(
         _addresses(weights), _addresses(biases) if biases else None, len(weights[0])
     )
