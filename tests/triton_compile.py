@@ -11,7 +11,8 @@ from typing import Any
 from triton import compiler
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import attention, matmul, rotate_write, rows
+from worker_proc.gpu.kernels import activations, attention, matmul, rotate_write, rows
+from worker_proc.models.layers import Activation
 
 HOPPER = GPUTarget("cuda", 90, 32)
 IDS, FLOATS, NUMBERS, FP8 = "*i64", "*fp32", "*bf16", "*fp8e4nv"
@@ -58,12 +59,16 @@ def main() -> None:
               cosines=FLOATS, sines=FLOATS, epsilon="fp32", offset="fp32")  # fmt: skip
     wide = {"WIDTH": 768, "BLOCK": rows.BLOCK}
     check(rows._embed, {**wide, "HAS_POSITIONS": True}, tokens="*i32", slots=IDS, positions=IDS,
-          out=FLOATS, tokens_stride="i32")  # fmt: skip
+          out=FLOATS, tokens_stride="i32", scale="fp32", first_row="i32")  # fmt: skip
     for centred in (True, False):
         check(rows._add_norm, {**wide, "HAS_ADDED": True, "CENTRED": centred}, residual=FLOATS,
-              epsilon="fp32")  # fmt: skip
-    check(rows._swiglu, wide)
-    check(rows._gelu, {"BLOCK": rows.BLOCK}, count="i32")
+              epsilon="fp32", offset="fp32", factor="fp32")  # fmt: skip
+    check(rows._norm_add, wide, residual=FLOATS, epsilon="fp32", offset="fp32")
+    for activation in Activation:
+        function = {"ACTIVATION": activation.value, "BLOCK": activations.BLOCK}
+        check(activations._gate, {**function, "WIDTH": 768, "SLOPE": 1.7, "LIMIT": 7.0})
+        if activation is not Activation.CLAMPED_SWIGLU:
+            check(activations._activate, function, count="i32")
     check(rows._store_tokens, {"BLOCK": rows.BLOCK}, known="*i32", token_ids=IDS, slots=IDS,
           positions=IDS, known_stride="i32", count="i32")  # fmt: skip
     sizes = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")

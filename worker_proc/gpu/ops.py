@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, swiglu
+from worker_proc.gpu.kernels.activations import activate_, gate_up
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
 from worker_proc.models.layers import (
     Activation,
@@ -37,15 +38,17 @@ class Hidden:
     Attributes:
         x: [tokens, width].
         added: What is still to be added to `x`; the next norm adds it in its own kernel.
+        factor: Of `added`.
     """
 
     x: Tensor
     added: Tensor | None = None
+    factor: float = 1.0
 
     def settled(self) -> Tensor:
         """Return `x` with everything added."""
         if self.added is not None:
-            self.x.add_(self.added)
+            self.x.add_(self.added, alpha=self.factor)
             self.added = None
         return self.x
 
@@ -77,34 +80,31 @@ class TritonOps(Ops[Hidden]):
     ) -> Hidden:
         step = self._metadata
         assert step is not None
-        _check(scale == 1.0 and (positions is None or not positions.first_row), "scaled embeddings")
-        return Hidden(embed(step.known, step.slots, step.positions, tokens, positions))
+        return Hidden(embed(step.known, step.slots, step.positions, tokens, positions, scale))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
-        _check(not (isinstance(norm, RMSNorm) and norm.offset), "norms with an offset")
         added, x.added = x.added, None
-        return Hidden(add_and_norm(x.x, added, norm))
+        return Hidden(add_and_norm(x.x, added, norm, x.factor))
 
-    def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:  # noqa: ARG002
-        raise _missing("norms after attention and MLP")
+    def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:
+        norm_and_add(residual.settled(), norm, x.x)
+        return residual
 
     def linear(self, proj: Linear, x: Hidden) -> Hidden:
-        projected = self._multiply(x.x, proj.weight, proj.bias)
+        rows = x.settled().to(proj.weight.dtype)  # which the residual stream does not have
+        projected = self._multiply(rows, proj.weight, proj.bias)
         if self._tp_group is not None and proj.parallel is Parallel.ROW:
             projected = self._tp_group.all_reduce(projected)
         return Hidden(projected)
 
     def linear_activation(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
-        _check(activation is Activation.GELU_TANH, f"the activation {activation.value}")
-        return Hidden(gelu_(self.linear(proj, x).x))
+        return Hidden(activate_(self.linear(proj, x).x, activation))
 
     def linear_gated(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
-        _check(activation is Activation.SILU, f"the activation {activation.value}")
-        return Hidden(swiglu(self.linear(proj, x).x))
+        return Hidden(gate_up(self.linear(proj, x).x, activation))
 
     def linear_add(self, residual: Hidden, proj: Linear, x: Hidden, scale: float = 1.0) -> Hidden:
-        _check(scale == 1.0, "residual multipliers")
-        return Hidden(residual.settled(), self.linear(proj, x).x)
+        return Hidden(residual.settled(), self.linear(proj, x).x, scale)
 
     def experts_add(
         self,
@@ -129,11 +129,6 @@ class TritonOps(Ops[Hidden]):
     ) -> Hidden:
         logits = self._multiply(x.x, head.weight, head.bias if isinstance(head, Linear) else None)
         return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))
-
-
-def _check(is_supported: bool, what: str) -> None:
-    if not is_supported:
-        raise _missing(what)
 
 
 def _missing(what: str) -> ModelError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError
 from tests.integration.test_equality import reference
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tests.tiny_models import (
+    tiny_exaone4,
+    tiny_gemma2,
+    tiny_gpt2,
+    tiny_gpt_neox,
+    tiny_granite,
+    tiny_llama,
+    tiny_olmo2,
+    tiny_opt,
+    tiny_qwen3,
+)
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
@@ -27,16 +38,25 @@ def generated(
     return [request.output for request in requests]
 
 
-def two_layers_of_qwen3(directory: Path) -> Path:
-    return tiny_qwen3(directory, num_hidden_layers=2)
+# Together the families have every option of a decoder.
+FAMILIES: list[tuple[Callable[..., Path], dict[str, Any]]] = [
+    (tiny_gpt2, {}),
+    (tiny_qwen3, {"num_hidden_layers": 2}),
+    (tiny_olmo2, {"num_hidden_layers": 2}),
+    (tiny_granite, {"num_hidden_layers": 2}),
+    (tiny_gemma2, {"num_hidden_layers": 2, "sliding_window": 11}),
+    (tiny_exaone4, {"num_hidden_layers": 2, "sliding_window": 11}),
+    (tiny_gpt_neox, {"num_hidden_layers": 2}),
+    (tiny_opt, {"num_hidden_layers": 2}),
+]
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, two_layers_of_qwen3])
+@pytest.mark.parametrize(("build", "changes"), FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(
-    build: Callable[[Path], Path], tmp_path: Path
+    build: Callable[..., Path], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Prompts in chunks beside rows that decode. Llama itself: tests/integration."""
-    directory = build(tmp_path)
+    directory = build(tmp_path, **changes)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     lengths = [1, 20, 7]
     expected = [reference(model, prompt)[:4] for prompt in prompts_of(lengths)]

@@ -12,13 +12,23 @@ from torch import Tensor
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from quadriga.model_files.config.rope_config import RopeScaling
+from worker_proc.gpu.kernels.activations import activate_, gate_up
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, gelu_, store_tokens, swiglu
-from worker_proc.models.layers import Attention, Embedding, LayerNorm, QKNorms, RMSNorm, Rope
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add, store_tokens
+from worker_proc.models.layers import (
+    Activation,
+    Attention,
+    Embedding,
+    LayerNorm,
+    QKNorms,
+    RMSNorm,
+    Rope,
+)
 from worker_proc.models.rope_scaling import rope_frequencies
-from worker_proc.models.torch_functions import cap
+from worker_proc.models.torch_functions import activate, cap
+from worker_proc.models.torch_functions import gate_up as gate_up_in_torch
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
@@ -221,9 +231,12 @@ def test_the_residual_is_added_to_and_normalised(
     if kind is LayerNorm:
         norm.bias.copy_(draw(100, seed=1))
     residual, added = draw(3, 100), draw(3, 100, dtype=dtype, seed=2) if adding else None
-    expected = residual + (added.float() if added is not None else 0.0)
-    normed = add_and_norm(residual, added, norm)
+    expected = residual + (0.7 * added.float() if added is not None else 0.0)
     weight = norm.weight.float()
+    if isinstance(norm, RMSNorm):
+        norm.offset = 1.0
+        weight = weight + 1.0
+    normed = add_and_norm(residual, added, norm, 0.7)
     reference = (
         F.layer_norm(expected, (100,), weight, norm.bias.float(), 1e-5)
         if kind is LayerNorm
@@ -235,11 +248,22 @@ def test_the_residual_is_added_to_and_normalised(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_activations(dtype: torch.dtype) -> None:
-    x = 3 * draw(5, 300, dtype=dtype)
-    gate, up = x.float().chunk(2, -1)
-    assert close(swiglu(x), F.silu(gate) * up, dtype)
-    assert close(gelu_(x.clone()), F.gelu(x.float(), approximate="tanh"), dtype)
+def test_a_normalised_value_is_added_to_the_residual(dtype: torch.dtype) -> None:
+    norm = RMSNorm(100, 1e-5, offset=1.0).to(DEVICE, dtype)
+    norm.weight.copy_(draw(100))
+    residual, x = draw(3, 100), draw(3, 100, dtype=dtype, seed=2)
+    expected = residual + F.rms_norm(x.float(), (100,), norm.weight.float() + 1.0, 1e-5)
+    norm_and_add(residual, norm, x)
+    assert close(residual, expected, FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("activation", Activation)
+def test_activations(activation: Activation, dtype: torch.dtype) -> None:
+    x = 6 * draw(5, 300, dtype=dtype)
+    assert close(gate_up(x, activation), gate_up_in_torch(activation, x.float()), dtype)
+    if activation is not Activation.CLAMPED_SWIGLU:
+        assert close(activate_(x.clone(), activation), activate(activation, x.float()), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -247,15 +271,15 @@ def test_activations(dtype: torch.dtype) -> None:
 def test_embedding_looks_up_what_is_known_of_a_slot(
     with_positions: bool, dtype: torch.dtype
 ) -> None:
-    tokens, places = Embedding(50, 100).to(DEVICE, dtype), Embedding(8, 100).to(DEVICE, dtype)
+    tokens, places = Embedding(50, 100).to(DEVICE, dtype), Embedding(10, 100, 2).to(DEVICE, dtype)
     tokens.weight.copy_(draw(50, 100))
-    places.weight.copy_(draw(8, 100))
+    places.weight.copy_(draw(10, 100))
     known = torch.arange(24, device=DEVICE, dtype=torch.int32).view(3, 8)
     slots, positions = ints([2, 0, -1]), ints([1, 7, 0])
-    x = embed(known, slots, positions, tokens, places if with_positions else None)
-    expected = tokens.weight[known[slots, positions]].float()
+    x = embed(known, slots, positions, tokens, places if with_positions else None, 3.0)
+    expected = 3.0 * tokens.weight[known[slots, positions]].float()
     if with_positions:
-        expected += places.weight[positions].float()
+        expected += places.weight[positions + 2].float()
     assert close(x[:2], expected[:2], FLOAT32)
     assert x[2].eq(0).all()
 

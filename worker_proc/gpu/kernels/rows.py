@@ -1,4 +1,4 @@
-"""Kernels that treat each token's row by itself: embedding, norms, activations, token storage."""
+"""Kernels that treat each token's row by itself: embedding, norms, token storage."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 @triton.jit
 def _embed(
-    tokens, vectors, position_vectors, slots, positions, out, tokens_stride,
+    tokens, vectors, position_vectors, slots, positions, out, tokens_stride, scale, first_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -20,14 +20,20 @@ def _embed(
     slot, position = tl.load(slots + row), tl.load(positions + row)
     exists = column < tl.where(slot >= 0, WIDTH, 0)
     token = tl.load(tokens + tl.maximum(slot, 0) * tokens_stride + position).to(tl.int64)
-    x = tl.load(vectors + token * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+    x = tl.load(vectors + token * WIDTH + column, mask=exists, other=0.0).to(tl.float32) * scale
     if HAS_POSITIONS:
-        x += tl.load(position_vectors + position * WIDTH + column, mask=exists, other=0.0)
+        place = (position + first_row) * WIDTH + column
+        x += tl.load(position_vectors + place, mask=exists, other=0.0)
     tl.store(out + row * WIDTH + column, x, mask=column < WIDTH)
 
 
 def embed(
-    known: Tensor, slots: Tensor, positions: Tensor, tokens: Embedding, places: Embedding | None
+    known: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Embedding,
+    places: Embedding | None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Look up the vectors of tokens and, if there are `places`, add those of their positions.
 
@@ -37,6 +43,7 @@ def embed(
         positions: `[tokens]` int64.
         tokens: Vectors of tokens.
         places: Vectors of positions.
+        scale: Factor of the tokens' vectors.
 
     Returns:
         `[tokens, hidden]` float32.
@@ -45,14 +52,15 @@ def embed(
     out = torch.empty(len(slots), width, device=slots.device)
     _embed[(len(slots), triton.cdiv(width, BLOCK))](
         known, tokens.weight, tokens.weight if places is None else places.weight, slots, positions,
-        out, known.stride(0), WIDTH=width, BLOCK=BLOCK, HAS_POSITIONS=places is not None,
+        out, known.stride(0), scale, 0 if places is None else places.first_row,
+        WIDTH=width, BLOCK=BLOCK, HAS_POSITIONS=places is not None,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _add_norm(
-    residual, added, weight, bias, out, epsilon,
+    residual, added, weight, bias, out, epsilon, offset, factor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -61,24 +69,27 @@ def _add_norm(
     place = row * WIDTH + column
     x = tl.load(residual + place, mask=exists, other=0.0)
     if HAS_ADDED:
-        x += tl.load(added + place, mask=exists, other=0.0).to(tl.float32)
+        x += tl.load(added + place, mask=exists, other=0.0).to(tl.float32) * factor
         tl.store(residual + place, x, mask=exists)
     if CENTRED:
         x = tl.where(exists, x - tl.sum(x, 0) / WIDTH, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    x = x * tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    x = x * (tl.load(weight + column, mask=exists, other=0.0).to(tl.float32) + offset)
     if CENTRED:
         x += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + place, x.to(out.dtype.element_ty), mask=exists)
 
 
-def add_and_norm(residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNorm) -> Tensor:
+def add_and_norm(
+    residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNorm, factor: float = 1.0
+) -> Tensor:
     """Add to the residual stream in place, and normalise it.
 
     Args:
         residual: `[rows, hidden]` float32.
         added: `[rows, hidden]`, of any dtype.
         norm: The norm.
+        factor: Of what is added.
 
     Returns:
         The norm, in the dtype of its weight.
@@ -89,6 +100,7 @@ def add_and_norm(residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNo
     _add_norm[(rows,)](
         residual, residual if added is None else added, norm.weight,
         norm.bias if isinstance(norm, LayerNorm) else norm.weight, out, norm.epsilon,
+        norm.offset if isinstance(norm, RMSNorm) else 0.0, factor,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), HAS_ADDED=added is not None,
         CENTRED=centred,
     )  # fmt: skip
@@ -96,38 +108,33 @@ def add_and_norm(residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNo
 
 
 @triton.jit
-def _swiglu(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_add(
+    residual, x, weight, epsilon, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     exists = column < WIDTH
-    gate = tl.load(x + row * 2 * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-    gated = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * WIDTH + column, gated.to(out.dtype.element_ty), mask=exists)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up `[rows, inner]` of gate and up `[rows, 2 * inner]`."""
-    rows, inner = len(x), x.shape[1] // 2
-    out = x.new_empty(rows, inner)
-    _swiglu[(rows, triton.cdiv(inner, BLOCK))](x, out, WIDTH=inner, BLOCK=BLOCK)
-    return out
-
-
-@triton.jit
-def _gelu(x, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = place < count
+    place = row * WIDTH + column
     value = tl.load(x + place, mask=exists, other=0.0).to(tl.float32)
-    inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-    value = value * tl.sigmoid(2 * inner)  # 1 + tanh(u) = 2 sigmoid(2 u)
-    tl.store(x + place, value.to(x.dtype.element_ty), mask=exists)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + epsilon)
+    gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32) + offset
+    total = tl.load(residual + place, mask=exists, other=0.0) + value * gain
+    tl.store(residual + place, total, mask=exists)
 
 
-def gelu_(x: Tensor) -> Tensor:
-    """Apply gelu, by its tanh approximation, to a contiguous tensor in place."""
-    _gelu[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), BLOCK=BLOCK)
-    return x
+def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
+    """Add norm(x) to the residual stream in place.
+
+    Args:
+        residual: `[rows, hidden]` float32.
+        norm: The norm.
+        x: `[rows, hidden]`, of any dtype.
+    """
+    rows, width = residual.shape
+    _norm_add[(rows,)](
+        residual, x, norm.weight, norm.epsilon, norm.offset, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
 
 
 @triton.jit
