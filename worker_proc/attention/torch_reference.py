@@ -12,19 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.attention import dense
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 from worker_proc.models.layers import Attention
-from worker_proc.models.torch_functions import cap
 from worker_proc.system.transfer import send
 
 # A group may waste half of its query-key pairs on padding, and so many more.
 PADDING_ALLOWANCE = 2048
 # Keys and values of one group and layer should stay in the last-level cache.
 MAX_GATHERED_BYTES = 4 * 1024 * 1024
-MAX_SCORES = 16 * 1024 * 1024  # query-key pairs of all heads that are materialised
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +83,11 @@ class TorchAttention:
     def begin_step(self, layout: BatchLayout) -> "TorchStepAttention":
         """Compute the indexes and masks of a step, once for all layers."""
         first_tokens = np.concatenate(([0], np.cumsum(layout.num_tokens)))
-        return TorchStepAttention(self, layout, self._write_places(layout, first_tokens))
+        places = self._write_places(layout, first_tokens)
+        return TorchStepAttention(self, layout, first_tokens, places)
 
-    def groups(self, layout: BatchLayout, window: int | None) -> "list[_Group]":
+    def groups(self, layout: BatchLayout, first_tokens: Ints, window: int | None) -> "list[_Group]":
         """Cut a step into dense problems for the layers with this window."""
-        first_tokens = np.concatenate(([0], np.cumsum(layout.num_tokens)))
         first_pages = self._first_pages(layout.num_computed, window)
         past = layout.num_computed - first_pages * self.page_size
         return [
@@ -191,7 +189,7 @@ class TorchAttention:
         mask = key <= last
         if window is not None:
             mask &= key > last - window
-        materialised = count * self.shape.heads * queries * keys <= MAX_SCORES
+        materialised = count * self.shape.heads * queries * keys <= dense.MAX_SCORES
         is_causal = not has_past and (window is None or window >= queries)
         return _Group(
             first=int(first_tokens[start]),
@@ -203,7 +201,7 @@ class TorchAttention:
             collect=collect,
             gather=gather,
             mask=None if is_causal and not materialised else mask,
-            bias=_score_bias(mask, self.shape.heads, self.shape.kv_heads, self.dtype)
+            bias=dense.score_bias(mask, self.shape.heads, self.shape.kv_heads, self.dtype)
             if materialised
             else None,
         )
@@ -223,9 +221,12 @@ class TorchAttention:
 class TorchStepAttention:
     """Attention of one step."""
 
-    def __init__(self, pool: TorchAttention, layout: BatchLayout, places: Tensor) -> None:
+    def __init__(
+        self, pool: TorchAttention, layout: BatchLayout, first_tokens: Ints, places: Tensor
+    ) -> None:
         self._pool = pool
         self._layout = layout
+        self._first_tokens = first_tokens
         self._places = places
         self._groups: dict[int | None, list[_Group]] = {}
 
@@ -244,7 +245,8 @@ class TorchStepAttention:
         self._pool.write(layer, self._places, kv)
         window = attention.window
         if (groups := self._groups.get(window)) is None:
-            groups = self._groups[window] = self._pool.groups(self._layout, window)
+            groups = self._pool.groups(self._layout, self._first_tokens, window)
+            self._groups[window] = groups
         parts = [self._attend_group(layer, group, q, kv, attention) for group in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -260,11 +262,11 @@ class TorchStepAttention:
             fresh = _pad(group, kv[group.first : group.last])
             k, v = fresh.permute(2, 0, 3, 1, 4)
         if group.bias is not None:
-            out = _materialised(group.bias, attention, q, k, v)
+            out = dense.attend_materialised(group.bias, attention, q, k, v)
         elif attention.softcap is None and attention.sinks is None:
-            out = _fused(group, attention.scale, q, k, v)
+            out = dense.attend_fused(group.mask, attention.scale, q, k, v)
         else:
-            out = _in_blocks(group, attention, q, k, v)
+            out = dense.attend_in_blocks(group.mask, attention, q, k, v)
         out = out.reshape(group.rows * group.queries, shape.heads * shape.head_dim)
         return out if group.collect is None else out.index_select(0, group.collect)
 
@@ -275,79 +277,6 @@ def _pad(group: _Group, values: Tensor) -> Tensor:
         values = values.index_select(0, group.spread)
     padded: Tensor = values.unflatten(0, (group.rows, group.queries))
     return padded
-
-
-def _materialised(bias: Tensor, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend by two matrix products, in which query heads that share a key head are more queries.
-
-    Args:
-        bias: The mask as 0 or -inf, for each batched matrix of scores.
-        attention: Scale, soft cap and sinks.
-        q: `[rows, queries, heads, head_dim]`, as is what is returned.
-        k: `[rows, kv_heads, keys, head_dim]`.
-        v: As `k`.
-    """
-    rows, queries, heads, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
-    q = q.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
-    q = q.reshape(rows * kv_heads, -1, head_dim)
-    k, v = k.reshape(-1, keys, head_dim), v.reshape(-1, keys, head_dim)
-    if attention.softcap is None:
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=attention.scale)
-    else:
-        scores = cap(torch.bmm(q, k.transpose(1, 2)) * attention.scale, attention.softcap) + bias
-    out = torch.bmm(_softmax(scores, attention.sinks, rows, queries), v)
-    out = out.view(rows, heads, queries, head_dim)
-    return out.transpose(1, 2)
-
-
-def _softmax(scores: Tensor, sinks: Tensor | None, rows: int, queries: int) -> Tensor:
-    """Return the weights of scores `[rows * kv_heads, group heads * queries, keys]`."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    sink = sinks.to(scores.dtype).repeat_interleave(queries).repeat(rows)
-    scores = torch.cat((scores, sink.view(*scores.shape[:2], 1)), -1)
-    return torch.softmax(scores, -1)[..., :-1]
-
-
-def _fused(group: _Group, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend as `_materialised` does, with scores in small blocks only."""
-    mask = None if group.mask is None else group.mask.unsqueeze(1)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[1],
-        scale=scale,
-    )
-    return out.transpose(1, 2)
-
-
-def _in_blocks(group: _Group, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend as `_materialised` does, to a block of queries at a time."""
-    rows, queries, heads, _ = q.shape
-    mask = group.mask
-    if mask is None:
-        mask = torch.ones(group.queries, group.keys, dtype=torch.bool, device=q.device).tril()
-        mask = mask.expand(rows, -1, -1)
-    size = max(1, MAX_SCORES // (rows * heads * group.keys))
-    parts = []
-    for start in range(0, queries, size):
-        block = slice(start, start + size)
-        bias = _score_bias(mask[:, block], heads, k.shape[1], q.dtype)
-        parts.append(_materialised(bias, attention, q[:, block], k, v))
-    return torch.cat(parts, 1)
-
-
-def _score_bias(mask: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask `[rows, queries, keys]` as 0 or -inf for `_materialised`."""
-    count, queries, keys = mask.shape
-    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    bias.masked_fill_(~mask, float("-inf"))
-    bias = bias.view(count, 1, 1, queries, keys).expand(-1, kv_heads, heads // kv_heads, -1, -1)
-    return bias.reshape(count * kv_heads, -1, keys)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -55,7 +55,7 @@ def _library() -> Path:
     if library.is_file():
         return library
     command_line = " ".join(compiler)
-    logging.info("compiling the kernels for this CPU, once: %s, a few seconds", command_line)
+    logging.info("compiling the kernels for this CPU, once: %s; 20 s on two cores", command_line)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = _compile(command, scratch)

@@ -17,7 +17,6 @@ from worker_proc.cpu.coded_panels import CodedWeights
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     LANES,
-    QUANTISED_BUFFERS,
     SAMPLING_ROW,
     Buffer,
     OpKind,
@@ -41,13 +40,6 @@ PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
-FLOAT_BUFFERS = (
-    Buffer.RESIDUAL,
-    Buffer.PROJECTED,
-    Buffer.LOGITS,
-    Buffer.EXPERT_OUTPUT,
-    Buffer.ARRANGED,
-)
 
 
 class NativeEngine(Engine):
@@ -264,7 +256,7 @@ class NativeEngine(Engine):
             held = self._buffers.get(buffer)
             num_rows = recorded.room * recorded.rows_per_token.get(buffer, 1)
             if held is None or len(held) < num_rows:
-                dtype = self._buffer_dtype(buffer)
+                dtype = self._numbers.dtype_of(buffer)
                 stride = round_up(width, LANES) + STRIDE_EXTRA
                 self._buffers[buffer] = torch.zeros(num_rows, stride, dtype=dtype)
                 self._point(buffer, self._buffers[buffer])
@@ -272,11 +264,6 @@ class NativeEngine(Engine):
     def _point(self, buffer: Buffer, held: Tensor) -> None:
         self._step.buffers[buffer] = held.data_ptr()
         self._step.strides[buffer] = held.stride(0)
-
-    def _buffer_dtype(self, buffer: Buffer) -> torch.dtype:
-        if buffer in QUANTISED_BUFFERS:
-            return torch.uint8
-        return torch.float32 if buffer in FLOAT_BUFFERS else self._numbers.passed
 
     def _call(
         self,

@@ -61,6 +61,13 @@ class Buffer(IntEnum):
 
 
 QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
+FLOAT_BUFFERS = (
+    Buffer.RESIDUAL,
+    Buffer.PROJECTED,
+    Buffer.LOGITS,
+    Buffer.EXPERT_OUTPUT,
+    Buffer.ARRANGED,
+)
 
 
 class Format(IntEnum):
@@ -98,6 +105,12 @@ class ComputeType(IntEnum):
     def passed(self) -> torch.dtype:
         """Dtype of the values that operations pass to each other."""
         return torch.bfloat16 if self is ComputeType.BFLOAT16_PAIRS else torch.float32
+
+    def dtype_of(self, buffer: Buffer) -> torch.dtype:
+        """Return the dtype of a buffer's values."""
+        if buffer in QUANTISED_BUFFERS:
+            return torch.uint8
+        return torch.float32 if buffer in FLOAT_BUFFERS else self.passed
 
 
 class Matrix(ctypes.Structure):

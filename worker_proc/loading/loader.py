@@ -27,6 +27,7 @@ from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.registry import build_model
 
 MAX_NAMES_SHOWN = 5
+MXFP4_BITS = 4.25  # of a weight, with its part of the scale
 
 
 @torch.inference_mode()
@@ -67,6 +68,11 @@ def load_model(
     elif files.tensor_index is None:
         stored = from_safetensors(files.weights, device)
         if is_mxfp4(files.config):
+            logging.warning(
+                "the experts' MXFP4 weights become %s, about %d times their size in the file",
+                str(dtype).removeprefix("torch."),
+                round(dtype.itemsize * 8 / MXFP4_BITS),
+            )
             stored = with_mxfp4_decoded(stored)
         fill(model, stored, files.location, rank)
     else:

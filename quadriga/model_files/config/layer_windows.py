@@ -1,4 +1,4 @@
-"""Read the `layer_types` of a config.json: which layers have a window, without torch."""
+"""Read which layers of a config.json have a window, without torch."""
 
 from typing import Any
 
@@ -7,14 +7,19 @@ from quadriga.model_files.config.config_values import setting
 from quadriga.windows import Windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json has no sliding_window
+DEFAULT_FULL_LAYERS = 28  # of Qwen, where config.json has no max_window_layers
 
 
-def layer_windows(config: dict[str, Any], default_types: list[str]) -> Windows:
+def layer_windows(
+    config: dict[str, Any], default_types: list[str], default_window: int | None = None
+) -> Windows:
     """Return the window of each layer, in tokens; None: the layer sees all.
 
     Args:
         config: config.json.
         default_types: `layer_types` if config.json has none.
+        default_window: `sliding_window` if config.json has none.
 
     Raises:
         ModelError: A type of layer is not supported, or a layer has none.
@@ -28,7 +33,7 @@ def layer_windows(config: dict[str, Any], default_types: list[str]) -> Windows:
         )
     if SLIDING not in types:
         return (None,) * num_layers
-    window = int(setting(config, "sliding_window"))
+    window = int(setting(config, "sliding_window", default_window))
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
@@ -36,3 +41,20 @@ def periodic_types(config: dict[str, Any], period: int) -> list[str]:
     """Return `layer_types` in which every `period`-th layer sees all."""
     numbers = range(1, setting(config, "num_hidden_layers") + 1)
     return [SLIDING if number % period else FULL for number in numbers]
+
+
+def mistral_windows(config: dict[str, Any], num_layers: int) -> Windows:
+    """Return the window of each layer, in tokens; None: the layer sees all."""
+    window = config.get("sliding_window", DEFAULT_WINDOW)
+    return (None if window is None else int(window),) * num_layers
+
+
+def qwen_windows(config: dict[str, Any], num_layers: int) -> Windows:
+    """Return the window of each layer of a Qwen 2 or 3: by default the first layers see all."""
+    window = config.get("sliding_window", DEFAULT_WINDOW)
+    if window is None or not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    num_full = int(config.get("max_window_layers", DEFAULT_FULL_LAYERS))
+    types = [FULL if layer < num_full else SLIDING for layer in range(num_layers)]
+    sizes = {"num_hidden_layers": num_layers, "sliding_window": window}
+    return layer_windows(config | sizes, types)

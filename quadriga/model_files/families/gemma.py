@@ -6,17 +6,19 @@ https://arxiv.org/abs/2503.19786: normalised heads, and rotary positions of two 
 
 from typing import Any
 
-from quadriga.errors import ModelError
 from quadriga.model_files.config.config_values import require, setting
 from quadriga.model_files.config.decoder_config import DecoderConfig, activation_of
+from quadriga.model_files.config.layer_windows import (
+    DEFAULT_WINDOW,
+    layer_windows,
+    periodic_types,
+)
 from quadriga.model_files.config.rope_config import DEFAULT_THETA, RopeScaling
-from quadriga.windows import Windows
 
 NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def gemma2(config: dict[str, Any]) -> DecoderConfig:
@@ -47,8 +49,9 @@ def _gemma(
     """Read what both have. `period`: every so many layers, one sees all tokens."""
     require(config, "use_bidirectional_attention", (False, None))
     require(config, "tie_word_embeddings", (True, None))
-    num_layers, head_dim = setting(config, "num_hidden_layers"), setting(config, "head_dim", 256)
-    windows = _windows(config, num_layers, period)
+    head_dim = setting(config, "head_dim", 256)
+    period = int(setting(config, "sliding_window_pattern", period))
+    windows = layer_windows(config, periodic_types(config, period), DEFAULT_WINDOW)
     ropes = config.get("rope_parameters") or {}
     whole = {"rope_theta": theta} | config | {"rope_parameters": ropes.get("full_attention", ropes)}
     rope = local = RopeScaling.from_hf(whole, head_dim)
@@ -74,19 +77,3 @@ def _gemma(
         names=NAMES,
         **fields,
     )
-
-
-def _windows(config: dict[str, Any], num_layers: int, period: int) -> Windows:
-    """Return the window of each layer."""
-    period = int(setting(config, "sliding_window_pattern", period))
-    kinds = config.get("layer_types") or [
-        "full_attention" if layer % period == 0 else "sliding_attention"
-        for layer in range(1, num_layers + 1)
-    ]
-    if len(kinds) != num_layers or set(kinds) - LAYER_TYPES:
-        raise ModelError(
-            f"the model's config.json has layer_types = {kinds}; supported: full_attention or"
-            f" sliding_attention for each of the {num_layers} layers"
-        )
-    window = int(setting(config, "sliding_window", 4096))
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig
-from quadriga.windows import mistral_windows
+from quadriga.model_files.config.layer_windows import mistral_windows
 
 
 def llama(config: dict[str, Any]) -> DecoderConfig:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from quadriga.windows import common_window, mistral_windows, qwen_windows
+from quadriga.model_files.config.layer_windows import mistral_windows, qwen_windows
+from quadriga.windows import common_window
 
 
 @pytest.mark.parametrize(

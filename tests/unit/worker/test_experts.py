@@ -73,7 +73,9 @@ def test_quantised_experts_compute_nearly_what_their_rounded_weights_say(
     drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
 
 
-def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(tmp_path: Path) -> None:
+def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The same model in both forms; transformers reads the decoded one."""
     decoded, stored = tiny_gpt_oss(tmp_path / "decoded"), tiny_gpt_oss(tmp_path / "stored")
     tensors = load_file(decoded / "model.safetensors")
@@ -100,6 +102,7 @@ def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(tmp_path: Path
         requests = [driver.add(prompt) for prompt in prompts]
         driver.generate(requests, COUNT, chunk=50)
         assert [request.output for request in requests] == expected
+    assert "MXFP4 weights become float32, about 8 times their size" in caplog.text
 
 
 def test_mxfp4_codes_without_scales_are_refused() -> None:

@@ -15,6 +15,7 @@ from tests.tiny_experts import EXPERTS, tiny_mixtral, tiny_qwen3_moe
 from tests.tiny_models import FAMILIES, tiny_glm, tiny_gpt_neox, tiny_opt, tiny_phi3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.attention import dense
 
 COUNT = 8
 LENGTHS = [17, 40, 90]  # longer than the windows of the tiny models
@@ -90,6 +91,21 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, backend: str, chunk
     requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk)
     assert [request.output for request in requests] == case.expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_scores_in_blocks_of_queries_give_the_same_tokens(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soft caps and sinks, with windows, where the scores of a prompt are too many to keep."""
+    directory, prompts = MODELS[family](tmp_path), prompts_of(LENGTHS)
+    monkeypatch.setattr(dense, "MAX_SCORES", 0)
+    driver = Driver(runner_of(directory, attention_backend="torch"))
+    requests = [driver.add(prompt) for prompt in prompts]
+    driver.generate(requests, COUNT, 64)
+    assert [request.output for request in requests] == greedy_by_transformers(
+        directory, prompts, COUNT
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,7 @@ from quadriga.model_files.directory import read_config
 from quadriga.model_files.families.gemma import gemma2, gemma3
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
+from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -33,29 +34,15 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return FAMILIES[request.param](tmp_path_factory.mktemp("model"))
 
 
-@torch.inference_mode()
-def reference(model: Any, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return list(output[0, len(prompt) :].tolist())
-
-
 @pytest.mark.parametrize("chunk", [7, 10**6])
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_tokens_are_those_of_transformers(directory: Path, backend: str, chunk: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(LENGTHS)
     driver = Driver(runner_of(directory, attention_backend=backend))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, NEW_TOKENS, chunk)
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.output == reference(model, prompt), len(prompt)
+    expected = greedy_by_transformers(directory, prompts, NEW_TOKENS)
+    assert [request.output for request in requests] == expected
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

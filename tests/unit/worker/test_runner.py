@@ -11,7 +11,7 @@ from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, NewSlot, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.attention import torch_reference
+from worker_proc.attention import dense, torch_reference
 from worker_proc.runner import Runner
 
 COUNT = 12
@@ -120,7 +120,7 @@ def test_chunked_prompts_beside_decoding_rows_get_the_same_tokens(case: Case, ch
 def test_fused_attention_gets_the_same_tokens_as_written_out_scores(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_reference, "MAX_SCORES", 0)
+    monkeypatch.setattr(dense, "MAX_SCORES", 0)
     driver = Driver(case.runner(), seed=3)
     requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk=9)
@@ -213,11 +213,11 @@ def test_a_prompt_may_share_what_another_row_of_the_same_step_computes(case: Cas
     assert first.output == second.output == third.output == expected
 
 
-@pytest.mark.parametrize("most_scores", [torch_reference.MAX_SCORES, 0])
+@pytest.mark.parametrize("max_scores", [dense.MAX_SCORES, 0])
 def test_rows_of_every_kind_in_one_step_get_the_same_tokens_as_alone(
-    case: Case, most_scores: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_reference, "MAX_SCORES", most_scores)
+    monkeypatch.setattr(dense, "MAX_SCORES", max_scores)
     driver = Driver(case.runner(), seed=6)
     prompts, expected = case.prompts, case.expected
     decoding = [driver.add(prompt) for prompt in prompts[:3]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import require, setting
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
+from quadriga.model_files.config.layer_windows import layer_windows, periodic_types
 
 DEFAULTS = {
     "head_dim": 64,
@@ -37,18 +38,14 @@ def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
     require(config, "swiglu_limit", (7.0,))
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = config | {"rope_scaling": DEFAULT_ROPE}
-    num_layers, bias = setting(config, "num_hidden_layers"), setting(config, "attention_bias", True)
-    window = config.get("sliding_window", 128)
-    kinds = config.get("layer_types") or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
-    ]
+    bias = setting(config, "attention_bias", True)
     return DecoderConfig.from_hf(
         DEFAULTS | config,
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,
         activation="clamped_swiglu",
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        windows=layer_windows(config, periodic_types(config, 2), default_window=128),
         experts=ExpertsConfig(
             num_experts=setting(config, "num_local_experts", 128),
             num_chosen=setting(config, "num_experts_per_tok", 4),

@@ -7,7 +7,7 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
-from quadriga.windows import DEFAULT_WINDOW
+from quadriga.model_files.config.layer_windows import DEFAULT_WINDOW
 
 
 def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
