@@ -51,7 +51,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         name_close: stands between the name and the arguments, if the style is not JSON.
         index_open: NAMED_JSON: stands between the name and the number of the call, after which
             `name_close` follows. The id of the call is `name_open`, name, `index_open` and number.
-        id_open: NAMED_JSON: stands between the name and the id of the call, if the model writes one.
+        id_open: NAMED_JSON: stands between the name and the id of the call that the model writes.
         key_open: TAGGED: stands before the name of an argument.
         key_close: TAGGED: stands between the name and the value of an argument. If it ends with a
             newline, a newline before the value is not part of the value.
