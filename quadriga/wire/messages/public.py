@@ -108,12 +108,17 @@ class GetInfo(msgspec.Struct, tag="get_info", array_like=True, frozen=True):
 
 
 class Tokenize(msgspec.Struct, tag="tokenize", array_like=True, frozen=True):
-    """Ask for the Tokens that a Generate of this prompt would have."""
+    """Ask for the Tokens that a Generate of this prompt would have.
+
+    Attributes:
+        with_text: the answer has the text of the prompt too, a chat as its template writes it.
+    """
 
     version: int
     request_id: str
     prompt: str | list[ChatMessage]
     chat: ChatOptions = ChatOptions()
+    with_text: bool = False
 
 
 class Detokenize(msgspec.Struct, tag="detokenize", array_like=True, frozen=True):
@@ -295,10 +300,11 @@ class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
 
 
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
-    """Answer to Tokenize; `token_ids` are int32 bytes."""
+    """Answer to Tokenize; `token_ids` are int32 bytes, and `text` is "" unless asked for."""
 
     request_id: str
     token_ids: bytes
+    text: str = ""
 
 
 class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):

@@ -114,7 +114,10 @@ class SlowGrammars(GrammarValidator):
 class OneTokenEncoder:
     """Encodes every text as one token."""
 
-    def encode(self, prompt: object, chat: object) -> "array[int]":
+    def render(self, prompt: object, chat: object) -> str:
+        return str(prompt)
+
+    def encode(self, text: str, is_chat: bool) -> "array[int]":
         return array("i", [1])
 
 
