@@ -45,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         group.submit(prompt, params, call.stream, options)
         if call.stream:
             usage = StreamUsage(call.stream_options, params.n)
-            await usage.count_prompts(gateway.ring, [prompt], chat)
+            await usage.count_prompts(group)
             renderer = ChatStream(head, usage, tool_format, call.parallel_tool_calls)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)

@@ -53,7 +53,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
         if call.stream:
             usage = StreamUsage(call.stream_options, n)
-            await usage.count_prompts(gateway.ring, prompts)
+            await usage.count_prompts(group)
             renderer = CompletionStream(head, n, echoes, usage)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)

@@ -12,7 +12,7 @@ from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.public import Accepted, Usage
 
 FACTS = {"ready": True, "context_length": 100, "chat": True, "tool_format": "hermes", "pids": {}}
 TIMEOUT_S = 60.0
@@ -32,24 +32,30 @@ class ScriptedHandle:
 class ScriptedRing:
     """A replacement of AsyncClient.
 
-    Each request is answered with `pieces` at once, or with `error`. With `leaves_open` it never
-    finishes.
+    Each request is accepted with `prompt_end` and answered with `pieces` at once, or with `error`.
+    With `leaves_open` it never finishes.
     """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
         self.pieces = pieces
         self.error: QuadrigaError | None = None
         self.leaves_open = False
+        self.prompt_end = ""
         self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
         self.handles: list[ScriptedHandle] = []
         self.sinks: list[Any] = []
         self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
 
-    def submit(self, prompt: Any, params: Any, *, sink: Any, **options: Any) -> ScriptedHandle:
+    def submit(
+        self, prompt: Any, params: Any, *, sink: Any, on_accepted: Any, **options: Any
+    ) -> ScriptedHandle:
         handle = ScriptedHandle(str(len(self.handles)))
         self.handles.append(handle)
         self.sinks.append(sink)
         self.submitted.append((prompt, params, options))
+        if self.error is None:
+            accepted = Accepted(handle.request_id, 3, self.prompt_end)
+            asyncio.get_running_loop().call_soon(on_accepted, accepted)
         self._answer(handle, sink)
         return handle
 
