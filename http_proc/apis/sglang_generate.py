@@ -11,7 +11,7 @@ from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import SGLANG, check_choices, take_sampling
 from http_proc.protocol.schema import Priority, RequestBody, Top
-from http_proc.responses import collect, event, json_response, stream_events
+from http_proc.responses import OpenAIEvents, collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -152,7 +152,7 @@ def _finish_reason(completion: Completion) -> dict[str, Any]:
     return {"type": completion.finish_reason}
 
 
-class GenerateStream:
+class GenerateStream(OpenAIEvents):
     """Renderer of /generate: each event has the whole text so far, like SGLang's."""
 
     def __init__(self, rid: str, single: bool, start: int) -> None:
@@ -182,7 +182,3 @@ class GenerateStream:
         for name, entries in _logprobs(chunk, self._start).items():
             logprobs[name] = logprobs.get(name, []) + entries
         return GenerateAnswer(text, ids, meta | logprobs)
-
-    def finish(self) -> bytes:
-        """Return nothing: SGLang's streams end with their last chunk."""
-        return b""

@@ -1,32 +1,29 @@
-"""Structured output: response_format, vLLM's structured_outputs, and schemas of tool calls."""
+"""Structured output: response_format, and vLLM's structured_outputs."""
 
 from typing import Any
 
 import msgspec
 
-from http_proc.protocol.call_grammars import ANY_OBJECT, forced_call, strict_calls
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
-from http_proc.protocol.schema import ChatRequest, OpenAIRequest, ResponseFormat, StructuredOutputs
-from http_proc.protocol.tool_calls import ToolFormat
+from http_proc.protocol.schema import OpenAIRequest, ResponseFormat, StructuredOutputs
 from quadriga.sampling.params import GRAMMAR_FIELDS
 
-# A forced call is one JSON object without text around it, whatever the model's own format.
-FORCED_FORMAT = ToolFormat.LLAMA3
+ANY_OBJECT = {"type": "object"}
 
 
 def with_response_format(sampling: Sampling, call: OpenAIRequest) -> Sampling:
     """Add the grammar of response_format or structured_outputs. Raises ApiError."""
     if call.response_format is not None:
         grammar = _response_format(call.response_format)
-        sampling = _with_grammar(sampling, "response_format", grammar)
+        sampling = with_grammar(sampling, "response_format", grammar)
     if call.structured_outputs is not None:
         grammar = _structured_outputs(call.structured_outputs)
-        sampling = _with_grammar(sampling, "structured_outputs", grammar)
+        sampling = with_grammar(sampling, "structured_outputs", grammar)
     return sampling
 
 
-def _with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Sampling:
+def with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Sampling:
     """Add `grammar` (fields of SamplingParams), for which the request's field `name` asks."""
     if not grammar:
         return sampling
@@ -75,25 +72,3 @@ def _structured_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
         "structural_tag": wanted.structural_tag,
     }
     return {field: value for field, value in fields.items() if value is not None}
-
-
-def with_tool_calls(
-    sampling: Sampling, call: ChatRequest, tool_format: ToolFormat | None
-) -> tuple[Sampling, ToolFormat | None]:
-    """Add the grammar of tool_choice and strict tools.
-
-    `tool_format` is the model's own format of calls, None if its template takes no tools.
-
-    Returns:
-        The parameters, and the format in which to parse calls, None for no parsing.
-
-    Raises:
-        ApiError: tool_choice is wrong, or the request has another grammar.
-    """
-    if call.tool_choice == "none":
-        return sampling, None
-    if call.tool_choice != "auto":
-        return _with_grammar(sampling, "tools", forced_call(call)), FORCED_FORMAT
-    if tool_format and any(tool.function.strict for tool in call.tools):
-        return _with_grammar(sampling, "tools", strict_calls(call, tool_format)), tool_format
-    return sampling, tool_format if call.tools else None

@@ -1,24 +1,18 @@
 """Token counts in a stream: in the last chunk, in every chunk, or in none."""
 
-import asyncio
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 
 from http_proc.protocol.schema import PromptDetails, StreamOptions, UsageBody, usage_body
-from quadriga.client.async_client import NO_CHAT_OPTIONS, AsyncClient
-from quadriga.client.types import Prompt, StreamChunk
-from quadriga.wire.messages.public import ChatOptions, Usage
+from quadriga.client.types import StreamChunk
+from quadriga.wire.messages.public import Usage
 
 USAGE = "@usage@"
 
 
 class StreamUsage:
-    """Count the tokens of a stream that has `n` choices for each prompt.
-
-    The ring sends the length of a prompt only with the last chunk, so that a usage in every chunk
-    makes the server encode the prompt a second time.
-    """
+    """Count the tokens of a stream that has `n` choices for each prompt."""
 
     def __init__(self, options: StreamOptions, n: int) -> None:
         self._n = n
@@ -33,14 +27,9 @@ class StreamUsage:
         """The placeholder of the usage in a chunk; empty if the request asks for no usage."""
         return {"usage": USAGE} if self._at_the_end else {}
 
-    async def count_prompts(
-        self, ring: AsyncClient, prompts: list[Prompt], chat: ChatOptions = NO_CHAT_OPTIONS
-    ) -> None:
-        """Count the prompts' tokens if every chunk has them. Call it after submitting."""
-        if self._in_every_chunk:
-            self._num_prompt_tokens = await asyncio.gather(
-                *(_count(ring, prompt, chat) for prompt in prompts)
-            )
+    def start(self, num_prompt_tokens: list[int]) -> None:
+        """Note the length of each prompt."""
+        self._num_prompt_tokens = num_prompt_tokens
 
     def of_chunk(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the usage in a chunk as JSON: null unless every chunk has one."""
@@ -61,12 +50,3 @@ class StreamUsage:
         if not self._at_the_end:
             return None
         return usage_body([self._final[choice] for choice in sorted(self._final)], self._n)
-
-
-async def _count(ring: AsyncClient, prompt: Prompt, chat: ChatOptions) -> int:
-    ids = prompt if _is_token_ids(prompt) else await ring.tokenize(prompt, chat)
-    return max(1, len(ids))  # an empty prompt is computed as one token
-
-
-def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))

@@ -1,29 +1,30 @@
-"""Grammars of tool calls: for a call that is forced, and for calls within free text.
-
-The formats are described in tool_calls.py, which parses what these grammars let a model write.
-"""
+"""Grammars of tool calls: for a call that is forced, and for calls within free text."""
 
 import json
 from typing import Any
 
 import msgspec
 
+from http_proc.chat.call import ChatCall
 from http_proc.protocol.errors import invalid
-from http_proc.protocol.schema import ChatRequest, Tool
-from http_proc.protocol.tool_calls import ToolFormat
+from http_proc.protocol.response_format import ANY_OBJECT
+from http_proc.protocol.schema import Tool
+from quadriga.answer_format import CallFormat, CallStyle
 from quadriga.sampling.grammar import JSON_OPTIONS
 
-ANY_OBJECT = {"type": "object"}
+# A forced call is one JSON object without text around it, whatever the model's own format.
+FORCED_CALL = CallFormat(style=CallStyle.JSON)
 
 
-def forced_call(call: ChatRequest) -> dict[str, Any]:
+def forced_call(call: ChatCall) -> dict[str, Any]:
     """Return fields of SamplingParams for one call, {"name", "arguments"}, that obeys its tool."""
-    tools = _forced_tools(call)
+    name = call.tool_choice.name
+    tools = [tool for tool in call.tools if not name or tool.function.name == name]
     arguments = [tool.function.parameters or ANY_OBJECT for tool in tools]
-    return {"json_schema": _any_call(tools, arguments, "arguments")}
+    return {"json_schema": _any_call(tools, arguments, "arguments", call.name("tools"))}
 
 
-def strict_calls(call: ChatRequest, tool_format: ToolFormat) -> dict[str, Any]:
+def strict_calls(call: ChatCall, calls: CallFormat) -> dict[str, Any]:
     """Return fields of SamplingParams for text with calls that obey their tools.
 
     Calls of tools that are not strict may have any arguments.
@@ -32,8 +33,11 @@ def strict_calls(call: ChatRequest, tool_format: ToolFormat) -> dict[str, Any]:
         (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
         for tool in call.tools
     ]
-    formats = {ToolFormat.HERMES: _hermes, ToolFormat.MISTRAL: _mistral, ToolFormat.LLAMA3: _llama3}
-    return formats[tool_format](call.tools, arguments)
+    if calls.style is CallStyle.JSON and calls.is_list:
+        return _mistral(call.tools, arguments, call.name("tools"))
+    if calls.style is CallStyle.JSON and not calls.call_open:
+        return _llama3(call.tools, arguments, call.name("tools"))
+    return _hermes(call.tools, arguments)
 
 
 def _hermes(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
@@ -45,10 +49,10 @@ def _hermes(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
     return {"structural_tag": {"structures": structures, "triggers": [trigger]}}
 
 
-def _mistral(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
+def _mistral(tools: list[Tool], arguments: list[Any], field: str) -> dict[str, Any]:
     """Allow a list of calls, as older models write it, or a name and its arguments, as newer."""
     trigger = "[TOOL_CALLS]"
-    call = _any_call(tools, arguments, "arguments")
+    call = _any_call(tools, arguments, "arguments", field)
     definitions = {key: call.pop(key) for key in ("$defs",) if key in call}
     calls = {"type": "array", "items": call, "minItems": 1, **definitions}
     variants = [(f"{trigger}{space}", calls) for space in ("", " ")]
@@ -58,9 +62,9 @@ def _mistral(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
     return {"structural_tag": {"structures": structures, "triggers": [trigger]}}
 
 
-def _llama3(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
+def _llama3(tools: list[Tool], arguments: list[Any], field: str) -> dict[str, Any]:
     """Allow an answer of calls alone if it begins with a brace, else text."""
-    schema = _any_call(tools, arguments, "parameters") | {"x-guidance": JSON_OPTIONS}
+    schema = _any_call(tools, arguments, "parameters", field) | {"x-guidance": JSON_OPTIONS}
     lines = [
         "%llguidance {}",
         "start: TEXT? | SPACE? call (BETWEEN call)*",
@@ -72,16 +76,19 @@ def _llama3(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
     return {"ebnf": "\n".join(lines)}
 
 
-def _any_call(tools: list[Tool], arguments: list[Any], key: str) -> dict[str, Any]:
+def _any_call(tools: list[Tool], arguments: list[Any], key: str, field: str) -> dict[str, Any]:
     """Return the schema of a call of any of the tools. `key`: the name of its arguments."""
     definitions: dict[str, Any] = {}
     calls = [
-        _call(tool, schema, key, definitions) for tool, schema in zip(tools, arguments, strict=True)
+        _call(tool, schema, key, definitions, field)
+        for tool, schema in zip(tools, arguments, strict=True)
     ]
     return {"anyOf": calls} | ({"$defs": definitions} if definitions else {})
 
 
-def _call(tool: Tool, arguments: Any, key: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def _call(
+    tool: Tool, arguments: Any, key: str, definitions: dict[str, Any], field: str
+) -> dict[str, Any]:
     """Return the schema of a call of `tool`.
 
     Its `$defs` move to `definitions`, for the root of the schema, to which references point.
@@ -92,7 +99,7 @@ def _call(tool: Tool, arguments: Any, key: str, definitions: dict[str, Any]) -> 
         raise invalid(
             f"tool {tool.function.name!r} has $defs that are not a map, or that another tool"
             " defines differently; rename them",
-            "tools",
+            field,
         )
     definitions.update(defs)
     return {
@@ -101,23 +108,3 @@ def _call(tool: Tool, arguments: Any, key: str, definitions: dict[str, Any]) -> 
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def _forced_tools(call: ChatRequest) -> list[Tool]:
-    if call.tool_choice == "required":
-        if not call.tools:
-            raise invalid("tool_choice 'required' needs tools", "tool_choice")
-        return call.tools
-    choice = call.tool_choice if isinstance(call.tool_choice, dict) else {}
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise invalid(
-            "tool_choice must be 'none', 'auto', 'required' or"
-            ' {"type": "function", "function": {"name": …}}',
-            "tool_choice",
-        )
-    tools = [tool for tool in call.tools if tool.function.name == name]
-    if not tools:
-        raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
-    return tools

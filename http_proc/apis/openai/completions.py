@@ -1,15 +1,17 @@
 """The handler of POST /v1/completions."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
+from http_proc.apis.openai.usage import StreamUsage
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.endpoints.usage import StreamUsage
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
+from http_proc.protocol.response_format import with_response_format
 from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
 from http_proc.protocol.schema import (
     CompletionBody,
@@ -17,11 +19,18 @@ from http_proc.protocol.schema import (
     CompletionRequest,
     usage_body,
 )
-from http_proc.protocol.structured import with_response_format
-from http_proc.responses import Template, collect, event, json_response, stream_events
+from http_proc.responses import (
+    OpenAIEvents,
+    Template,
+    collect,
+    event,
+    json_response,
+    stream_events,
+)
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import Accepted
 
 # OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
 DEFAULT_MAX_TOKENS = 16
@@ -53,7 +62,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
         echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
         if call.stream:
             usage = StreamUsage(call.stream_options, n)
-            await usage.count_prompts(gateway.ring, prompts)
             renderer = CompletionStream(head, n, echoes, usage)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
@@ -134,7 +142,7 @@ def _body(
     return CompletionBody(head.id, head.created, head.model, choices, usage)
 
 
-class CompletionStream:
+class CompletionStream(OpenAIEvents):
     """Renderer of completions.
 
     A chunk without text is sent only if it is the first or the last of its choice.
@@ -146,6 +154,11 @@ class CompletionStream:
         self._echoes = [echo for echo in echoes for _ in range(n)]
         self._templates: dict[int, Template] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def start(self, accepted: Sequence[Accepted]) -> bytes:
+        """Note the lengths of the prompts."""
+        self._usage.start([of_prompt.num_prompt_tokens for of_prompt in accepted])
+        return b""
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the event of a chunk, if any."""
@@ -163,9 +176,11 @@ class CompletionStream:
         return template.fill(_encode(text), usage)
 
     def finish(self) -> bytes:
-        """Return the event with the usage of all choices, if the request asks for it."""
+        """Return the event with the usage of all choices, if it is asked for, and the end."""
         usage = self._usage.total()
-        return b"" if usage is None else event(_encode(self._chunk(None) | {"usage": usage}))
+        if usage is None:
+            return super().finish()
+        return event(_encode(self._chunk(None) | {"usage": usage})) + super().finish()
 
     def _full(self, choice: int, text: str, chunk: StreamChunk, usage: bytes) -> dict[str, Any]:
         """Return a chunk with more than text: logprobs, or the end of the choice."""
