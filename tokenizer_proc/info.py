@@ -38,20 +38,10 @@ def static_server_info(
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
         "answer_format": to_info(answer_format),
-        "tool_format": _tool_format(answer_format),
         "tokenize_workers": config.frontend.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
         "pids": dict(pids),
     }
-
-
-def _tool_format(answer_format: AnswerFormat) -> str:
-    """Return the name of the format of calls in the words of older gateways."""
-    if not answer_format.takes_tools or answer_format.calls is None:
-        return ""
-    if "[TOOL_CALLS]" in answer_format.calls.open:
-        return "mistral"
-    return "llama3" if answer_format.calls.arguments_key == "parameters" else "hermes"
 
 
 class InfoRequests:
