@@ -32,6 +32,7 @@ from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
+from tokenizer_proc.preparation.templates.overrule import ParserNames
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
@@ -65,10 +66,11 @@ def _load(child: Child) -> Loaded:
     model = resolve_model(config.model)
     tokenizer = load_tokenizer(model.tokenizer_dir)
     marks = token_marks(tokenizer, model.eos_token_ids)
-    chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks)
+    parsers = ParserNames(config.frontend.tool_call_parser, config.frontend.reasoning_parser)
+    chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     check_tokenizer(model, num_ids)
-    if not chat.derivation.has_calls:
+    if not chat.shows_calls:
         logging.warning(
             "the chat template takes tools, but does not show how the model writes calls: they are"
             " read as hermes; choose another form with --tool-call-parser"
@@ -78,7 +80,7 @@ def _load(child: Child) -> Loaded:
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
-    info = static_server_info(config, model, chat.exists, chat.derivation.answer_format, pids)
+    info = static_server_info(config, model, chat.exists, chat.answer_format, pids)
     return Loaded(model, preparer, fork_server, info)
 
 

@@ -1,16 +1,20 @@
 """Render chats to prompts with the model's own template, in Jinja's sandbox."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from quadriga.answer_format import AnswerFormat
+from quadriga.answer_format import AnswerFormat, CallFormat
+from quadriga.config.answer_parsers import AUTO
 from quadriga.errors import InvalidRequest
+from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.model_files.tokenizer import template_source
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
-from tokenizer_proc.preparation.templates.derive import Derivation, derive_format
+from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
 from tokenizer_proc.preparation.templates.environment import compile_template
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
+from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
 from tokenizer_proc.preparation.templates.probes import Prober
 from tokenizer_proc.preparation.templates.turns import template_messages
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# The form of calls in chats of models whose answers have no calls.
+DEFAULT_FORM = cast(CallFormat, KNOWN_FORMATS[GENERIC].calls)
 # Stands after the last message while a chat is rendered whose last message goes on, as in
 # transformers.
 _CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -52,16 +58,23 @@ class ChatTemplate:
         tokenizer_dir: the directory; its special tokens are variables of the template.
         file: Jinja file in place of the directory's template; None: the directory's.
         marks: tokens of the model's vocabulary; None: they are not known.
+        parsers: the formats that the server's flags choose; None: as the template shows.
 
     Attributes:
-        derivation: how the model writes its answers, as far as the template shows it.
+        answer_format: how the model writes its answers.
+        shows_calls: `answer_format` has the marks of the model's own calls. False: the template
+            takes tools, but its marks are not found, and no flag chooses others.
 
     Raises:
         ConfigError: it is no Jinja template.
     """
 
     def __init__(
-        self, tokenizer_dir: Path, file: Path | None = None, marks: TokenMarks | None = None
+        self,
+        tokenizer_dir: Path,
+        file: Path | None = None,
+        marks: TokenMarks | None = None,
+        parsers: ParserNames | None = None,
     ) -> None:
         marks = marks or TokenMarks()
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
@@ -75,11 +88,22 @@ class ChatTemplate:
         )
         self._template = None if source is None else compile_template(source, file or tokenizer_dir)
         self._needs = TemplateNeeds()
-        self.derivation = Derivation(AnswerFormat(), True)
+        self._call_form = DEFAULT_FORM
+        self.answer_format = AnswerFormat()
+        self.shows_calls = True
         if source is not None:
-            prober = Prober(self._render)
-            self._needs = find_needs(prober)
-            self.derivation = derive_format(prober, source, self._needs, marks.ends, marks.special)
+            self._probe(source, marks, parsers or ParserNames())
+
+    def _probe(self, source: str, marks: TokenMarks, parsers: ParserNames) -> None:
+        prober = Prober(self._render)
+        needs = find_needs(prober)
+        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special)
+        if not (needs.takes_tools or (needs.takes_calls and has_calls)):
+            needs = replace(needs, takes_calls=False, takes_results=False)
+        self._needs = needs
+        self.answer_format = overrule(derived, parsers, marks.special)
+        self._call_form = self.answer_format.calls or DEFAULT_FORM
+        self.shows_calls = has_calls or not needs.takes_tools or parsers.tool_call != AUTO
 
     @property
     def exists(self) -> bool:
@@ -101,7 +125,7 @@ class ChatTemplate:
                 " start the server with --chat-template",
                 "prompt",
             )
-        values = template_messages(messages, options.tools, self._needs)
+        values = template_messages(messages, options.tools, self._needs, self._call_form)
         if options.continue_final_message:
             _check_continues(messages, options)
             values[-1] = values[-1] | {"content": values[-1]["content"] + _CONTINUED_HERE}

@@ -34,7 +34,7 @@ EXPECTED = {
     "apertus": Derived(
         "apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), "enable_thinking", False
     ),
-    "deepseek-v3.1": Derived(GENERIC_SOURCE, THINK, "enable_thinking", False),
+    "deepseek-v3.1": Derived("deepseek_v31", THINK, "enable_thinking", False),
     "gemma-4": Derived("gemma4", ("<|channel>thought", "<channel|>"), "enable_thinking", False),
     "glm-4.6": Derived("glm45", THINK, "enable_thinking"),
     "gpt-oss": Derived("harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
@@ -129,7 +129,7 @@ def test_a_real_template_renders_as_with_transformers(
     if has_tools and file.stem in WITHOUT_TOOLS:
         prompt = chat_template(file).render(messages, options)
         assert '{"name": "weather", "description"' in prompt
-        assert ("<tool_response>\n17 °C\n</tool_response>" in prompt) == (RESULT in turns)
+        assert ("17 °C" in prompt) == (RESULT in turns)
         return
     expected = rendered_by_transformers(file, turns, options.tools)
     if expected is None:
@@ -159,7 +159,7 @@ def rendered_by_transformers(
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_marks_of_a_real_template_are_found(file: Path) -> None:
-    found = chat_template(file).derivation.answer_format
+    found = chat_template(file).answer_format
     reasoning = found.reasoning
     derived = (
         Derived(found.source)
@@ -174,7 +174,7 @@ def test_the_marks_of_a_real_template_are_found(file: Path) -> None:
     assert derived == EXPECTED[file.stem]
     if found.source in KNOWN_FORMATS:
         assert found.calls == KNOWN_FORMATS[found.source].calls
-    assert chat_template(file).derivation.has_calls
+    assert chat_template(file).shows_calls
 
 
 def test_the_table_names_every_template() -> None:

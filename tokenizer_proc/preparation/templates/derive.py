@@ -25,10 +25,11 @@ HINTS = {
 
 
 class Derivation(NamedTuple):
-    """How a model writes its answers, and whether the marks of its calls are certain.
+    """How a model writes its answers.
 
     Attributes:
-        has_calls: the marks of calls were found, in the template or among the known formats.
+        has_calls: the marks of calls were found in the template or among the known formats;
+            otherwise they are those of GENERIC.
     """
 
     answer_format: AnswerFormat
@@ -51,12 +52,13 @@ def derive_format(
         end_marks: tokens that end a turn, which no answer has as text.
         special_tokens: tokens that leave no text unless asked for.
     """
-    calls = _Named(KNOWN_FORMATS[GENERIC].calls, GENERIC_SOURCE)
-    has_calls = True
-    if needs.takes_tools:
-        found = _find_calls(prober, source, needs, end_marks)
-        has_calls = found is not None
-        calls = found or _Named(calls.calls, UNKNOWN_SOURCE)
+    calls = None
+    if needs.takes_tools or needs.takes_calls:
+        calls = _find_calls(prober, source, needs, end_marks)
+    has_calls = calls is not None
+    if calls is None:
+        unknown = UNKNOWN_SOURCE if needs.takes_tools else GENERIC_SOURCE
+        calls = _Named(KNOWN_FORMATS[GENERIC].calls, unknown)
     reasoning = derive_reasoning(prober, source)
     if calls.source == "harmony":
         reasoning = KNOWN_FORMATS["harmony"].reasoning

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+from quadriga.answer_format import CallFormat
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds
+from tokenizer_proc.preparation.templates.write_calls import write_calls
 
 Message = dict[str, Any]
 
@@ -19,13 +21,16 @@ _EXAMPLES: dict[str, Any] = {
 
 
 def with_tools(
-    messages: list[Message], tools: list[dict[str, Any]], needs: TemplateNeeds
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    needs: TemplateNeeds,
+    form: CallFormat,
 ) -> list[Message]:
     """Return a chat that describes the tools in its system message.
 
     If the template takes no system message, the description precedes the first user's content.
     """
-    description = describe(tools)
+    description = describe(tools, form)
     if messages and messages[0]["role"] == "system":
         return [_prepended(messages[0], messages[0]["content"], description), *messages[1:]]
     if needs.takes_system:
@@ -45,7 +50,7 @@ def _prepended(turn: Message, first: str, second: str) -> Message:
     return turn | {"content": f"{first}\n\n{second}" if first and second else first or second}
 
 
-def describe(tools: list[dict[str, Any]]) -> str:
+def describe(tools: list[dict[str, Any]], form: CallFormat) -> str:
     """Return the text that describes the tools and the form of a call, with one example."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = "\n".join(
@@ -54,9 +59,8 @@ def describe(tools: list[dict[str, Any]]) -> str:
     return (
         "You can call functions. They are described by JSON schemas:\n"
         f"<tools>\n{schemas}\n</tools>\n\n"
-        "To call a function, answer only with a JSON object of its name and arguments between"
-        " tags, for example:\n"
-        f"{write_call(_example(functions[0]))}"
+        "To call a function, answer only with a call in this form:\n"
+        f"{write_calls([_example(functions[0])], form)}"
     )
 
 
@@ -90,19 +94,12 @@ def _example_value(schema: Any) -> Any:
     return _EXAMPLES.get(kind if isinstance(kind, str) else "", _EXAMPLES["string"])
 
 
-def write_call(call: dict[str, Any]) -> str:
-    """Return a tool call in the form that `describe` asks for."""
-    function = call.get("function", call)
-    value = {"name": function.get("name", ""), "arguments": function.get("arguments", {})}
-    return f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>"
-
-
 def write_result(content: str) -> str:
     """Return a tool's answer as the text of a user's turn."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
-def as_text_turns(messages: list[Message], needs: TemplateNeeds) -> list[Message]:
+def as_text_turns(messages: list[Message], needs: TemplateNeeds, form: CallFormat) -> list[Message]:
     """Return a chat whose calls and answers of tools are text where the template takes no others.
 
     Turns of one role in a row are joined if the template requires that roles alternate.
@@ -113,7 +110,7 @@ def as_text_turns(messages: list[Message], needs: TemplateNeeds) -> list[Message
         is_result = message["role"] == "tool" and not needs.takes_results
         turn = message
         if message.get("tool_calls") and not needs.takes_calls:
-            turn = _with_calls_as_text(message)
+            turn = _with_calls_as_text(message, form)
         elif is_result:
             turn = {"role": "user", "content": write_result(message["content"])}
         joins = (is_result and follows_result) or (
@@ -130,7 +127,7 @@ def as_text_turns(messages: list[Message], needs: TemplateNeeds) -> list[Message
     return turns
 
 
-def _with_calls_as_text(message: Message) -> Message:
-    texts = [message["content"], *map(write_call, message["tool_calls"])]
+def _with_calls_as_text(message: Message, form: CallFormat) -> Message:
+    texts = [message["content"], write_calls(message["tool_calls"], form)]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return plain | {"content": "\n".join(text for text in texts if text)}

@@ -47,11 +47,7 @@ class TemplateNeeds:
 
 
 def find_needs(prober: Prober) -> TemplateNeeds:
-    """Return what a template needs.
-
-    A template that takes no tools is given calls and answers of tools as text, too, so that all of
-    a chat has the one form that its system message describes.
-    """
+    """Return what a template needs."""
     tools = TOOLS if (takes_tools := _takes_tools(prober)) else None
     as_text = json.dumps(ARGUMENTS)
     objects, texts = (_with_call(prober, arguments, tools) for arguments in (ARGUMENTS, as_text))
@@ -64,8 +60,8 @@ def find_needs(prober: Prober) -> TemplateNeeds:
     system: list[Message] = [{"role": "system", "content": _SYSTEM}, user()]
     return TemplateNeeds(
         takes_tools=takes_tools,
-        takes_calls=takes_calls and takes_tools,
-        takes_results=takes_results and takes_tools,
+        takes_calls=takes_calls,
+        takes_results=takes_results,
         takes_system=_holds(prober.text(system, asks=True), _SYSTEM),
         takes_repeated_roles=_holds(prober.text([user(), user(), assistant()]), CONTENT),
         arguments_are_text=is_text,

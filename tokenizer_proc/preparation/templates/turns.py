@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quadriga.answer_format import CallFormat
 from quadriga.wire.messages.public import ChatMessage
 from tokenizer_proc.preparation.templates.generic_tools import as_text_turns, with_tools
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds
@@ -16,7 +17,10 @@ _SHORT_ID_ALPHABET = string.ascii_letters + string.digits
 
 
 def template_messages(
-    messages: list[ChatMessage], tools: list[dict[str, Any]], needs: TemplateNeeds
+    messages: list[ChatMessage],
+    tools: list[dict[str, Any]],
+    needs: TemplateNeeds,
+    form: CallFormat,
 ) -> list[dict[str, Any]]:
     """Return the messages as the template takes them; tools that it does not take are described.
 
@@ -24,12 +28,13 @@ def template_messages(
         messages: the chat.
         tools: functions in OpenAI's form.
         needs: what the template takes.
+        form: how the model writes calls, for a template that does not write them.
     """
     values = [_as_template_value(message, needs) for message in messages]
     if any(message.role == "tool" or message.tool_calls for message in messages):
-        values = as_text_turns(values, needs)
+        values = as_text_turns(values, needs, form)
     if tools and not needs.takes_tools:
-        values = with_tools(values, tools, needs)
+        values = with_tools(values, tools, needs, form)
     return values
 
 
