@@ -16,12 +16,25 @@ from tokenizer_proc.preparation.templates.environment import compile_template
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
 from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
 from tokenizer_proc.preparation.templates.probes import Prober
+from tokenizer_proc.preparation.templates.run_limits import (
+    TemplateRanAway,
+    join_limited,
+    run_limited,
+)
 from tokenizer_proc.preparation.templates.turns import template_messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# A template renders a short chat in about a millisecond. Long chats have their time, because some
+# templates look at all turns for each turn.
+MIN_CPU_S = 0.5
+ITEM_CPU_S = 0.005
+MEGABYTE_CPU_S = 2.0
+PROBE_CPU_S = 0.2
+# A longer prompt is refused by the encoder.
+MAX_TEXT_CHARS = 8 * 1024 * 1024
 # The form of calls in chats of models whose answers have no calls.
 DEFAULT_FORM = cast(CallFormat, KNOWN_FORMATS[GENERIC].calls)
 # Stands after the last message while a chat is rendered whose last message goes on, as in
@@ -136,15 +149,29 @@ class ChatTemplate:
             "tools": (self._needs.takes_tools and options.tools) or None,
         }
         try:
-            text = self._render(variables)
+            text = self._render(variables, _max_cpu_s(messages, options))
+        except TemplateRanAway as error:
+            raise InvalidRequest(
+                f"the model's chat template ran away: {error}; shorten the chat, or start the"
+                " server with another --chat-template",
+                "prompt",
+            ) from None
         except Exception as error:  # a template is a program: it may fail in any way
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", "prompt") from None
         return _cut_where_continued(text) if options.continue_final_message else text
 
-    def _render(self, variables: dict[str, Any]) -> str:
+    def _render(self, variables: dict[str, Any], max_cpu_s: float = PROBE_CPU_S) -> str:
         assert self._template is not None
-        return self._template.render({"documents": None, **self._tokens, **variables})
+        pieces = self._template.generate({"documents": None, **self._tokens, **variables})
+        return run_limited(lambda: join_limited(pieces, MAX_TEXT_CHARS), max_cpu_s)
+
+
+def _max_cpu_s(messages: list[ChatMessage], options: ChatOptions) -> float:
+    """Return the CPU time in which a template renders a chat, by a generous measure."""
+    num_characters = sum(len(message.content) for message in messages)
+    num_items = len(messages) + len(options.tools)
+    return MIN_CPU_S + ITEM_CPU_S * num_items + MEGABYTE_CPU_S * num_characters / 2**20
 
 
 def _check_continues(messages: list[ChatMessage], options: ChatOptions) -> None:
