@@ -1,9 +1,18 @@
-"""The contract of the parser of answers."""
+"""The contract of the parser of answers, and the parser for a format."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from http_proc.answer.events import AnswerEvent
+from http_proc.answer.call_context import CallContext
+from http_proc.answer.calls import CallsParser
+from http_proc.answer.event_writer import EventWriter
+from http_proc.answer.events import AnswerEvent, ParsedAnswer
+from http_proc.answer.harmony import HarmonyParser
+from http_proc.answer.marked import MarkedAnswerParser
+from http_proc.answer.marks import AnswerInput
+from http_proc.answer.tool_schemas import ToolSchemas
+from quadriga.answer_format import AnswerFormat, CallStyle
+
+__all__ = ["AnswerParser", "ToolSchemas", "make_parser", "parse_answer"]
 
 
 class AnswerParser(Protocol):
@@ -16,5 +25,44 @@ class AnswerParser(Protocol):
         """Return the rest; nothing may be pushed afterwards."""
 
 
-class ToolSchemas(dict[str, Mapping[str, Any]]):
-    """The JSON schema of the arguments of each tool of a request, by the tool's name."""
+def make_parser(
+    answer_format: AnswerFormat,
+    *,
+    tools: ToolSchemas | None = None,
+    begins_in_reasoning: bool = False,
+    parses_reasoning: bool = True,
+    max_calls: int | None = None,
+) -> AnswerParser:
+    """Return a parser for one answer.
+
+    Args:
+        answer_format: how the model marks reasoning and calls.
+        tools: the tools of the request; None or empty: calls are text.
+        begins_in_reasoning: the prompt ends within the reasoning.
+        parses_reasoning: separate the reasoning from the text. Otherwise it is part of the text,
+            with its marks; a call within it is still none.
+        max_calls: calls after so many are dropped; None: no limit.
+    """
+    source, writer = AnswerInput(), EventWriter(max_calls)
+    calls = answer_format.calls
+    if calls is not None and calls.style is CallStyle.HARMONY:
+        return HarmonyParser(source, writer, tools, begins_in_reasoning, parses_reasoning)
+    calls_parser = None
+    if calls is not None and tools:
+        calls_parser = CallsParser(CallContext(source, writer, calls, tools))
+    return MarkedAnswerParser(
+        source,
+        writer,
+        answer_format.reasoning,
+        calls_parser,
+        begins_in_reasoning,
+        parses_reasoning,
+    )
+
+
+def parse_answer(parser: AnswerParser, text: str) -> ParsedAnswer:
+    """Return a whole answer, parsed."""
+    answer = ParsedAnswer()
+    answer.add(parser.push(text))
+    answer.add(parser.finish())
+    return answer
