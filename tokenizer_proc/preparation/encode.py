@@ -34,16 +34,23 @@ class Encoder:
         self._chat = chat
         self._leading_ids = _leading_ids(tokenizer)
 
-    def encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "array[int]":
-        """Return the token ids of a text, or of a chat rendered by the model's template.
+    def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
+        """Return a text as it is, or a chat as the model's template writes it.
+
+        Raises:
+            InvalidRequest: the template refuses the chat.
+        """
+        return prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
+
+    def encode(self, text: str, is_chat: bool) -> "array[int]":
+        """Return the token ids of a text, or of a rendered chat.
 
         A text that is not empty begins with the tokenizer's beginning-of-text token, if it has one
         that it adds to texts; templates write it themselves.
 
         Raises:
-            InvalidRequest: the template refuses the chat, or the text is over MAX_TEXT_BYTES.
+            InvalidRequest: the text is over MAX_TEXT_BYTES.
         """
-        text = prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
         num_bytes = len(text.encode())
         if num_bytes > MAX_TEXT_BYTES:
             raise InvalidRequest(
@@ -52,7 +59,7 @@ class Encoder:
                 "prompt",
             )
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        leading = self._leading_ids if ids and isinstance(prompt, str) else []
+        leading = self._leading_ids if ids and not is_chat else []
         return array("i", ids if ids[: len(leading)] == leading else leading + ids)
 
     def decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:

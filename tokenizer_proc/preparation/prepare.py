@@ -6,7 +6,7 @@ event loop, long ones by the processes of `pool.py`.
 
 import logging
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,6 +43,8 @@ from tokenizer_proc.preparation.encode import Encoder
 
 # A message of this size is parsed, rendered and encoded in 1 to 2 ms.
 MAX_INLINE_BYTES = 4096
+# The end of a chat's prompt says whether the answer begins in the reasoning.
+NUM_PROMPT_END_CHARS = 256
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
@@ -53,11 +55,14 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
             client allows that, and with complete parameters and timeouts.
         bad_words: token ids (int32 bytes) of each spelling of each of them.
         grammar: taken out of the parameters; not checked yet.
+        prompt_end: the last NUM_PROMPT_END_CHARS characters of the rendered chat; "" for other
+            prompts.
     """
 
     request: Generate
     bad_words: list[bytes]
     grammar: Grammar | None
+    prompt_end: str = ""
 
 
 Answer = Tokens | Text
@@ -109,8 +114,9 @@ class Preparer:
         if grammar is not None:
             validation.check_can_end(params, model)
             params = without_grammar(params)
+        prompt = self._encode_prompt(message)
         ids, params = validation.fit(
-            self._prompt_ids(message),
+            prompt.ids,
             params.filled(self._defaults),
             model,
             args.default_max_tokens,
@@ -127,33 +133,50 @@ class Preparer:
             queue_timeout=given(message.queue_timeout, args.queue_timeout),
             timeout=given(message.timeout, args.request_timeout),
         )
-        return Prepared(request, bad_words, grammar)
+        return Prepared(request, bad_words, grammar, prompt.end)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
         """Return the ids of a text, or the text of ids. Raise InvalidRequest."""
         request_id = message.request_id
         validation.check_request_id(request_id)
         if isinstance(message, Tokenize):
-            return Tokens(request_id, pack_ids(self._encode(message.prompt, message.chat)))
+            prompt = self._encode(message.prompt, message.chat)
+            text = prompt.text if message.with_text else ""
+            return Tokens(request_id, pack_ids(prompt.ids), text)
         ids = validation.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
         return Text(request_id, self._encoder.decode(ids, message.skip_special_tokens))
 
-    def _prompt_ids(self, message: Generate) -> "array[int]":
+    def _encode_prompt(self, message: Generate) -> "_Prompt":
         if message.prompt_token_ids is not None:
-            return validation.check_prompt_ids(message, self._model.vocab_size)
+            return _Prompt(validation.check_prompt_ids(message, self._model.vocab_size))
         return self._encode(message.prompt, message.chat)
 
-    def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "array[int]":
+    def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "_Prompt":
+        is_chat = not isinstance(prompt, str)
         try:
             if not isinstance(prompt, str):
                 check_chat(prompt)
                 check_chat_options(chat)
-            return self._encoder.encode(prompt, chat)
+            text = self._encoder.render(prompt, chat)
+            return _Prompt(self._encoder.encode(text, is_chat), text, is_chat)
         except QuadrigaError:
             raise
         except Exception as error:  # a template or a tokenizer may raise anything
             logging.exception("a prompt cannot be encoded")
             raise InvalidRequest(f"prompt cannot be encoded: {error}", "prompt") from None
+
+
+class _Prompt(NamedTuple):
+    """The token ids of a prompt and the text that they were made of, "" if they came as ids."""
+
+    ids: "array[int]"
+    text: str = ""
+    is_chat: bool = False
+
+    @property
+    def end(self) -> str:
+        """The last characters of a rendered chat; "" for other prompts."""
+        return self.text[-NUM_PROMPT_END_CHARS:] if self.is_chat else ""
 
 
 def sampling_defaults(source: str, generation_config: dict[str, Any]) -> SamplingDefaults:

@@ -1,14 +1,19 @@
 """Texts begin with the token that the tokenizer adds to them; chats are as the template writes."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.config.server_config import FrontendArgs
+from quadriga.model_files.resolve import ModelFiles
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import ChatMessage, ChatOptions, Generate, Tokenize, Tokens
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.prepare import Prepared, Preparer
 
 BOS, EOS, A, B = range(4)
 
@@ -42,16 +47,40 @@ def encoder(directory: Path, template: str | None) -> Encoder:
 def test_a_text_begins_as_the_tokenizer_says_and_has_no_end(
     tmp_path: Path, template: str | None, expected: list[int]
 ) -> None:
-    assert list(encoder(tmp_path, template).encode("a b", ChatOptions())) == expected
+    assert list(encoder(tmp_path, template).encode("a b", False)) == expected
 
 
 def test_a_text_that_begins_with_the_token_gets_no_second_one(tmp_path: Path) -> None:
     ours = encoder(tmp_path, "<bos> $A")
-    assert list(ours.encode("<bos> a", ChatOptions())) == [BOS, A]
-    assert list(ours.encode("", ChatOptions())) == []
+    assert list(ours.encode("<bos> a", False)) == [BOS, A]
+    assert list(ours.encode("", False)) == []
 
 
 def test_a_chat_is_encoded_as_its_template_writes_it(tmp_path: Path) -> None:
     ours = encoder(tmp_path, "<bos> $A")
     chat = [ChatMessage("user", " a")]
-    assert list(ours.encode(chat, ChatOptions())) == [BOS, A]
+    assert list(ours.encode(ours.render(chat, ChatOptions()), True)) == [BOS, A]
+
+
+def prepare(directory: Path, message: Generate | Tokenize) -> Prepared | Tokens:
+    """Return what a message becomes; the chat template writes "<bos>" and the first content."""
+    config = {"vocab_size": 4, "max_position_embeddings": 4096, "eos_token_id": EOS}
+    model = ModelFiles("m", "m", config, {}, directory, None)
+    preparer = Preparer(FrontendArgs(), model, encoder(directory, "<bos> $A"))
+    outcome = preparer.prepare(message) if isinstance(message, Generate) else None
+    return outcome or cast(Tokens, preparer.convert(cast(Tokenize, message)))
+
+
+def test_the_end_of_a_chats_prompt_is_kept(tmp_path: Path) -> None:
+    chat = [ChatMessage("user", "b " * 200 + "a")]
+    prepared = cast(Prepared, prepare(tmp_path, Generate(1, "1", chat)))
+    assert prepared.prompt_end == ("b " * 200 + "a")[-256:]
+    text = cast(Prepared, prepare(tmp_path, Generate(1, "1", "a b")))
+    assert text.prompt_end == ""
+
+
+def test_the_text_of_a_prompt_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:
+    chat = [ChatMessage("user", "a")]
+    tokens = prepare(tmp_path, Tokenize(1, "1", chat, with_text=True))
+    assert tokens == Tokens("1", pack_ids([BOS, A]), "<bos>a")
+    assert prepare(tmp_path, Tokenize(1, "1", chat)) == Tokens("1", pack_ids([BOS, A]))
