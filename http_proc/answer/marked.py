@@ -106,8 +106,8 @@ class MarkedAnswerParser:
         try:
             yield from self._source.skip_space(pieces.append)
         except EndOfAnswer:
-            write = self._writer.reasoning if self._begins_in_reasoning else self._writer.text
-            write("".join(pieces))
+            if not (self._begins_in_reasoning and self._parses_reasoning):
+                self._writer.text("".join(pieces))
             raise
         return "".join(pieces)
 

@@ -197,17 +197,18 @@ class ValueCopier:
 
     def _copy_key(self, char: str, colon: str) -> Steps[None]:
         quote = yield from self._quote_here(char)
-        if quote:
+        if quote and self._types is no_types:
+            yield from self.string(quote, self._write)
+        elif quote:
             pieces: list[str] = []
             yield from self.string(quote, pieces.append)
-            key = "".join(pieces)
-            self._key = "" if self._types is no_types else json.loads(key)
+            self._write("".join(pieces))
+            self._key = json.loads("".join(pieces))
         elif self._syntax.has_bare_keys:
             self._key = yield from self._token(_BARE_KEY)
-            key = json.dumps(self._key, ensure_ascii=False)
+            self._write(json.dumps(self._key, ensure_ascii=False))
         else:
             raise UnexpectedText
-        self._write(key)
         if (yield from self._source.skip_space(self._write)) != colon:
             raise UnexpectedText
         self._source.take(1)
