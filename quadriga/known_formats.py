@@ -9,7 +9,9 @@ from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, Reasonin
 _THINK = ReasoningFormat()
 
 # Qwen 2.5, Qwen 3, Granite 4, Hermes.
-_HERMES = CallFormat(style=CallStyle.JSON, open="<tool_call>\n", close="\n</tool_call>")
+_HERMES = CallFormat(
+    style=CallStyle.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n"
+)
 
 # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5.
 _QWEN3_CODER = CallFormat(
