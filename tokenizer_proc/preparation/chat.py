@@ -16,6 +16,10 @@ from tokenizer_proc.preparation.templates.environment import compile_template
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
 from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
 from tokenizer_proc.preparation.templates.probes import Prober
+from tokenizer_proc.preparation.templates.response_template import (
+    ResponseMarks,
+    read_response_template,
+)
 from tokenizer_proc.preparation.templates.run_limits import (
     TemplateRanAway,
     join_limited,
@@ -105,12 +109,15 @@ class ChatTemplate:
         self.answer_format = AnswerFormat()
         self.shows_calls = True
         if source is not None:
-            self._probe(source, marks, parsers or ParserNames())
+            given = read_response_template(config if file is None else {})
+            self._probe(source, marks, given, parsers or ParserNames())
 
-    def _probe(self, source: str, marks: TokenMarks, parsers: ParserNames) -> None:
+    def _probe(
+        self, source: str, marks: TokenMarks, given: ResponseMarks, parsers: ParserNames
+    ) -> None:
         prober = Prober(self._render)
         needs = find_needs(prober)
-        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special)
+        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special, given)
         if not (needs.takes_tools or (needs.takes_calls and has_calls)):
             needs = replace(needs, takes_calls=False, takes_results=False)
         self._needs = needs
