@@ -45,7 +45,7 @@ def static_server_info(
 
 
 class InfoRequests:
-    """Count the unanswered GetInfo and FlushCache messages: each costs every process some work."""
+    """Count the unanswered GetInfo, FlushCache and GetProgress messages: each costs some work."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
