@@ -33,6 +33,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         name: name of the tool that answers.
         tool_calls: tool calls of an assistant's turn.
         tool_call_id: id of the call that a tool answers.
+        reasoning_content: reasoning of an assistant's turn.
     """
 
     role: str
@@ -40,6 +41,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     name: str = ""
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
+    reasoning_content: str = ""
 
 
 class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -48,10 +50,15 @@ class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     Attributes:
         tools: JSON schemas of functions in OpenAI's form.
         template_args: further variables of the template, for example enable_thinking.
+        continue_final_message: the answer continues the last message, which is the assistant's;
+            then `add_generation_prompt` must be false.
+        add_generation_prompt: end the prompt with the beginning of the assistant's next turn.
     """
 
     tools: list[dict[str, Any]] = []
     template_args: dict[str, Any] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
