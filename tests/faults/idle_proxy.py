@@ -97,9 +97,12 @@ async def answer_through(proxy: IdleProxy, server: Server, wait_s: float) -> lis
             while (await client.info())["open_requests"] == 0:
                 await asyncio.sleep(0.01)
             url = f"http://127.0.0.1:{proxy.port}/v1/completions"
-            async with session.post(url, json=body) as response:
-                lines = (await response.text()).split("\n")
-            await before
+            try:
+                async with session.post(url, json=body) as response:
+                    lines = (await response.text()).split("\n")
+            finally:
+                os.kill(worker, signal.SIGCONT)
+                await before
             return [line for line in lines if line]
     finally:
         continues.cancel()
