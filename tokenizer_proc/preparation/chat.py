@@ -9,7 +9,7 @@ from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.config.answer_parsers import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.model_files.tokenizer import template_source
+from quadriga.model_files.tokenizer import template_source, tool_template_source
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
 from tokenizer_proc.preparation.templates.environment import compile_template
@@ -41,6 +41,14 @@ PROBE_CPU_S = 0.2
 MAX_TEXT_CHARS = 8 * 1024 * 1024
 # The form of calls in chats of models whose answers have no calls.
 DEFAULT_FORM = cast(CallFormat, KNOWN_FORMATS[GENERIC].calls)
+SHOWS_NO_CALLS = (
+    "the chat template takes tools, but does not show how the model writes calls: they are read as"
+    " hermes; choose another form with --tool-call-parser"
+)
+RUNS_AWAY = (
+    "the chat template takes too much time or memory for a chat of one message: chats will be"
+    " refused; correct it, or replace it with --chat-template"
+)
 # Stands after the last message while a chat is rendered whose last message goes on, as in
 # transformers.
 _CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -79,8 +87,7 @@ class ChatTemplate:
 
     Attributes:
         answer_format: how the model writes its answers.
-        shows_calls: `answer_format` has the marks of the model's own calls. False: the template
-            takes tools, but its marks are not found, and no flag chooses others.
+        notes: what the start of the server says about the template.
 
     Raises:
         ConfigError: it is no Jinja template.
@@ -93,24 +100,27 @@ class ChatTemplate:
         marks: TokenMarks | None = None,
         parsers: ParserNames | None = None,
     ) -> None:
-        marks = marks or TokenMarks()
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
         self._tokens = {
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
         }
-        source = (
-            template_source(tokenizer_dir, config)
-            if file is None
-            else file.read_text(encoding="utf-8")
-        )
-        self._template = None if source is None else compile_template(source, file or tokenizer_dir)
+        if file is None:
+            source = template_source(tokenizer_dir, config)
+            tool_source = tool_template_source(tokenizer_dir, config)
+            given = read_response_template(config)
+        else:
+            source, tool_source = file.read_text(encoding="utf-8"), None
+            given = ResponseMarks()
+        origin = file or tokenizer_dir
+        self._template = None if source is None else compile_template(source, origin)
+        self._tool_template = None if tool_source is None else compile_template(tool_source, origin)
         self._needs = TemplateNeeds()
         self._call_form = DEFAULT_FORM
         self.answer_format = AnswerFormat()
-        self.shows_calls = True
+        self.notes: tuple[str, ...] = ()
         if source is not None:
-            given = read_response_template(config if file is None else {})
-            self._probe(source, marks, given, parsers or ParserNames())
+            sources = source + (tool_source or "")
+            self._probe(sources, marks or TokenMarks(), given, parsers or ParserNames())
 
     def _probe(
         self, source: str, marks: TokenMarks, given: ResponseMarks, parsers: ParserNames
@@ -123,7 +133,10 @@ class ChatTemplate:
         self._needs = needs
         self.answer_format = overrule(derived, parsers, marks.special)
         self._call_form = self.answer_format.calls or DEFAULT_FORM
-        self.shows_calls = has_calls or not needs.takes_tools or parsers.tool_call != AUTO
+        if prober.has_run_away:
+            self.notes += (RUNS_AWAY,)
+        if not (has_calls or not needs.takes_tools or parsers.tool_call != AUTO):
+            self.notes += (SHOWS_NO_CALLS,)
 
     @property
     def exists(self) -> bool:
@@ -169,8 +182,10 @@ class ChatTemplate:
         return _cut_where_continued(text) if options.continue_final_message else text
 
     def _render(self, variables: dict[str, Any], max_cpu_s: float = PROBE_CPU_S) -> str:
-        assert self._template is not None
-        pieces = self._template.generate({"documents": None, **self._tokens, **variables})
+        has_tools = self._tool_template is not None and variables["tools"]
+        template = self._tool_template if has_tools else self._template
+        assert template is not None
+        pieces = template.generate({"documents": None, **self._tokens, **variables})
         return run_limited(lambda: join_limited(pieces, MAX_TEXT_CHARS), max_cpu_s)
 
 

@@ -1,5 +1,6 @@
 """Chats reach a template in the form that it takes; an answer may continue the last message."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
 from tests.unit.tokenizer.test_real_templates import DIRECTORY, TOKENS
-from tokenizer_proc.preparation.chat import ChatTemplate
+from tokenizer_proc.preparation.chat import SHOWS_NO_CALLS, ChatTemplate
 from tokenizer_proc.preparation.templates.overrule import ParserNames
 from tokenizer_proc.preparation.templates.turns import short_id
 
@@ -166,6 +167,24 @@ def test_a_switch_turns_the_reasoning_off() -> None:
     assert reasoning.open not in chat.render([USER], ChatOptions())
 
 
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_a_template_for_tools_renders_chats_with_tools(tmp_path: Path, in_a_file: bool) -> None:
+    entries = [{"name": "default", "template": PLAIN}]
+    if in_a_file:
+        folder = tmp_path / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text(AS_OBJECT)
+    else:
+        entries.append({"name": "tool_use", "template": AS_OBJECT})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+    chat = ChatTemplate(tmp_path)
+    assert chat.answer_format.takes_tools
+    assert chat.render([USER], ChatOptions()) == "<user>Hi</user><assistant>"
+    text = chat.render([USER, CALLING, RESULT], ChatOptions(tools=[TOOL]))
+    assert text.startswith(json.dumps([TOOL]))
+    assert '[call-1]<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}' in text
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -184,9 +203,9 @@ def test_flags_overrule_the_template(file: str) -> None:
 
 def test_a_flag_answers_for_a_template_that_shows_no_calls(tmp_path: Path) -> None:
     source = "{{ tools }}" + PLAIN
-    assert not chat_template(tmp_path, source).shows_calls
-    assert chat_template(tmp_path, source, ParserNames(tool_call="hermes")).shows_calls
-    assert chat_template(tmp_path, PLAIN).shows_calls
+    assert chat_template(tmp_path, source).notes == (SHOWS_NO_CALLS,)
+    assert chat_template(tmp_path, source, ParserNames(tool_call="hermes")).notes == ()
+    assert chat_template(tmp_path, PLAIN).notes == ()
 
 
 # --- continue_final_message -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from tokenizer_proc.preparation.chat import RUNS_AWAY as RUNS_AWAY_AT_START
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.templates.run_limits import TemplateRanAway, run_limited
 
@@ -105,7 +106,8 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, source: str) -> Non
 def test_a_start_with_a_template_that_runs_away_takes_one_probe(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(RUNS_AWAY["nested loops"])
     began_at = time.process_time()
-    ChatTemplate(tmp_path, tmp_path / "chat.jinja")
+    chat = ChatTemplate(tmp_path, tmp_path / "chat.jinja")
+    assert chat.notes == (RUNS_AWAY_AT_START,)
     assert time.process_time() - began_at < 2
 
 
