@@ -105,6 +105,16 @@ def test_turns_of_one_role_are_joined_where_roles_must_alternate(tmp_path: Path)
     assert text.endswith("sunny\n</tool_response>\n\nHi</user><assistant>")
 
 
+def test_results_of_a_template_that_takes_them_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(TOKENS))
+    chat = ChatTemplate(tmp_path, DIRECTORY / "mistral-small-3.2.jinja")
+    calling = ChatMessage("assistant", "", tool_calls=[CALL, CALL])
+    options = ChatOptions(tools=[TOOL])
+    text = chat.render([USER, calling, RESULT, RESULT], options)
+    result = f"[TOOL_RESULTS]{short_id('call-1')}[TOOL_CONTENT]sunny[/TOOL_RESULTS]"
+    assert text.endswith(result + result)
+
+
 def test_a_model_without_tools_answers_in_the_form_that_is_described(tmp_path: Path) -> None:
     found = chat_template(tmp_path, PLAIN).answer_format
     assert (found.calls, found.takes_tools) == (KNOWN_FORMATS["hermes"].calls, False)
