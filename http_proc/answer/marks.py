@@ -65,6 +65,10 @@ class AnswerInput:
             self._held.append(taken)
         return taken
 
+    def take_rest(self) -> str:
+        """Consume all that has arrived and return it."""
+        return self.take(len(self.text) - self.at)
+
     def give_back(self, length: int | None) -> None:
         """Undo the last `take`, or its last characters; None: all of it."""
         length = len(self._last) if length is None else length
@@ -158,9 +162,13 @@ class Marks:
                     return first.start() - at, ""
         if match is None:
             return end - at, ""
-        if not source.is_ended and self._can_begin(text[end:]):
+        if not source.is_ended and self._can_begin(text[end : end + self._longest]):
             return end - at, ""
         return end - at, match.group()
+
+    def can_begin_with_rest(self, source: AnswerInput) -> bool:
+        """Return whether what is not consumed is the begin of a mark."""
+        return self._can_begin(source.text[source.at : source.at + self._longest])
 
     def _can_begin(self, text: str) -> bool:
         """Return whether a mark begins with the text and is longer."""
