@@ -11,7 +11,7 @@ from typing import NamedTuple
 from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
-from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
 from quadriga.wire.messages.public import Generate, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
@@ -201,7 +201,7 @@ class RequestIntake:
             queue_deadline=_deadline(received_at, message.queue_timeout),
             deadline=_deadline(received_at, message.timeout),
             bad_words=prepared.bad_words,
-            grammar=None if form is None else GrammarForm.of(form),
+            grammar=_grammar(form, prepared.thinking),
             client_retry=request.resent,
         )
         self._open.submit(submit, request.aborted_by)
@@ -259,6 +259,12 @@ class RequestIntake:
         if self._is_draining and not self._incoming and not self._awaits_clients:
             self.has_drained = True
             self._scheduler.send(Drain())
+
+
+def _grammar(form: str | None, thinking: ThinkingForm | None) -> GrammarForm | None:
+    if form is None and thinking is None:
+        return None
+    return GrammarForm.of(form or "", thinking)
 
 
 def _read_outcome(data: bytes) -> Prepared:
