@@ -7,7 +7,7 @@ from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
-from http_proc.middleware.request_scope import request_scope
+from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -20,6 +20,7 @@ def make_app(gateway: Gateway) -> web.Application:
         middlewares.append(auth.key_check(args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
+    app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.on_response_prepare.append(auth.response_hook(args))
     for endpoint in openapi.ENDPOINTS:
         route = web.post if endpoint.method == "post" else web.get

@@ -8,8 +8,9 @@ from http_proc.observe.request_metrics import RequestMetrics
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
-from quadriga.errors import QuadrigaError
+from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import Accepted
 
 
 class RequestGroup:
@@ -33,7 +34,8 @@ class RequestGroup:
         self._num_choices = 0
         self._num_unfinished = 0
         self.finished = asyncio.Event()
-        self._waiter: asyncio.Future[None] | None = None
+        self._accepted: dict[int, Accepted] = {}
+        self._waiters: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> "RequestGroup":
         return self
@@ -52,10 +54,17 @@ class RequestGroup:
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
         """Send one prompt with params.n choices to the ring; 0 new tokens compute it alone."""
-        sink = self._sink(self._num_choices)
+        prompt_index, sink = len(self._handles), self._sink(self._num_choices)
+
+        def accept(message: Accepted) -> None:
+            self._accepted[prompt_index] = message
+            self._wake()
+
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
-        handle = self._ring.submit(prompt, params, stream=stream, sink=sink, **options)
+        handle = self._ring.submit(
+            prompt, params, stream=stream, sink=sink, on_accepted=accept, **options
+        )
         self._metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n
@@ -75,14 +84,35 @@ class RequestGroup:
         return take
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _change(self) -> None:
+        """Wait until something arrives."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    async def accepted(self) -> list[Accepted]:
+        """Wait until every prompt is tokenized, and return the Accepted of each, in order.
+
+        Raises:
+            QuadrigaError: a request has failed before.
+        """
+        while len(self._accepted) < len(self._handles):
+            if self._error is not None:
+                raise self._error
+            if not self._num_unfinished:
+                raise RequestFailed("the server has answered a prompt that it did not accept")
+            await self._change()
+        return [self._accepted[index] for index in range(len(self._handles))]
 
     async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
         """Wait for chunks and return all that have arrived, by choice. Raises a choice's error."""
         if not self._chunks and self._error is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+            await self._change()
         if self._error is not None:
             raise self._error
         chunks, self._chunks = self._chunks, []

@@ -1,6 +1,7 @@
 """Send answers: server-sent events while the ring generates, or one JSON body at the end."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -8,17 +9,26 @@ from aiohttp import web
 
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_log import RECORD
-from http_proc.protocol.errors import from_ring
+from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.public import Accepted
 
 DONE = b"data: [DONE]\n\n"
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFraming:
+    """How the events of a stream are sent. has_comments: clients skip lines that begin with ":"."""
+
+    content_type: str
+    has_comments: bool
+
+
+SERVER_SENT_EVENTS = StreamFraming("text/event-stream; charset=utf-8", True)
+JSON_LINES = StreamFraming("application/x-ndjson", False)
 
 _encode = msgspec.json.encode
 
@@ -59,13 +69,43 @@ class Template:
 
 
 class Renderer(Protocol):
-    """Format the chunks of one web request as server-sent events."""
+    """Format the chunks of one web request as the events of a stream.
+
+    Attributes:
+        framing: how the events are sent.
+    """
+
+    framing: StreamFraming
+
+    def start(self, accepted: Sequence[Accepted], /) -> bytes:
+        """Return the events that come before all others; `accepted` is in order of the prompts."""
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the events of a chunk, possibly none."""
 
     def finish(self) -> bytes:
         """Return the events that follow the last chunk of all choices."""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end the stream with an error."""
+
+
+class OpenAIEvents:
+    """What the streams of OpenAI's APIs have in common."""
+
+    framing = SERVER_SENT_EVENTS
+
+    def start(self, _: Sequence[Accepted], /) -> bytes:
+        """Return nothing: the streams begin with their first chunk."""
+        return b""
+
+    def finish(self) -> bytes:
+        """Return the mark of the end."""
+        return DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the error and the mark of the end."""
+        return event(error.body()) + DONE
 
 
 async def stream_events(
@@ -74,30 +114,33 @@ async def stream_events(
     """Send events until all choices have finished; chunks that arrive together are one write.
 
     An error before the first chunk is raised, so that it becomes an HTTP status. A later error
-    ends the stream with an event that carries it. `names`: the request's name of each field of the
+    ends the stream with the renderer's event. `names`: the request's name of each field of the
     ring, for error messages.
     """
     chunks = await group.next_chunks()
-    response = web.StreamResponse(headers=HEADERS)
+    headers = HEADERS | {"Content-Type": renderer.framing.content_type}
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
+    first = renderer.start(await group.accepted())
     try:
         while True:
-            pieces = []
+            pieces = [first]
             for choice, chunk in chunks:
                 pieces.append(renderer.render(choice, chunk))
                 if chunk.completion is not None:
                     _record(request, chunk.completion)
             if group.is_done:
-                pieces += [renderer.finish(), DONE]
+                pieces.append(renderer.finish())
             if data := b"".join(pieces):
                 await response.write(data)  # waits while the connection's buffer is full
             if group.is_done:
                 break
+            first = b""
             chunks = await group.next_chunks()
     except QuadrigaError as error:
         request.app[GATEWAY].metrics.count_error(error.code)
         request[RECORD].error = f"{error.code}: {error}"
-        await response.write(event(from_ring(error, names).body()) + DONE)
+        await response.write(renderer.error(from_ring(error, names)))
     await response.write_eof()
     return response
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
+from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
-from quadriga.wire.messages.public import Generate, Refused
+from quadriga.wire.messages.public import Accepted, Generate, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
     Drain,
@@ -189,10 +190,14 @@ class RequestIntake:
     def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
         message, received_at = prepared.request, request.received_at
         self._guard.count_submitted(message.params.n)
+        prompt_ids = message.prompt_token_ids or b""
+        if message.acknowledge:
+            accepted = Accepted(request.request_id, num_ids(prompt_ids), prepared.prompt_end)
+            self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,
             request_id=request.request_id,
-            prompt_ids=message.prompt_token_ids or b"",
+            prompt_ids=prompt_ids,
             params=message.params,
             stream=message.stream,
             received_at=received_at,

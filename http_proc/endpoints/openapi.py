@@ -5,47 +5,23 @@ are used instead because they cost less CPU time per event of a stream, on cores
 shares with the worker: docs/dependencies.md has the figures for aiohttp and for ASGI servers.
 """
 
-from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from http_proc.endpoints import chat, completions, landing, metrics, service, sglang_generate
+from http_proc.apis import sglang_generate
+from http_proc.apis.openai import chat, completions
+from http_proc.endpoints import landing, metrics, service
+from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
 from http_proc.protocol import sampling, schema
 from http_proc.protocol.errors import ErrorAnswer
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
 PAGE = Path(__file__).with_name("docs.html")
-STREAM, PLAIN = "text/event-stream", "text/plain"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Endpoint(NamedTuple):
-    """An endpoint of the gateway.
-
-    Attributes:
-        handler: answers the requests.
-        response: type of the response's body; None: the endpoint is not in the document.
-        body: type of the request's body, if it has one.
-        sampling: the sampling fields beside those of `body`: name -> SamplingParams' name.
-        streams: the response may be a stream instead.
-        is_listed: the response may be a list of `response` instead.
-    """
-
-    path: str
-    handler: Handler
-    summary: str
-    response: Any
-    body: Any = None
-    sampling: dict[str, str] | None = None
-    method: str = "get"
-    streams: bool = False
-    is_listed: bool = False
 
 
 @cache
@@ -151,32 +127,26 @@ async def docs(_: web.Request) -> web.FileResponse:
     return web.FileResponse(PAGE, headers={"Content-Type": "text/html; charset=utf-8"})
 
 
-def _post(
-    path: str, handler: Handler, summary: str, body: Any, response: Any, **options: Any
-) -> Endpoint:
-    return Endpoint(path, handler, summary, response, body, method="post", **options)
-
-
 ENDPOINTS = [
     Endpoint("/", landing.landing, "What is served, as JSON or for a browser as a page",
              landing.LandingAnswer),
-    _post("/v1/completions", completions.completions, "Complete prompts",
+    post("/v1/completions", completions.completions, "Complete prompts",
           schema.CompletionRequest, schema.CompletionBody,
           sampling=sampling.OPENAI, streams=True),
-    _post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
+    post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
           schema.ChatRequest, schema.ChatBody, sampling=sampling.CHAT, streams=True),
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
-    _post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
+    post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
           sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
           streams=True, is_listed=True),
-    _post("/tokenize", service.tokenize, "Token ids of a text or a chat",
+    post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
-    _post("/detokenize", service.detokenize, "Text of token ids",
+    post("/detokenize", service.detokenize, "Text of token ids",
           service.DetokenizeRequest, service.DetokenizeAnswer),
-    _post("/abort_request", service.abort_request, "End requests",
+    post("/abort_request", service.abort_request, "End requests",
           service.AbortBody, service.AbortAnswer),
-    _post("/flush_cache", service.flush_cache, "Free the unused cached prefixes",
+    post("/flush_cache", service.flush_cache, "Free the unused cached prefixes",
           None, service.FlushAnswer),
     Endpoint("/livez", service.livez, "Whether this process can answer", service.HealthStatus),
     Endpoint("/readyz", service.readyz, "Whether the whole server can take requests",

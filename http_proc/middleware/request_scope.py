@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -12,6 +14,9 @@ from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
 from http_proc.protocol.errors import ApiError, from_ring
 from quadriga.errors import QuadrigaError
 from quadriga.runtime.request_line import in_a_line
+
+# The format of errors by the handler of an endpoint.
+ERROR_BODIES = web.AppKey("error_bodies", dict[Any, Callable[[ApiError], bytes]])
 
 
 @web.middleware
@@ -32,7 +37,7 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
-    """Return the answer, or an error in OpenAI's format, and the outcome for the log."""
+    """Return the answer, or an error in the API's format, and the outcome for the log."""
     try:
         response = await handler(request)
         return response, str(response.status)
@@ -46,12 +51,18 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
     request[RECORD].error = str(api_error)
     request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
     response = web.Response(
-        body=api_error.body(),
+        body=_error_body(request, api_error),
         status=api_error.status,
         headers=api_error.headers(),
         content_type="application/json",
     )
     return response, f"{api_error.status} {code or ''}".rstrip()
+
+
+def _error_body(request: web.Request, error: ApiError) -> bytes:
+    """Return the body in the format of the endpoint's API; OpenAI's if there is no endpoint."""
+    handler = request.match_info.handler
+    return request.app[ERROR_BODIES].get(handler, ApiError.body)(error)
 
 
 def _api_error(request: web.Request, error: Exception) -> ApiError:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from http_proc.protocol.errors import from_ring, invalid
-from http_proc.protocol.schema import ChatRequest, ContentPart, Message, Tool, ToolCall
+from http_proc.protocol.schema import ContentPart, Message, Tool, ToolCall
 from quadriga.client.types import Chat
 from quadriga.errors import InvalidRequest
 from quadriga.wire.chat_limits import (
@@ -54,15 +54,6 @@ def chat_prompt(messages: list[Message]) -> Chat:
             "messages",
         )
     return [_turn(index, message) for index, message in enumerate(messages)]
-
-
-def chat_options(call: ChatRequest) -> ChatOptions:
-    """Return the tools and variables of the chat template. Raises ApiError over a limit."""
-    tools = call.tools if call.tool_choice != "none" else []
-    arguments = dict(call.chat_template_kwargs)
-    if call.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", call.reasoning_effort)
-    return template_options(tools, arguments)
 
 
 @_api_errors()

@@ -10,7 +10,7 @@ from quadriga.client.arguments import check_options, checked_params, params_of_e
 from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
 from quadriga.client.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
-from quadriga.client.request_handle import RequestHandle, Sink
+from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
@@ -166,6 +166,7 @@ class AsyncClient:
         *,
         stream: bool = True,
         sink: Sink | None = None,
+        on_accepted: AcceptedSink | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> RequestHandle:
         """Send a request, now or as soon as the server is back. The client must be connected.
@@ -176,6 +177,8 @@ class AsyncClient:
             stream: send chunks as tokens come; False: one chunk at the end.
             sink: called on the event loop with each chunk or the error; the handle must then not
                 be iterated.
+            on_accepted: called on the event loop, once and before the first chunk, when the prompt
+                is tokenized, with its number of tokens and the end of a chat's text.
             **options: timeout, priority, … (see RequestOptions).
 
                 handle = client.submit("Once upon a time")
@@ -189,7 +192,7 @@ class AsyncClient:
             QuadrigaError: the connection is lost, for this reason.
         """
         check_options("submit", options, RequestOptions.__annotations__)
-        return self._submit(prompt, params, _now(), stream, sink, options)
+        return self._submit(prompt, params, _now(), stream, sink, options, on_accepted)
 
     def _submit(
         self,
@@ -199,6 +202,7 @@ class AsyncClient:
         stream: bool,
         sink: Sink | None,
         options: RequestOptions,
+        on_accepted: AcceptedSink | None = None,
     ) -> RequestHandle:
         """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
@@ -212,11 +216,11 @@ class AsyncClient:
             checked_params(params).with_seed(),
             stream,
             prompt_token_ids=wire.token_ids,
+            acknowledge=on_accepted is not None,
             **options,
         )
-        handle = RequestHandle(
-            message, self._inflight.drop, sink
-        )  # it records the time of submission
+        # The handle records the time of submission.
+        handle = RequestHandle(message, self._inflight.drop, sink, on_accepted)
         self._inflight.add(handle)
         if is_time_limit(message.timeout):
             handle.expire_at(began_at + message.timeout)

@@ -13,6 +13,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.public import (
     PROTOCOL_VERSION,
     Abort,
+    Accepted,
     Chunk,
     Chunks,
     ClientMessage,
@@ -104,6 +105,9 @@ class InflightRequests:
                 self._on_chunks(message.chunks, RequestHandle.on_replay)
             case Refused():
                 self._on_refused(message)
+            case Accepted():
+                if (handle := self._handles.get(message.request_id)) is not None:
+                    handle.accept(message)
             case Info() | Tokens() | Text():
                 self._answer(message.request_id, message)
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from quadriga.client.choice_stream import ChoiceStream, ReplayMismatch
+from quadriga.client.choice_stream import ChoiceStream, ChunkGap, ReplayMismatch
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.errors import (
@@ -13,10 +13,12 @@ from quadriga.errors import (
     RequestAborted,
     RequestFailed,
 )
-from quadriga.wire.messages.public import Chunk, ErrorInfo, Generate
+from quadriga.wire.messages.public import Accepted, Chunk, ErrorInfo, Generate
 
 # Called with each chunk of a request when it arrives, or with the error that ends it.
 Sink = Callable[[StreamChunk | QuadrigaError], None]
+# Called once, before each chunk, when the server has prepared a request.
+AcceptedSink = Callable[[Accepted], None]
 MIN_RETRY_PAUSE_S = 0.05
 
 
@@ -27,6 +29,7 @@ class RequestHandle:
         message: the request.
         on_abort: called when the client aborts the request.
         sink: receives the chunks in place of the iterator.
+        on_accepted: called with the Accepted of the request, if the message asks for it.
 
     Attributes:
         was_sent: the server may know the request.
@@ -40,6 +43,7 @@ class RequestHandle:
         message: Generate,
         on_abort: "Callable[[RequestHandle], None]",
         sink: Sink | None = None,
+        on_accepted: AcceptedSink | None = None,
     ) -> None:
         self.message = message
         self.request_id = message.request_id
@@ -52,6 +56,8 @@ class RequestHandle:
         # None is the end; it stays in the queue, so that every reader finds it.
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError | None] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
+        self._on_accepted = on_accepted
+        self._misses_accepted = on_accepted is not None
         self._submitted_at = now()
         self._choices: dict[int, ChoiceStream] = {}
         self._ended: set[int] = set()
@@ -149,6 +155,13 @@ class RequestHandle:
             self._retry.cancel()
             self._retry = None
 
+    def accept(self, message: Accepted) -> None:
+        """Pass on that the server has prepared the request, unless it is known already."""
+        on_accepted, self._on_accepted = self._on_accepted, None
+        self._misses_accepted = False
+        if on_accepted is not None and not self.done:
+            on_accepted(message)
+
     def on_replay(self, chunk: Chunk, received_at: float) -> None:
         """Handle a replay: a chunk with everything of its choice up to now."""
         self._cancel_retry()
@@ -160,9 +173,10 @@ class RequestHandle:
         self.on_chunk(chunk, received_at)
 
     def on_chunk(self, chunk: Chunk, received_at: float) -> None:
-        """Handle a chunk. Raise ChunkGap if one before it is missing."""
+        """Handle a chunk. Raise ChunkGap if one before it, or the Accepted, is missing."""
         if self.done or self._interrupted or chunk.index in self._ended:
             return
+        self._check_accepted(chunk)
         try:
             item = self._choice(chunk.index).take(chunk, received_at)
         except ReplayMismatch:
@@ -187,6 +201,13 @@ class RequestHandle:
                 return
         if item is not None:
             self._put(item)
+
+    def _check_accepted(self, chunk: Chunk) -> None:
+        """Raise ChunkGap, once, if the Accepted was lost with a connection."""
+        has_failed = chunk.end is not None and chunk.end.error is not None
+        if self._misses_accepted and not has_failed:
+            self._misses_accepted = False
+            raise ChunkGap
 
     def _choice(self, index: int) -> ChoiceStream:
         choice = self._choices.get(index)

@@ -54,6 +54,8 @@ LOW_PRIORITY_NICENESS = 10
 HOOK_VARIABLE = "QUADRIGA_PROCESS_HOOK"
 # A child that receives it logs the stacks of its threads.
 DUMP_SIGNAL = signal.SIGUSR1
+# A child that receives it logs the stacks of its threads, and then it dies of the signal.
+KILL_SIGNAL = signal.SIGUSR2
 
 
 class Command(enum.Enum):
@@ -203,8 +205,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         body: the work of the process; it returns when the process has finished.
         low_priority: leave a core to the worker if both need it.
     """
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
+    log_stacks_on_signals()
     arguments = _parse(name)
     if arguments.clock_offset is not None:
         clock.use_offset(arguments.clock_offset)
@@ -234,6 +235,13 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
+
+
+def log_stacks_on_signals() -> None:
+    """Make this process log the stacks of its threads on DUMP_SIGNAL, KILL_SIGNAL and a crash."""
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
+    faulthandler.register(KILL_SIGNAL, chain=True)
 
 
 def _in_place_of(arguments: argparse.Namespace) -> str:

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 from quadriga import clock
 from quadriga.clock import Countdown
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import DUMP_SIGNAL, Command
+from quadriga.runtime.child import KILL_SIGNAL, Command
 from quadriga.runtime.parent_death import continue_at_parents_death
 
 # Seconds between the end of a child's control channel and the end of the child.
 EXIT_GRACE_S = 5.0
-STACK_DUMP_S = 0.3
+# Seconds that a process has to log its stacks and to die, before it is killed without them.
+STACK_DUMP_TIMEOUT_S = 3.0
 
 
 class ChildState(enum.Enum):
@@ -146,15 +147,15 @@ class ChildProcess:
             self.control.sendall(f"{command.value} {' '.join(argument.split())}\n".encode())
 
     def kill_hung(self, reason: str) -> None:
-        """Kill it after it has had time to log the stacks of its threads.
+        """Make it log the stacks of its threads and die, or kill it where it cannot do so in time.
 
         A process that was stopped by a signal is continued for that.
         """
         self.state, self._error = ChildState.HUNG, f"hung: {reason}"
-        os.kill(self.process.pid, DUMP_SIGNAL)
+        os.kill(self.process.pid, KILL_SIGNAL)
         os.kill(self.process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STACK_DUMP_S)
+            self.process.wait(STACK_DUMP_TIMEOUT_S)
         self.process.kill()
 
     def stop_for_reload(self) -> None:

@@ -46,7 +46,7 @@ class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
     context_length: int
 
 
-class Accepted(msgspec.Struct, array_like=True):
+class AcceptedRecord(msgspec.Struct, array_like=True):
     """A request that was accepted.
 
     Attributes:
@@ -93,7 +93,7 @@ class JournalRecord(msgspec.Struct, array_like=True):
         acknowledged: numbers of ended requests whose clients have their ends.
     """
 
-    accepted: list[Accepted] = []
+    accepted: list[AcceptedRecord] = []
     tokens: list[TokenRecord] = []
     logprobs: list[LogprobRecord] = []
     ended: list[Ended] = []

@@ -20,7 +20,7 @@ from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability.journal_records import (
     NOT_GIVEN_UP,
-    Accepted,
+    AcceptedRecord,
     Ended,
     FrameReader,
     JournalHeader,
@@ -165,7 +165,7 @@ class JournalState:
             if seq in requests:
                 requests[seq].acknowledged = True
 
-    def _new_requests(self, all_accepted: list[Accepted]) -> dict[int, RecoveredRequest]:
+    def _new_requests(self, all_accepted: list[AcceptedRecord]) -> dict[int, RecoveredRequest]:
         new: dict[int, RecoveredRequest] = {}
         for accepted in all_accepted:
             max_new_tokens = _check_message(accepted, self._vocab_size)
@@ -209,7 +209,7 @@ def _expect(seqs: Iterable[int], known: set[int], new: dict[int, RecoveredReques
             raise InvalidRecord(f"request {seq} is unknown, or has ended")
 
 
-def _check_message(accepted: Accepted, vocab_size: int) -> int:
+def _check_message(accepted: AcceptedRecord, vocab_size: int) -> int:
     """Check that `restored` can make requests of a message. Return its max_new_tokens."""
     message, params = accepted.message, accepted.message.params
     if accepted.seq < 0 or not all(0 <= index < params.n for index in accepted.indexes):

@@ -118,25 +118,30 @@ def test_memory_of_long_messages_is_released(server: Server) -> None:
 
 
 def test_a_killed_preparing_process_costs_no_request(server: Server) -> None:
-    text = "some words " * 20_000
+    text = "some words " * 40_000  # so long that a new process encodes it
     with Client(server.endpoint) as client:
         ids = client.tokenize(text)
         stop = threading.Event()
+        killed: list[int] = []
 
-        def kill_workers() -> None:
+        def kill_worker() -> None:
+            """Kill the first process of a fork server; the grammars' process has forks, too."""
             tokenizer = psutil.Process(server.pid_of("tokenizer_proc"))
-            (fork_server,) = tokenizer.children()
-            while not stop.is_set():
-                for worker in fork_server.children()[:1]:
-                    with suppress(psutil.NoSuchProcess):
+            while not stop.is_set() and not killed:
+                with suppress(psutil.NoSuchProcess):
+                    workers = [
+                        child for parent in tokenizer.children() for child in parent.children()
+                    ]
+                    for worker in workers[:1]:
                         worker.kill()
-                    return
+                        killed.append(worker.pid)
 
-        killer = threading.Thread(target=kill_workers)
+        killer = threading.Thread(target=kill_worker)
         killer.start()
         try:
             assert client.tokenize(text) == ids
         finally:
             stop.set()
             killer.join()
+        assert killed, "the text was encoded before a process could be killed"
         assert client.tokenize(text) == ids

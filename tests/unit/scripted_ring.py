@@ -8,13 +8,24 @@ from typing import Any
 from bench.client.server import free_port
 from http_proc.gateway import Gateway
 from http_proc.listener import bind, listen, make_runner, tls_context
+from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.public import Accepted, Usage
 
-FACTS = {"ready": True, "context_length": 100, "chat": True, "tool_format": "hermes", "pids": {}}
+HERMES = CallFormat(
+    style=CallStyle.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n"
+)
+LLAMA3 = CallFormat(style=CallStyle.JSON, arguments_key="parameters", separator=";")
+FACTS = {
+    "ready": True,
+    "context_length": 100,
+    "chat": True,
+    "answer_format": to_info(AnswerFormat(calls=HERMES, takes_tools=True)),
+    "pids": {},
+}
 TIMEOUT_S = 60.0
 
 
@@ -34,19 +45,29 @@ class ScriptedRing:
 
     Each request is answered with `pieces` at once, or with `error`. With `leaves_open` it never
     finishes.
+
+    Attributes:
+        prompt_end: the end of the rendered prompt, as the ring reports it.
     """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
         self.pieces = pieces
         self.error: QuadrigaError | None = None
         self.leaves_open = False
+        self.prompt_end = ""
+        self.num_prompt_tokens = 3
         self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
         self.handles: list[ScriptedHandle] = []
         self.sinks: list[Any] = []
         self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
 
-    def submit(self, prompt: Any, params: Any, *, sink: Any, **options: Any) -> ScriptedHandle:
+    def submit(
+        self, prompt: Any, params: Any, *, sink: Any, on_accepted: Any = None, **options: Any
+    ) -> ScriptedHandle:
         handle = ScriptedHandle(str(len(self.handles)))
+        if on_accepted is not None and self.error is None:
+            accepted = Accepted("r", self.num_prompt_tokens, self.prompt_end)
+            asyncio.get_running_loop().call_soon(on_accepted, accepted)
         self.handles.append(handle)
         self.sinks.append(sink)
         self.submitted.append((prompt, params, options))

@@ -13,6 +13,7 @@ from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
+    Accepted,
     Chunk,
     Chunks,
     ClientMessage,
@@ -76,6 +77,7 @@ class Server:
         retry_after: Hint of refusals.
         refused: Requests that were refused.
         refuses_in_the_ring: The scheduler refuses requests that are sent again, as their end.
+        loses_acknowledgement: The next Accepted is lost.
         slowness: Longest delay of an answer in seconds.
     """
 
@@ -90,7 +92,7 @@ class Server:
 
     def calm_down(self) -> None:
         self.ping_loss = self.refusal = self.gap = 0.0
-        self.refuses_in_the_ring = False
+        self.refuses_in_the_ring = self.loses_acknowledgement = False
         self.slowness = 0.01
 
     @property
@@ -115,6 +117,11 @@ class Server:
         self.requests[message.request_id] = request
         if SILENT not in str(message.prompt):
             self.later(self.slowness, lambda: self.step(request))
+
+    def acknowledge(self, client: bytes, message: Generate) -> None:
+        is_lost, self.loses_acknowledgement = self.loses_acknowledgement, False
+        if message.acknowledge and not is_lost:
+            self.say(client, Accepted(message.request_id, len(message.prompt)))
 
     def step(self, request: Request) -> None:
         """Generate some tokens for each choice of a request that is still known."""
@@ -201,6 +208,7 @@ class Door:
         request = server.requests.get(message.request_id)
         if request is not None:
             if message.resent:
+                server.acknowledge(client, message)
                 server.replay(request)
         elif server.chosen.random() < server.refusal:
             server.refused.append(message)
@@ -208,9 +216,11 @@ class Door:
             if not (message.resent and server.refuses_in_the_ring):
                 server.say(client, Refused(message.request_id, error))
                 return
+            server.acknowledge(client, message)
             server.say(client, Replay(_empty(message, None)))
             server.say(client, Chunks(_empty(message, make_end(0, error=error))))
         else:
+            server.acknowledge(client, message)
             if message.resent:
                 server.say(client, Replay(_empty(message, None)))
             server.accept(client, message)

@@ -19,6 +19,11 @@ def unpack_ids(data: bytes) -> "array[int]":
     return _unpack(INT32, data)
 
 
+def num_ids(data: bytes) -> int:
+    """Return the number of packed int32 numbers."""
+    return len(data) // 4
+
+
 def pack_floats(values: Iterable[float]) -> bytes:
     """Pack numbers as float32."""
     return _pack(FLOAT32, values)

@@ -70,6 +70,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
             instead of failing.
         resent: the client has sent the request before, over a connection that was lost. A known
             request continues; a Replay precedes its other messages, empty if it starts anew.
+        acknowledge: send an Accepted before all other messages of the request.
     """
 
     version: int
@@ -85,6 +86,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     chat: ChatOptions = ChatOptions()
     clamp_max_new_tokens: bool = False
     resent: bool = False
+    acknowledge: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -270,6 +272,19 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     error: ErrorInfo
 
 
+class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
+    """A request is prepared and goes to the scheduler, which may still refuse it.
+
+    Attributes:
+        num_prompt_tokens: length of the prompt as it runs, after a cut.
+        prompt_end: the last characters of the rendered chat; "" for other prompts.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    prompt_end: str = ""
+
+
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
     """Answer to Ping. `instance` is drawn anew at each start of the server."""
 
@@ -314,4 +329,6 @@ class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):
     text: str
 
 
-ServerMessage = Chunks | Replay | Refused | Pong | Probe | ServerGone | Info | Tokens | Text
+ServerMessage = (
+    Chunks | Replay | Refused | Accepted | Pong | Probe | ServerGone | Info | Tokens | Text
+)

@@ -21,6 +21,7 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
+    Accepted,
     ErrorInfo,
     Pong,
     ServerGone,
@@ -497,5 +498,21 @@ def test_the_prompts_before_a_wrong_one_are_aborted(play: Callable[[Play], None]
             await client.generate([SILENT, SILENT, [object()]])  # type: ignore[arg-type]
         await asyncio.sleep(SHORT_S)
         assert [request.ends for request in server.requests.values()] == [{0: "abort"}] * 2
+
+    play(test)
+
+
+def test_an_acknowledgement_that_was_lost_is_requested_again(play: Callable[[Play], None]) -> None:
+    async def test(client: AsyncClient, server: Server) -> None:
+        server.start()
+        await client.connect()
+        server.loses_acknowledgement = True
+        accepted: list[Accepted] = []
+        handle = client.submit(
+            "word", SamplingParams(max_new_tokens=9), on_accepted=accepted.append
+        )
+        completion = await handle.completion()
+        assert completion.text == chr(letter("word", 0)) * 9
+        assert [message.num_prompt_tokens for message in accepted] == [4]
 
     play(test)

@@ -17,6 +17,7 @@ from quadriga.client.search import MAX_PAUSE_S
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import Accepted
 from tests.unit import virtual_time
 from tests.unit.scripted_network import Network
 from tests.unit.scripted_server import SILENT, Server, letter
@@ -257,10 +258,12 @@ class World:
         ended: asyncio.Future[QuadrigaError | None] = asyncio.get_running_loop().create_future()
         texts = [""] * params.n
         left = params.n
+        accepted: list[Accepted] = []
 
         def take(item: Any) -> None:
             nonlocal left
             assert not ended.done() or ended.cancelled()
+            assert accepted or isinstance(item, QuadrigaError)
             if isinstance(item, QuadrigaError):
                 ended.set_result(item)
                 return
@@ -269,12 +272,15 @@ class World:
             if not left:
                 ended.set_result(None)
 
-        handle = self.client.submit(prompt, params, timeout=timeout, sink=take)
+        handle = self.client.submit(
+            prompt, params, timeout=timeout, sink=take, on_accepted=accepted.append
+        )
         self.handles.append(handle)
         try:
             error = await ended
         finally:
             handle.abort()
+        assert [message.num_prompt_tokens for message in accepted] in ([], [len(prompt)])
         if error is not None:
             raise error
 

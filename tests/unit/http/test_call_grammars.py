@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from http_proc.protocol.call_grammars import strict_calls
-from http_proc.protocol.schema import ChatRequest, FunctionSchema, Tool
-from http_proc.protocol.tool_calls import ToolFormat, make_parser
+from http_proc.answer.events import ParsedAnswer
+from http_proc.answer.parser import ToolSchemas, make_parser
+from http_proc.chat.call import ChatCall
+from http_proc.chat.call_grammars import strict_calls
+from http_proc.protocol.sampling import Sampling
+from http_proc.protocol.schema import FunctionSchema, Tool
+from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle
 from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import SamplingParams, grammar_of
+from tests.unit.scripted_ring import HERMES, LLAMA3
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 PARAMETERS: dict[str, Any] = {
@@ -25,6 +30,8 @@ TOOLS = [
     Tool(FunctionSchema("weather", parameters=PARAMETERS, strict=True)),
     Tool(FunctionSchema("lax", parameters={"type": "array"})),
 ]
+MISTRAL = CallFormat(style=CallStyle.JSON, open="[TOOL_CALLS]", is_list=True)
+FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "llama3": LLAMA3}
 ROME: Any = ("weather", {"city": "Rome"})
 ANY: Any = ("lax", {"x": [1]})
 WRONG: Any = ("weather", {"town": "Rome"})
@@ -65,8 +72,9 @@ def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
 
 @pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])
 def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, write: Any) -> None:
-    tool_format = ToolFormat(write.__name__.partition("_")[0])
-    fields = strict_calls(ChatRequest(messages=[], tools=TOOLS), tool_format)
+    calls_format = FORMATS[write.__name__.partition("_")[0]]
+    call = ChatCall(messages=[], sampling=Sampling(SamplingParams(), {}), tools=TOOLS)
+    fields = strict_calls(call, calls_format)
     grammar = grammar_of(SamplingParams(**fields))
     assert grammar is not None
     beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
@@ -78,9 +86,11 @@ def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, w
 
     for calls in ([ROME], [ANY], [ROME, ANY]):
         assert obeys(write(*calls))
-        parser = make_parser(tool_format)
-        parsed = [*parser.push(write(*calls)).calls, *parser.finish().calls]
-        read = [(call.function.name, json.loads(call.function.arguments)) for call in parsed]
+        tools = ToolSchemas({tool.function.name: {} for tool in TOOLS})
+        parser, parsed = make_parser(AnswerFormat(calls=calls_format), tools=tools), ParsedAnswer()
+        parsed.add(parser.push(write(*calls)))
+        parsed.add(parser.finish())
+        read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
         assert read == calls
     for wrong in (WRONG, UNKNOWN):
         assert not obeys(write(wrong)) and not obeys(write(ROME, wrong))

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from quadriga.answer_format import AnswerFormat, to_info
 from quadriga.errors import (
     DeadlineExceeded,
     QuadrigaError,
@@ -16,7 +17,7 @@ from quadriga.errors import (
     ServerFailed,
     ServerStopping,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+from tests.unit.scripted_ring import LLAMA3, ScriptedRing, chunk, gateway_before
 
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -55,7 +56,12 @@ def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
     run(ring, test)
 
 
-def test_a_tool_call_is_streamed_as_one_delta_and_never_as_text() -> None:
+def names_of(deltas: list[Any]) -> list[tuple[int, str]]:
+    """Return the index and the name of each call that begins."""
+    return [(call.index, call.function.name) for call in deltas if call.id]
+
+
+def test_a_tool_call_is_streamed_in_deltas_and_never_as_text() -> None:
     async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         text, reasons = "", []
         calls: list[Any] = []
@@ -65,7 +71,9 @@ def test_a_tool_call_is_streamed_as_one_delta_and_never_as_text() -> None:
             calls += delta.tool_calls or []
             reasons.append(part.choices[0].finish_reason)
         assert text == "Let me see."
-        assert [(c.index, c.function.name) for c in calls if c.function] == [(0, "weather")]
+        assert names_of(calls) == [(0, "weather")]
+        arguments = "".join(call.function.arguments for call in calls)
+        assert json.loads(arguments) == {"city": "Rome"}
         assert reasons[-1] == "tool_calls"
 
     run(ScriptedRing(CALLING), test)
@@ -79,7 +87,7 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
         calls: list[Any] = []
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
-        assert len(calls) == 1
+        assert names_of(calls) == [(0, "weather")]
 
     run(ScriptedRing([CALL, CALL]), test)
 
@@ -102,7 +110,7 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
         calls: list[Any] = []
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
-        assert [call.function.name for call in calls] == ["weather"]
+        assert names_of(calls) == [(0, "weather")]
         schema = ring.submitted[0][1].json_schema
         assert schema["$defs"] == {"city": {}}
         names = [call["properties"]["name"]["const"] for call in schema["anyOf"]]
@@ -113,7 +121,10 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
 
 
 def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> None:
-    ring, other = ScriptedRing(CALLING), ScriptedRing(["x"], tool_format="llama3")
+    ring, other = (
+        ScriptedRing(CALLING),
+        ScriptedRing(["x"], answer_format=to_info(AnswerFormat(calls=LLAMA3))),
+    )
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     strict = {"name": "weather", "strict": True, "parameters": parameters}
     tools: Any = [
@@ -137,7 +148,7 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
 
     async def ask_other(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, tools=tools)
-        other.facts["tool_format"] = ""  # the frontend then refuses the tools
+        other.facts["answer_format"] = {}
         await client.chat.completions.create(**ASK, tools=tools)
         llama, none = (submitted[1] for submitted in other.submitted)
         assert '"parameters": {"type": "object"' in llama.ebnf

@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import Command, ControlChannel
+from quadriga.runtime.child import KILL_SIGNAL, Command, ControlChannel
 from quadriga.supervisor import supervisor as supervision
 from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
 from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog
@@ -277,6 +278,21 @@ def test_a_child_that_hung_keeps_the_reason_and_cannot_become_ready(children: Ch
     child.stop_for_reload()
     assert child.state is ChildState.HUNG
     assert child.close().reason == "hung: it does not answer"
+
+
+def test_a_stopped_process_that_hung_logs_its_stacks_before_it_dies() -> None:
+    code = "import time; from quadriga.runtime.child import log_stacks_on_signals as log; log();"
+    code += "print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        child = ChildProcess("worker_proc", process, socket.socketpair()[0])
+        child.kill_hung("it does not answer")
+        assert process.wait(10) == -KILL_SIGNAL
+        assert b"most recent call first" in process.stderr.read()
 
 
 def test_a_reload_and_a_fatal_error_are_seen_at_the_exit(children: Children) -> None:

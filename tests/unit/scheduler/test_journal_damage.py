@@ -20,7 +20,7 @@ from scheduler_proc.durability.journal_opening import FILE_NAME
 from scheduler_proc.durability.journal_records import (
     FRAME_HEAD,
     MAGIC,
-    Accepted,
+    AcceptedRecord,
     Ended,
     JournalRecord,
     LogprobRecord,
@@ -181,11 +181,11 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
         assert peak < 1 << 20
 
 
-def accepted(run: Run, **fields: Any) -> Accepted:
+def accepted(run: Run, **fields: Any) -> AcceptedRecord:
     (request,) = run.accept("x")
     message = run.journal._kept[request.seq].message
     params = msgspec.structs.replace(message.params, **fields.pop("params", {}))
-    return Accepted(7, msgspec.structs.replace(message, params=params, **fields), [0])
+    return AcceptedRecord(7, msgspec.structs.replace(message, params=params, **fields), [0])
 
 
 BLOCK = LogprobBlock(b"1234", 2, b"1234", b"1234")

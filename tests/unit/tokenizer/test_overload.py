@@ -17,6 +17,7 @@ from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     Abort,
+    Accepted,
     ErrorInfo,
     Generate,
     GetInfo,
@@ -202,6 +203,15 @@ def test_a_request_that_was_accepted_is_never_refused_when_it_is_sent_again() ->
     assert world.submitted == ["a", "a"]
     assert isinstance(world.scheduler.sent[1], Drain)
     assert world.scheduler.sent[2].client_retry
+
+
+def test_a_request_is_acknowledged_each_time_before_the_scheduler_has_it() -> None:
+    world = FrontendWorld()
+    world.ask("a", acknowledge=True)
+    assert world.port.last() == Accepted("a", 1)
+    world.ask("a", acknowledge=True, resent=True)
+    world.ask("b")
+    assert len(world.port.sent) == 2
 
 
 def test_a_frontend_ends_when_the_drain_that_it_asked_for_is_complete() -> None:

@@ -1,0 +1,208 @@
+"""The handler of POST /v1/completions."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+from http_proc.apis.openai.usage import StreamUsage
+from http_proc.endpoints.request_body import convert, read_object
+from http_proc.gateway import GATEWAY, Gateway, ResponseHead
+from http_proc.protocol.errors import invalid
+from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
+from http_proc.protocol.response_format import with_response_format
+from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
+from http_proc.protocol.schema import (
+    CompletionBody,
+    CompletionChoice,
+    CompletionRequest,
+    usage_body,
+)
+from http_proc.responses import (
+    OpenAIEvents,
+    Template,
+    collect,
+    event,
+    json_response,
+    stream_events,
+)
+from quadriga.client.async_client import RequestOptions
+from quadriga.client.types import Completion, Prompt, StreamChunk
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import Accepted
+
+# OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
+DEFAULT_MAX_TOKENS = 16
+TEXT = "@text@"  # placeholder of the text in a chunk
+# The request's name of each field of the ring, beside the sampling fields.
+NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}
+
+_encode = msgspec.json.encode
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Complete each prompt n times."""
+    gateway = request.app[GATEWAY]
+    body = await read_object(request)
+    sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
+    call = convert(body, CompletionRequest)
+    gateway.check_model(call.model)
+    sampling = with_response_format(sampling, call)
+    _check_supported(call, sampling.params)
+    prompts = list_prompts(call.prompt)
+    params, n = _params(sampling.params, call), sampling.params.n
+    check_choices(n, len(prompts))
+    head = gateway.head(request, "cmpl")
+    options: RequestOptions = {"priority": call.priority}
+    names = {**NAMES, **sampling.names}
+    with gateway.open_group(head.id, names) as group:
+        for prompt in prompts:
+            group.submit(prompt, params, call.stream, options)
+        echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
+        if call.stream:
+            usage = StreamUsage(call.stream_options, n)
+            renderer = CompletionStream(head, n, echoes, usage)
+            return await stream_events(request, group, renderer, names)
+        completions = await collect(request, group)
+    return json_response(_body(head, n, echoes, completions, call))
+
+
+def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """Return the prompts of the field `prompt`: a text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt is an empty list: send at least one prompt", "prompt")
+    types = set(map(type, prompt))
+    if types == {int}:
+        return [cast(list[int], prompt)]
+    if int in types:
+        raise invalid("prompt mixes token ids with other prompts: send lists of ids", "prompt")
+    return cast(list[Prompt], prompt)
+
+
+def _params(params: SamplingParams, call: CompletionRequest) -> SamplingParams:
+    """Return the parameters with logprobs; echo adds those of the prompt."""
+    echoed = call.logprobs if call.echo else None
+    num_top = [num for num in (echoed, call.prompt_logprobs) if num is not None]
+    return msgspec.structs.replace(
+        params, logprobs=call.logprobs, prompt_logprobs=max(num_top, default=None)
+    )
+
+
+def _check_supported(call: CompletionRequest, params: SamplingParams) -> None:
+    if params.max_new_tokens == 0 and not call.echo:
+        raise invalid(
+            "max_tokens is 0: it must be at least 1, or come with echo, for the prompt alone",
+            "max_tokens",
+        )
+    check_prompt_logprobs(call)
+    if call.best_of not in (None, 1, params.n):
+        raise invalid(f"best_of is {call.best_of}: only 1 or n is supported", "best_of")
+    if call.suffix:
+        raise invalid("suffix is not supported by this server; leave it out", "suffix")
+
+
+async def _echoes(
+    gateway: Gateway, prompts: list[Prompt], skip_special_tokens: bool, echo: bool
+) -> list[str]:
+    """Return the text before the completion of each prompt."""
+    if not echo:
+        return [""] * len(prompts)
+    return [
+        prompt
+        if isinstance(prompt, str)
+        else await gateway.ring.detokenize(cast(list[int], prompt), skip_special_tokens)
+        for prompt in prompts
+    ]
+
+
+def _body(
+    head: ResponseHead,
+    n: int,
+    echoes: list[str],
+    completions: list[Completion],
+    call: CompletionRequest,
+) -> CompletionBody:
+    choices = []
+    for index, completion in enumerate(completions):
+        # The ring sends the prompt's logprobs with the first of its n choices.
+        of_prompt = completions[index - index % n].prompt_logprobs
+        text = echoes[index // n] + completion.text
+        choice = CompletionChoice(index, text, completion.finish_reason)
+        choice.stop_reason = completion.matched_stop
+        if completion.logprobs is not None:
+            echoed = (of_prompt or []) if call.echo else []
+            choice.logprobs = CompletionLogprobs(0).render([*echoed, *completion.logprobs])
+        if call.prompt_logprobs is not None and of_prompt is not None:
+            choice.prompt_logprobs = prompt_logprobs(of_prompt)
+        choices.append(choice)
+    usage = usage_body([completion.usage for completion in completions], n)
+    return CompletionBody(head.id, head.created, head.model, choices, usage)
+
+
+class CompletionStream(OpenAIEvents):
+    """Renderer of completions.
+
+    A chunk without text is sent only if it is the first or the last of its choice.
+    """
+
+    def __init__(self, head: ResponseHead, n: int, echoes: list[str], usage: StreamUsage) -> None:
+        self._head = head
+        self._usage = usage
+        self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._templates: dict[int, Template] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def start(self, accepted: Sequence[Accepted]) -> bytes:
+        """Note the lengths of the prompts."""
+        self._usage.start([of_prompt.num_prompt_tokens for of_prompt in accepted])
+        return b""
+
+    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the event of a chunk, if any."""
+        usage = self._usage.of_chunk(choice, chunk)
+        template, text = self._templates.get(choice), chunk.text
+        if template is None:
+            template = self._templates[choice] = Template(
+                self._chunk(choice, TEXT) | self._usage.slot, TEXT, *self._usage.slot.values()
+            )
+            text = self._echoes[choice] + text
+        elif not (text or chunk.completion or chunk.logprobs) and usage == b"null":
+            return b""
+        if chunk.completion is not None or chunk.logprobs is not None:
+            return event(_encode(self._full(choice, text, chunk, usage)))
+        return template.fill(_encode(text), usage)
+
+    def finish(self) -> bytes:
+        """Return the event with the usage of all choices, if it is asked for, and the end."""
+        usage = self._usage.total()
+        if usage is None:
+            return super().finish()
+        return event(_encode(self._chunk(None) | {"usage": usage})) + super().finish()
+
+    def _full(self, choice: int, text: str, chunk: StreamChunk, usage: bytes) -> dict[str, Any]:
+        """Return a chunk with more than text: logprobs, or the end of the choice."""
+        end = chunk.completion
+        full = self._chunk(choice, text, *((end.finish_reason, end.matched_stop) if end else ()))
+        if chunk.logprobs is not None:
+            tokens = [*(chunk.prompt_logprobs or ()), *chunk.logprobs]
+            if choice not in self._logprobs:
+                offset = 0 if chunk.prompt_logprobs else len(self._echoes[choice])
+                self._logprobs[choice] = CompletionLogprobs(offset)
+            full["choices"][0]["logprobs"] = self._logprobs[choice].render(tokens)
+        return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
+
+    def _chunk(
+        self, choice: int | None, text: str = "", reason: str | None = None, stop: object = None
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": choice,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            body["stop_reason"] = stop
+        return self._head.chunk("text_completion", [] if choice is None else [body])

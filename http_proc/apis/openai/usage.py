@@ -1,0 +1,52 @@
+"""Token counts in a stream: in the last chunk, in every chunk, or in none."""
+
+from typing import Any
+
+import msgspec
+
+from http_proc.protocol.schema import PromptDetails, StreamOptions, UsageBody, usage_body
+from quadriga.client.types import StreamChunk
+from quadriga.wire.messages.public import Usage
+
+USAGE = "@usage@"
+
+
+class StreamUsage:
+    """Count the tokens of a stream that has `n` choices for each prompt."""
+
+    def __init__(self, options: StreamOptions, n: int) -> None:
+        self._n = n
+        self._in_every_chunk = options.continuous_usage_stats
+        self._at_the_end = options.include_usage or options.continuous_usage_stats
+        self._num_prompt_tokens: list[int] = []
+        self._num_tokens: dict[int, int] = {}
+        self._final: dict[int, Usage] = {}
+
+    @property
+    def slot(self) -> dict[str, Any]:
+        """The placeholder of the usage in a chunk; empty if the request asks for no usage."""
+        return {"usage": USAGE} if self._at_the_end else {}
+
+    def start(self, num_prompt_tokens: list[int]) -> None:
+        """Note the length of each prompt."""
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def of_chunk(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the usage in a chunk as JSON: null unless every chunk has one."""
+        if chunk.completion is not None:
+            self._final[choice] = chunk.completion.usage
+        if not self._in_every_chunk:
+            return b"null"
+        num_tokens = self._num_tokens.get(choice, 0) + len(chunk.token_ids)
+        self._num_tokens[choice] = num_tokens
+        num_prompt = self._num_prompt_tokens[choice // self._n]
+        num_cached = chunk.completion.usage.cached_tokens if chunk.completion else 0
+        return msgspec.json.encode(
+            UsageBody(num_prompt, num_tokens, num_prompt + num_tokens, PromptDetails(num_cached))
+        )
+
+    def total(self) -> UsageBody | None:
+        """Return the usage of all choices, or None if the request asks for no usage."""
+        if not self._at_the_end:
+            return None
+        return usage_body([self._final[choice] for choice in sorted(self._final)], self._n)

@@ -1,0 +1,118 @@
+"""Read the answers to a chat: whole, or as a stream of parsed events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+
+from http_proc.answer.events import AnswerEvent, ParsedAnswer
+from http_proc.answer.parser import AnswerParser
+from http_proc.chat.prepare import AnswerReader, PreparedChat
+from http_proc.protocol.errors import ApiError
+from http_proc.request_group import RequestGroup
+from http_proc.responses import StreamFraming, collect, stream_events
+from quadriga.client.types import Completion, StreamChunk
+from quadriga.wire.messages.public import Accepted
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """One answer: what it says, and the completion that it was parsed from."""
+
+    parsed: ParsedAnswer
+    completion: Completion
+
+    @property
+    def finish_reason(self) -> str:
+        """tool_calls, stop, length or abort."""
+        return finish_reason(self.completion, bool(self.parsed.calls))
+
+
+def finish_reason(completion: Completion, has_calls: bool) -> str:
+    """Return tool_calls where an answer that ended by itself has calls, else the ring's reason."""
+    called = has_calls and completion.finish_reason == "stop"
+    return "tool_calls" if called else completion.finish_reason
+
+
+async def collect_chat(
+    request: web.Request, group: RequestGroup, prepared: PreparedChat
+) -> list[ChatAnswer]:
+    """Return every answer, in order. Raise the first error."""
+    completions = await collect(request, group)
+    (accepted,) = await group.accepted()
+    answers = []
+    for completion in completions:
+        parser, parsed = prepared.reader.parser(accepted.prompt_end), ParsedAnswer()
+        parsed.add(parser.push(completion.text))
+        parsed.add(parser.finish())
+        answers.append(ChatAnswer(parsed, completion))
+    return answers
+
+
+class ChatRenderer(Protocol):
+    """Format the answers to a chat as the events of an API's stream.
+
+    Attributes:
+        framing: how the events are sent.
+    """
+
+    framing: StreamFraming
+
+    def start(self, num_prompt_tokens: int) -> bytes:
+        """Return the events that come before all others."""
+
+    def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk; `events` is what the parser read from its text.
+
+        The last chunk of a choice has `completion`; the parser is then at its end.
+        """
+
+    def finish(self) -> bytes:
+        """Return the events that follow the last chunk of all choices."""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end the stream with an error."""
+
+
+async def stream_chat(
+    request: web.Request, group: RequestGroup, prepared: PreparedChat, renderer: ChatRenderer
+) -> web.StreamResponse:
+    """Send the answers as a stream of parsed events."""
+    parsing = ParsingRenderer(renderer, prepared.reader)
+    return await stream_events(request, group, parsing, prepared.names)
+
+
+class ParsingRenderer:
+    """A Renderer that parses the answers and gives the events to a ChatRenderer."""
+
+    def __init__(self, renderer: ChatRenderer, reader: AnswerReader) -> None:
+        self.framing = renderer.framing
+        self._renderer = renderer
+        self._reader = reader
+        self._prompt_end = ""
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def start(self, accepted: Sequence[Accepted]) -> bytes:
+        """Return the first events of the stream."""
+        (of_prompt,) = accepted
+        self._prompt_end = of_prompt.prompt_end
+        return self._renderer.start(of_prompt.num_prompt_tokens)
+
+    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk."""
+        parser = self._parsers.get(choice)
+        if parser is None:
+            parser = self._parsers[choice] = self._reader.parser(self._prompt_end)
+        events = parser.push(chunk.text) if chunk.text else []
+        if chunk.completion is not None:
+            events += parser.finish()
+        return self._renderer.render(choice, events, chunk)
+
+    def finish(self) -> bytes:
+        """Return the last events of the stream."""
+        return self._renderer.finish()
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end the stream with an error."""
+        return self._renderer.error(error)

@@ -1,0 +1,141 @@
+"""Turn a chat request into a request to the ring, and a reader of its answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
+from http_proc.chat.call import ChatCall, ToolMode
+from http_proc.chat.call_grammars import FORCED_CALL, forced_call, strict_calls
+from http_proc.gateway import Gateway
+from http_proc.protocol.chat_messages import NAMES, template_options
+from http_proc.protocol.errors import invalid
+from http_proc.protocol.response_format import with_grammar
+from http_proc.protocol.sampling import Sampling
+from quadriga.answer_format import AnswerFormat, ReasoningFormat, from_info
+from quadriga.client.async_client import RequestOptions
+from quadriga.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """Makes the parsers of a request's answers.
+
+    Attributes:
+        answer_format: how the model writes.
+        tools: the tools that may be called; empty: answers have no calls.
+        max_calls: number of calls that an answer may have; None: any.
+        parses_reasoning: the reasoning is separated from the text.
+    """
+
+    answer_format: AnswerFormat
+    tools: ToolSchemas
+    max_calls: int | None
+    parses_reasoning: bool
+
+    def parser(self, prompt_end: str) -> AnswerParser:
+        """Return a parser for one answer to the prompt that ends with `prompt_end`."""
+        return make_parser(
+            self.answer_format,
+            tools=self.tools,
+            begins_in_reasoning=ends_in_reasoning(prompt_end, self.answer_format.reasoning),
+            parses_reasoning=self.parses_reasoning,
+            max_calls=self.max_calls,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that is ready for the ring.
+
+    Attributes:
+        names: the request's name of each field of the ring, for error messages.
+    """
+
+    params: SamplingParams
+    options: RequestOptions
+    names: Mapping[str, str]
+    reader: AnswerReader
+
+
+async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
+    """Return the parameters, options and reader of a chat.
+
+    Raises:
+        ApiError: the model has no chat template, a tool or a choice is wrong, or two grammars are
+            asked for.
+    """
+    info = await gateway.static_info()
+    _check_template(gateway, info, call)
+    call.check_tools()
+    answer_format = from_info(info["answer_format"])
+    sampling, answer_format = _with_calls(call, answer_format)
+    reader = AnswerReader(
+        answer_format,
+        _schemas(call),
+        None if call.is_parallel else 1,
+        call.reasoning.is_parsed,
+    )
+    options: RequestOptions = {
+        "priority": call.priority,
+        "chat": template_options(call.visible_tools, _template_args(call, answer_format)),
+    }
+    names = {**NAMES, **call.names, **sampling.names}
+    return PreparedChat(_params(sampling.params, call, answer_format), options, names, reader)
+
+
+def ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> bool:
+    """Return whether the last of the marks in the end of a prompt opens the reasoning."""
+    if reasoning is None or not reasoning.open:
+        return False
+    return prompt_end.rfind(reasoning.open) > prompt_end.rfind(reasoning.close)
+
+
+def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> None:
+    if not info["chat"]:
+        raise invalid(
+            f"{gateway.model} has no chat template, it is a base model: send a plain prompt to"
+            " /v1/completions",
+            call.name("messages"),
+            "no_chat_template",
+        )
+
+
+def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, AnswerFormat]:
+    """Add the grammar of forced calls and of strict tools; return the format of the answer."""
+    sampling, name = call.sampling, call.name("tools")
+    if call.tool_choice.mode is ToolMode.REQUIRED:
+        grammar = forced_call(call)
+        forced = msgspec.structs.replace(answer_format, calls=FORCED_CALL)
+        return with_grammar(sampling, name, grammar), forced
+    may_call = call.tool_choice.mode is ToolMode.AUTO and answer_format.calls is not None
+    if may_call and any(tool.function.strict for tool in call.tools):
+        assert answer_format.calls is not None
+        return with_grammar(sampling, name, strict_calls(call, answer_format.calls)), answer_format
+    return sampling, answer_format
+
+
+def _schemas(call: ChatCall) -> ToolSchemas:
+    return ToolSchemas(
+        {tool.function.name: tool.function.parameters or {} for tool in call.visible_tools}
+    )
+
+
+def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any]:
+    arguments = dict(call.template_args)
+    reasoning = answer_format.reasoning
+    if call.reasoning.is_enabled is not None and reasoning is not None and reasoning.switch:
+        arguments.setdefault(reasoning.switch, call.reasoning.is_enabled)
+    if call.reasoning.effort is not None:
+        arguments.setdefault("reasoning_effort", call.reasoning.effort)
+    return arguments
+
+
+def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
+    """Return the parameters; special tokens are kept in the text if they may be marks."""
+    has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
+    if has_marks and answer_format.has_special_marks:
+        return msgspec.structs.replace(params, skip_special_tokens=False)
+    return params
