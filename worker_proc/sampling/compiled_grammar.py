@@ -7,7 +7,7 @@ from quadriga.sampling.grammar import compile_grammar
 from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.grammar_mask import SlotConstraint, SlotGrammar
-from worker_proc.sampling.thinking import GrammarAfterThinking, ThinkingMarks
+from worker_proc.sampling.thinking import GrammarAfterThinking, ThinkingMarks, thinking_marks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,11 +46,14 @@ def compile_form(vocabulary: "LLTokenizer", form: GrammarForm) -> CompiledGramma
     """Return a grammar for slots.
 
     Raises:
-        ValueError: The grammar is wrong, or the model's tokens cannot end the reasoning.
+        ValueError: The grammar is wrong, the model's tokens cannot end the reasoning, or nothing
+            begins it.
     """
     thinking, text = form.parts()
     if thinking is None:
         return CompiledGrammar(compile_grammar(vocabulary, text))
     matcher = compile_grammar(vocabulary, text) if text else None
-    marks = ThinkingMarks(thinking, vocabulary, has_grammar=matcher is not None)
+    marks = thinking_marks(thinking.start, thinking.end, vocabulary, matcher is not None)
+    if not thinking.is_inside and not marks.start_ids:
+        raise ValueError("no text begins the reasoning, and the prompt does not end within it")
     return CompiledGrammar(matcher, (thinking, marks))

@@ -61,13 +61,29 @@ class MarkScanner:
         Returns:
             An array for each number of bytes that are matched before the token.
         """
-        last = self.mark[-1:]
-        candidates = [(i, data) for i, data in enumerate(tokens) if last in data[:-1]]
-        ids: list[Ints] = []
-        for num_matched in range(len(self.mark)):
-            after = [i for i, data in candidates if self.scan(num_matched, data).num_after]
-            ids.append(np.array(after, dtype=np.int64))
-        return ids
+        mark, last = self.mark, self.mark[-1:]
+        suffixes = {mark[start:]: start for start in range(1, len(mark))}
+        ids: list[list[int]] = [[] for _ in mark]  # by the part of the mark before the token
+        for token, data in enumerate(tokens):
+            if last not in data[:-1]:
+                continue
+            if mark in data[:-1]:
+                ids[0].append(token)
+            for length in range(1, min(len(data), len(mark))):
+                start = suffixes.get(data[:length])
+                if start is not None:
+                    ids[start].append(token)
+        return [
+            np.unique(np.array([i for part in self._parts(n) for i in ids[part]], dtype=np.int64))
+            for n in range(len(mark))
+        ]
+
+    def _parts(self, num_matched: int) -> list[int]:
+        """Return the lengths of all parts of the mark that end where the longest one does."""
+        parts = [num_matched]
+        while parts[-1]:
+            parts.append(self._fallbacks[parts[-1]])
+        return parts
 
 
 def _fallbacks(mark: bytes) -> list[int]:

@@ -1,6 +1,7 @@
 """Close the reasoning of an answer after its budget, and begin the grammar after it."""
 
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+MAX_MARKS = 8  # a look at every token of a large vocabulary takes 0.2 s
+
+
 class ThinkingMarks:
     """The marks of a reasoning in the tokens of a model, shared by all slots.
 
@@ -24,19 +28,17 @@ class ThinkingMarks:
             Empty if no grammar follows.
     """
 
-    def __init__(self, form: ThinkingForm, vocabulary: "LLTokenizer", has_grammar: bool) -> None:
+    def __init__(self, start: str, end: str, vocabulary: "LLTokenizer", has_grammar: bool) -> None:
         """Look the marks up.
 
         Raises:
-            ValueError: The model's tokens cannot write the end, or nothing begins the reasoning.
+            ValueError: The model's tokens cannot write the end.
         """
-        self.end = MarkScanner(form.end.strip())
-        self.start = form.start.strip().encode()
-        self.start_ids = vocabulary.tokenize_str(form.start.strip()) if form.start else []
-        if not form.is_inside and not self.start_ids:
-            raise ValueError("the reasoning has no text that begins it, and the prompt has none")
+        self.end = MarkScanner(end.strip())
+        self.start = start.strip().encode()
+        self.start_ids = vocabulary.tokenize_str(start.strip()) if start else []
         self._vocabulary = vocabulary
-        self._closings = self._tokenize_closings(form.end)
+        self._closings = self._tokenize_closings(end)
         self.overshooting: list[Ints] = []
         if has_grammar:
             tokens = map(self.bytes_of, range(vocabulary.vocab_size))
@@ -68,6 +70,14 @@ class ThinkingMarks:
     def _closes(self, token_ids: list[int], num_matched: int) -> bool:
         data = self._vocabulary.decode_bytes(token_ids)
         return self.end.is_complete(self.end.scan(num_matched, data))
+
+
+@lru_cache(maxsize=MAX_MARKS)
+def thinking_marks(
+    start: str, end: str, vocabulary: "LLTokenizer", has_grammar: bool
+) -> ThinkingMarks:
+    """Return the marks of a reasoning, kept from the last time if they were used lately."""
+    return ThinkingMarks(start, end, vocabulary, has_grammar)
 
 
 class Phase(Enum):

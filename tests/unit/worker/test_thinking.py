@@ -23,6 +23,7 @@ from worker_proc.sampling.grammar_mask import (
     mask_by_grammar,
 )
 from worker_proc.sampling.mark_scanner import MarkScanner, MarkState
+from worker_proc.sampling.thinking import ThinkingMarks
 
 VOCAB_SIZE = 515
 STOP = 0
@@ -89,6 +90,44 @@ def test_a_mark_is_found_where_the_text_has_it_however_it_is_split(
         text += piece
         longest = max(n for n in range(len(mark)) if text.endswith(mark[:n]))
         assert scanned == (longest, 0)
+
+
+@given(
+    st.text("ab", min_size=1, max_size=6),
+    st.lists(st.text("abc", min_size=1, max_size=8), max_size=20),
+)
+def test_tokens_that_go_on_after_a_mark_are_those_that_a_scan_finds(
+    mark: str, texts: list[str]
+) -> None:
+    scanner, tokens = MarkScanner(mark), [text.encode() for text in texts]
+    found = [ids.tolist() for ids in scanner.overshooting(tokens)]
+    assert found == [
+        [token for token, data in enumerate(tokens) if scanner.scan(matched, data).num_after]
+        for matched in range(len(scanner.mark))
+    ]
+
+
+@pytest.mark.parametrize("mark", ["◁/think▷", "<|end|><|start|>assistant<|message|>"])
+def test_any_part_of_a_mark_is_completed(vocabulary: LLTokenizer, mark: str) -> None:
+    data = mark.encode()
+    marks = ThinkingMarks("", mark, vocabulary, has_grammar=True)
+    for length in range(len(data)):
+        rest = vocabulary.decode_bytes(marks.closing(length))
+        assert (data[:length] + rest).endswith(data)
+
+
+def test_a_mark_of_one_token_is_found_also_where_its_letters_are_written(llama_dir: Path) -> None:
+    special = tiny_vocabulary(llama_dir, VOCAB_SIZE, START, END)
+    (end,) = special.tokenize_str(END)
+    (start,) = special.tokenize_str(START)
+    closed = slot(special, budget=2)
+    assert feed(closed, [*split(special, "ab"), end])[2:] == [{end}, EVERY]
+    assert feed(slot(special, regex="X"), split(special, END))[-1] == set(split(special, "X"))
+    opened = slot(special, regex="X", start=START, budget=1)
+    assert allowed(opened) == {start, *split(special, "X")}
+    assert feed(opened, [start, *split(special, "a"), end])[1:] == [
+        EVERY - {STOP}, {end}, set(split(special, "X")),
+    ]  # fmt: skip
 
 
 def test_the_reasoning_is_closed_after_its_budget_and_then_every_token_is_allowed(
