@@ -1,4 +1,4 @@
-// The scales of quantised panels: each type reads the arrays that follow a panel's codes. A scale
+// The scales of quantized panels: each type reads the arrays that follow a panel's codes. A scale
 // belongs to a part of a group of 32 inputs: the whole group, or one of its halves.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""The form into which the layers of all quantised checkpoints are read: codes and scales."""
+"""The form into which the layers of all quantized checkpoints are read: codes and scales."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ class CodeKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A quantised matrix, with the values number(code) * scale.
+    """A quantized matrix, with the values number(code) * scale.
 
     Attributes:
         kind: What a code stands for.
@@ -87,7 +87,7 @@ class CodedRows:
 
 
 class LayerTensors:
-    """The tensors of a quantised layer, by the last part of their names."""
+    """The tensors of a quantized layer, by the last part of their names."""
 
     def __init__(self, layer: str, location: str, tensors: Mapping[str, Tensor]) -> None:
         self.layer = layer

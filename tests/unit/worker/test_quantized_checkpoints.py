@@ -1,4 +1,4 @@
-"""Quantised checkpoints are read exactly, whatever the method that wrote them."""
+"""Quantized checkpoints are read exactly, whatever the method that wrote them."""
 
 import json
 from pathlib import Path
@@ -13,31 +13,31 @@ from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_llama
-from tests.unit.quantised_checkpoint import (
+from tests.unit.quantized_checkpoint import (
     FORMATS,
     NF4_CONFIG,
     gptq,
     gptq_config,
     nf4,
-    quantise_checkpoint,
+    quantize_checkpoint,
 )
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantised.choice import keeps_packed
+from worker_proc.loading.quantized.choice import keeps_packed
 
 CPU = torch.device("cpu")
 
 
-def tiny_quantised(directory: Path, name: str, **changes: Any) -> ModelFiles:
+def tiny_quantized(directory: Path, name: str, **changes: Any) -> ModelFiles:
     tiny_llama(directory, tie=False, **changes)
     write, config = FORMATS[name]
-    quantise_checkpoint(directory, write, config)
+    quantize_checkpoint(directory, write, config)
     return resolve_model(ModelArgs(model=str(directory)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_values_of_every_format_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     changes = {"mlp_bias": True, "attention_bias": True}
-    values = quantise_checkpoint(tiny_llama(tmp_path, tie=False, **changes), *FORMATS[name])
+    values = quantize_checkpoint(tiny_llama(tmp_path, tie=False, **changes), *FORMATS[name])
     files = resolve_model(ModelArgs(model=str(tmp_path)))
     targets = load_model(files, torch.float32, CPU).checkpoint_tensors()
     assert targets.keys() == values.keys()
@@ -46,7 +46,7 @@ def test_the_values_of_every_format_are_those_that_were_written(name: str, tmp_p
 
 
 def test_a_block_that_crosses_rows_is_read_exactly(tmp_path: Path) -> None:
-    values = quantise_checkpoint(tiny_llama(tmp_path), nf4(double=False, block=64), NF4_CONFIG)
+    values = quantize_checkpoint(tiny_llama(tmp_path), nf4(double=False, block=64), NF4_CONFIG)
     files = resolve_model(ModelArgs(model=str(tmp_path)))
     model = load_model(files, torch.float32, CPU, packed=True)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -55,7 +55,7 @@ def test_a_block_that_crosses_rows_is_read_exactly(tmp_path: Path) -> None:
 
 
 def test_layers_of_one_shape_from_several_files_are_put_together(tmp_path: Path) -> None:
-    values = quantise_checkpoint(tiny_llama(tmp_path), *FORMATS["awq"])
+    values = quantize_checkpoint(tiny_llama(tmp_path), *FORMATS["awq"])
     file = tmp_path / "model.safetensors"
     tensors = sorted(load_file(file).items(), key=lambda item: item[0][::-1])
     half = len(tensors) // 2
@@ -71,7 +71,7 @@ def test_layers_of_one_shape_from_several_files_are_put_together(tmp_path: Path)
 
 
 def test_a_missing_part_of_a_layer_is_named(tmp_path: Path) -> None:
-    files = tiny_quantised(tmp_path, "gptq 4 bits")
+    files = tiny_quantized(tmp_path, "gptq 4 bits")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.qzeros"]
@@ -83,7 +83,7 @@ def test_a_missing_part_of_a_layer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_group_size_that_is_not_that_of_the_tensors_is_refused(tmp_path: Path) -> None:
-    quantise_checkpoint(tiny_llama(tmp_path), gptq(4, 32), gptq_config(4, 32))
+    quantize_checkpoint(tiny_llama(tmp_path), gptq(4, 32), gptq_config(4, 32))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = gptq_config(4, -1)
@@ -93,7 +93,7 @@ def test_a_group_size_that_is_not_that_of_the_tensors_is_refused(tmp_path: Path)
 
 
 def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
-    files = tiny_quantised(tmp_path, "gptq 4 bits, act order")
+    files = tiny_quantized(tmp_path, "gptq 4 bits, act order")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.g_idx"][:] = 0
@@ -102,18 +102,18 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
         load_model(files, torch.float32, CPU)
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
-    files = tiny_quantised(tmp_path, "awq")
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    files = tiny_quantized(tmp_path, "awq")
     for flag in ("int8", "int4", "gguf"):
         args = WorkerArgs(quantization=flag)
         with pytest.raises(ConfigError, match=rf"--quantization {flag} .*awq, 4 bits.*leave"):
             keeps_packed(args, files, torch.float32, CPU)
 
 
-def test_plain_torch_dequantises_and_says_so(
+def test_plain_torch_dequantizes_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = tiny_quantised(tmp_path, "awq")
+    files = tiny_quantized(tmp_path, "awq")
     args = WorkerArgs(attention_backend="torch")
     assert not keeps_packed(args, files, torch.bfloat16, CPU)
-    assert "awq, 4 bits, groups of 32, dequantised to bfloat16 (16 bits)" in caplog.text
+    assert "awq, 4 bits, groups of 32, dequantized to bfloat16 (16 bits)" in caplog.text

@@ -11,7 +11,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.model_files.gguf.types import BLOCK_SIZES
 from tests.unit.worker.native_matrices import NativeMatrix
-from worker_proc.cpu import quantised_panels
+from worker_proc.cpu import quantized_panels
 from worker_proc.cpu.program import Format
 from worker_proc.loading.gguf_blocks import GROUP, PackedRows
 
@@ -150,7 +150,7 @@ def test_rows_of_two_types_in_one_panel_are_refused_with_what_to_take_instead() 
 
 
 def test_large_matrices_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_panels, "CHUNK_WEIGHTS", 40 * WIDTH)
+    monkeypatch.setattr(quantized_panels, "CHUNK_WEIGHTS", 40 * WIDTH)
     for parts in (["Q5_K"], ["Q5_K", "Q8_0"]):
         rows = [random_rows(kind, 112) for kind in parts]
         assert torch.equal(NativeMatrix(rows).look_up(), values_of(*rows))

@@ -1,4 +1,4 @@
-"""Let layers keep the codes of a quantised checkpoint, if all of their parts have one format."""
+"""Let layers keep the codes of a quantized checkpoint, if all of their parts have one format."""
 
 import logging
 from collections import defaultdict
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.loading.quantized.coded_rows import CodedRows
 from worker_proc.loading.sharding import memory_of
 from worker_proc.models.layers import Embedding, Linear
 
@@ -17,7 +17,7 @@ GROUP_MULTIPLE = 32  # inputs that the kernels multiply together
 def keep_coded(
     layers: Iterable[Linear | Embedding], coded: Sequence[tuple[Tensor, CodedRows]]
 ) -> None:
-    """Set the `coded` of each layer whose rows are all coded alike; dequantise all other rows.
+    """Set the `coded` of each layer whose rows are all coded alike; dequantize all other rows.
 
     Args:
         layers: The layers that can keep codes.
@@ -46,11 +46,11 @@ def keep_coded(
         target.copy_(part.dense())
     if kept:
         logging.info(
-            "%d quantised matrices stay as the checkpoint has them: %.1f MB", kept, kept_bytes / 1e6
+            "%d quantized matrices stay as the checkpoint has them: %.1f MB", kept, kept_bytes / 1e6
         )
     if dense:
         logging.warning(
-            "%d quantised matrices are dequantised, %.1f MB instead of %.1f MB: groups of %d"
+            "%d quantized matrices are dequantized, %.1f MB instead of %.1f MB: groups of %d"
             " inputs, or fused with matrices of another format",
             len(dense),
             sum(target.numel() * target.element_size() for target, _ in dense) / 1e6,

@@ -10,12 +10,12 @@ constexpr int GROUP = 32, GROUP_UNITS = GROUP / 4;
 
 // A row of inputs: units of four int8 [groups][8], then the scale of each group, the sum of each
 // group's codes, and the sum of the first half of them.
-struct QuantisedRow {
+struct QuantizedRow {
     const uint32_t* units;
     const float* scales;
     const int32_t *sums, *first_sums;
 
-    QuantisedRow(const void* row, long groups)
+    QuantizedRow(const void* row, long groups)
         : units((const uint32_t*)row),
           scales((const float*)(units + groups * GROUP_UNITS)),
           sums((const int32_t*)(scales + groups)),
@@ -31,8 +31,8 @@ struct QuantisedRow {
 
 // Rounds x to 255 steps between -max|x| and max|x|, group by group.
 template <class T>
-void quantise(void* to, const T* x, long groups) {
-    QuantisedRow row(to, groups);
+void quantize(void* to, const T* x, long groups) {
+    QuantizedRow row(to, groups);
     for (long g = 0; g < groups; g++, x += GROUP) {
         Floats a = widen(x), b = widen(x + LANES);
         float max_abs = max_lane(max(max(a, -a), max(b, -b)));

@@ -8,7 +8,7 @@ input.
 import torch
 
 from quadriga.model_files.quantized.scheme import WeightScheme
-from worker_proc.loading.quantised.coded_rows import (
+from worker_proc.loading.quantized.coded_rows import (
     CodedRows,
     CodeKind,
     LayerTensors,

@@ -1,13 +1,13 @@
-// The inner loop of a product with quantised weights: integers of 8 bits are multiplied, and the sums
+// The inner loop of a product with quantized weights: integers of 8 bits are multiplied, and the sums
 // of a group, or of each half of it, are multiplied by the scales of weights and inputs.
 #pragma once
 
 #include "../tile.h"
 #include "formats.h"
 
-// Like tile_product, with quantised rows in `a`, and a depth in groups.
+// Like tile_product, with quantized rows in `a`, and a depth in groups.
 template <class Q, int ROWS, int PANELS>
-void quantised_product(float* out, long out_stride, const uint32_t* a, long a_stride,
+void quantized_product(float* out, long out_stride, const uint32_t* a, long a_stride,
                        const uint32_t* panels, long panel_units, long groups,
                        const Prefetch& prefetch) {
     typedef typename Q::Code Code;
@@ -28,7 +28,7 @@ void quantised_product(float* out, long out_stride, const uint32_t* a, long a_st
                 factor[p] = scales.factor(g, part);
                 if (HAS_MINIMUM) minimum[p] = scales.minimum(g, part);
                 for (int r = 0; r < ROWS; r++) {
-                    QuantisedRow row(a + r * a_stride, groups);
+                    QuantizedRow row(a + r * a_stride, groups);
                     sums_of_codes[r][p] = Q::ZERO ? -Q::ZERO * row.template sum<PARTS>(g, part) : 0;
                 }
             }
@@ -48,7 +48,7 @@ void quantised_product(float* out, long out_stride, const uint32_t* a, long a_st
             }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-                QuantisedRow row(a + r * a_stride, groups);
+                QuantizedRow row(a + r * a_stride, groups);
                 float scale = row.scales[g], sum = float(row.template sum<PARTS>(g, part));
 #pragma GCC unroll 4
                 for (int p = 0; p < PANELS; p++) {

@@ -1,4 +1,4 @@
-"""Whether the worker keeps the codes of a quantised checkpoint, or dequantises them."""
+"""Whether the worker keeps the codes of a quantized checkpoint, or dequantizes them."""
 
 import logging
 
@@ -14,10 +14,10 @@ from worker_proc.engine_factory import native_kernels_compute
 def keeps_packed(
     args: WorkerArgs, files: ModelFiles, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether quantised matrices stay packed, and log what a checkpoint's become.
+    """Return whether quantized matrices stay packed, and log what a checkpoint's become.
 
     Raises:
-        ConfigError: The checkpoint is quantised, and --quantization asks to quantise it.
+        ConfigError: The checkpoint is quantized, and --quantization asks to quantize it.
     """
     quantization = read_quantization(files.config)
     if quantization is None or files.weights is None:
@@ -25,14 +25,14 @@ def keeps_packed(
     if args.quantization != "none":
         raise ConfigError(
             f"--quantization {args.quantization} cannot be used with {files.location}, whose"
-            f" weights are quantised already ({quantization}): leave it out"
+            f" weights are quantized already ({quantization}): leave it out"
         )
     if native_kernels_compute(args, device):
         logging.info("weights: %s, multiplied as they are", quantization)
         return True
     name = str(dtype).removeprefix("torch.")
     logging.warning(
-        "weights: %s, dequantised to %s (%d bits); only a CPU's native kernels keep them packed",
+        "weights: %s, dequantized to %s (%d bits); only a CPU's native kernels keep them packed",
         quantization,
         name,
         dtype.itemsize * 8,

@@ -1,4 +1,4 @@
-"""Lay out quantised rows in the panels that csrc/quantised/ multiplies."""
+"""Lay out quantized rows in the panels that csrc/quantized/ multiplies."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,10 +40,10 @@ def format_of(kind: str) -> Format:
     return FORMATS.get(kind) or Format[kind]
 
 
-def to_quantised_panels(rows: Blocks) -> Tensor:
-    """Lay out quantised rows in padded panels [panels, panel_units] int32.
+def to_quantized_panels(rows: Blocks) -> Tensor:
+    """Lay out quantized rows in padded panels [panels, panel_units] int32.
 
-    A panel is the codes of 16 outputs, then their scales, see csrc/quantised/formats.h.
+    A panel is the codes of 16 outputs, then their scales, see csrc/quantized/formats.h.
     """
     panels = _panel_bytes(rows)
     return allocate(panels.numel()).view(panels.shape).copy_(panels).view(torch.int32)
@@ -155,7 +155,7 @@ def _planes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
     """Pack codes [panels, 16, groups, 32] into [panels, bytes]: [groups][lines][16][4].
 
     Unit k of a group (its codes 4 k and on) is in line k % bits of a plane, see
-    csrc/quantised/codes.h.
+    csrc/quantized/codes.h.
     """
     units = codes.unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
     lines, below = [], 0

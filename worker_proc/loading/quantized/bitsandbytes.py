@@ -4,7 +4,7 @@
 
 4 bits: weight [outputs * inputs / 2, 1] uint8, two codes a byte, the high half first;
 weight.quant_map [16], the values of the codes (nf4 or fp4); weight.absmax, the largest magnitude of
-each block; and weight.quant_state.bitsandbytes__*, JSON in bytes. With double quantisation, absmax
+each block; and weight.quant_state.bitsandbytes__*, JSON in bytes. With double quantization, absmax
 has codes of weight.nested_quant_map [256], times weight.nested_absmax, plus an offset.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quadriga.model_files.quantized.scheme import WeightScheme
-from worker_proc.loading.quantised.coded_rows import CodedRows, CodeKind, LayerTensors
+from worker_proc.loading.quantized.coded_rows import CodedRows, CodeKind, LayerTensors
 
 STATE = "weight.quant_state.bitsandbytes__"
 

@@ -1,4 +1,4 @@
-// The codes of quantised panels: unsigned numbers of 2 to 8 bits, of which the product reads units of
+// The codes of quantized panels: unsigned numbers of 2 to 8 bits, of which the product reads units of
 // four neighbouring inputs in bytes.
 #pragma once
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quadriga.model_files.quantized.scheme import WeightScheme
-from worker_proc.loading.quantised.coded_rows import (
+from worker_proc.loading.quantized.coded_rows import (
     CodedRows,
     CodeKind,
     LayerTensors,
@@ -17,7 +17,7 @@ from worker_proc.loading.quantised.coded_rows import (
     order_of,
     unpack_words,
 )
-from worker_proc.loading.quantised.scaled_floats import read_float8, rows_of_scales
+from worker_proc.loading.quantized.scaled_floats import read_float8, rows_of_scales
 
 
 def read_compressed_float(tensors: LayerTensors, scheme: WeightScheme) -> CodedRows:

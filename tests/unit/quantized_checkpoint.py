@@ -1,4 +1,4 @@
-"""Writers of quantised checkpoints: each packs a tiny model as the documents of its method say.
+"""Writers of quantized checkpoints: each packs a tiny model as the documents of its method say.
 
 They share no code with the readers. A writer returns the tensors of one layer and its values.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 LayerWriter = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
-def quantise_checkpoint(
+def quantize_checkpoint(
     directory: Path, write: LayerWriter, config: dict[str, Any], ignore: str = "lm_head"
 ) -> dict[str, Tensor]:
-    """Quantise the projections of a Llama's directory in place.
+    """Quantize the projections of a Llama's directory in place.
 
     Returns:
         The values of all tensors of the dense checkpoint that it stands for.
@@ -201,7 +201,7 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def nf4(double: bool, block: int = 64) -> LayerWriter:
-    """Write weight in nf4 with its quantisation state."""
+    """Write weight in nf4 with its quantization state."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         table, blocks = torch.tensor(NF4), weight.reshape(-1, block)

@@ -1,4 +1,4 @@
-"""Read a quantised checkpoint layer by layer, from the files that hold the layer's tensors."""
+"""Read a quantized checkpoint layer by layer, from the files that hold the layer's tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from quadriga.errors import ModelError
 from quadriga.model_files.quantized.scheme import CheckpointQuantization, WeightScheme
-from worker_proc.loading.quantised.awq import read_awq
-from worker_proc.loading.quantised.bitsandbytes import read_bitsandbytes
-from worker_proc.loading.quantised.coded_rows import CodedRows, LayerTensors
-from worker_proc.loading.quantised.compressed_tensors import (
+from worker_proc.loading.quantized.awq import read_awq
+from worker_proc.loading.quantized.bitsandbytes import read_bitsandbytes
+from worker_proc.loading.quantized.coded_rows import CodedRows, LayerTensors
+from worker_proc.loading.quantized.compressed_tensors import (
     read_compressed_float,
     read_compressed_int,
     read_pack_quantized,
 )
-from worker_proc.loading.quantised.gptq import read_gptq
-from worker_proc.loading.quantised.scaled_floats import read_fp8
+from worker_proc.loading.quantized.gptq import read_gptq
+from worker_proc.loading.quantized.scaled_floats import read_fp8
 
 READERS: dict[str, Callable[[LayerTensors, WeightScheme], CodedRows]] = {
     "gptq": read_gptq,
@@ -30,11 +30,11 @@ READERS: dict[str, Callable[[LayerTensors, WeightScheme], CodedRows]] = {
     "int": read_compressed_int,
     "float": read_compressed_float,
 }
-QuantisedTensors = Iterator[tuple[str, Tensor | CodedRows]]
+QuantizedTensors = Iterator[tuple[str, Tensor | CodedRows]]
 
-# A layer with one of these tensors is quantised; the others of its tensors are parts of it.
+# A layer with one of these tensors is quantized; the others of its tensors are parts of it.
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
-# Kept as they are, also in a quantised layer.
+# Kept as they are, also in a quantized layer.
 DENSE_PARTS = ("bias",)
 # Scales of activations and of the KV cache, which are computed in the server's own formats.
 IGNORED_SUFFIXES = (".input_scale", ".output_scale", ".activation_scale", ".input_zero_point",
@@ -42,10 +42,10 @@ IGNORED_SUFFIXES = (".input_scale", ".output_scale", ".activation_scale", ".inpu
                     ".v_zero_point", ".input_global_scale")  # fmt: skip
 
 
-def from_quantised(
+def from_quantized(
     files: list[Path], quantization: CheckpointQuantization, location: str
-) -> QuantisedTensors:
-    """Yield every tensor; a quantised layer as the tensor `weight`, in CodedRows.
+) -> QuantizedTensors:
+    """Yield every tensor; a quantized layer as the tensor `weight`, in CodedRows.
 
     Args:
         files: The *.safetensors.
@@ -63,7 +63,7 @@ def from_quantised(
             handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {location}: {error}; fetch it again") from None
-        layers = quantised_layers(handle_of)
+        layers = quantized_layers(handle_of)
         parts = {f"{layer}.{part}" for layer, names in layers.items() for part in names}
         for name, handle in handle_of.items():
             if name not in parts and not name.endswith(IGNORED_SUFFIXES):
@@ -75,8 +75,8 @@ def from_quantised(
             yield f"{layer}.weight", _read(LayerTensors(layer, location, tensors), quantization)
 
 
-def quantised_layers(names: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the parts of the quantised layers by the layers' names."""
+def quantized_layers(names: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the parts of the quantized layers by the layers' names."""
     layers: dict[str, list[str]] = {
         name.removesuffix(f".{mark}"): []
         for name in names
@@ -101,7 +101,7 @@ def _read(tensors: LayerTensors, quantization: CheckpointQuantization) -> CodedR
     scheme = quantization.scheme_of(tensors.layer)
     if scheme is None:
         raise tensors.error(
-            f"has the quantised layer {tensors.layer}, which no config_groups of config.json names"
+            f"has the quantized layer {tensors.layer}, which no config_groups of config.json names"
         )
     rows = READERS[scheme.layout](tensors, scheme)
     expected = (rows.shape[0], -(-rows.shape[1] // rows.group_size))

@@ -1,25 +1,25 @@
-// Products with quantised weights; compiled in parallel with the compute types, which share them.
-#include "quantised.h"
+// Products with quantized weights; compiled in parallel with the compute types, which share them.
+#include "quantized.h"
 
 #include <utility>
 
-#include "quantised/product.h"
+#include "quantized/product.h"
 
 template <class Q, int PANELS, int... ROWS>
 TileProduct choose(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr TileProduct all[] = {quantised_product<Q, ROWS + 1, PANELS>...};
+    static constexpr TileProduct all[] = {quantized_product<Q, ROWS + 1, PANELS>...};
     return all[rows - 1];
 }
 
-TileProduct quantised_tile(int64_t format, int rows, int panels) {
-    typedef std::make_integer_sequence<int, QUANTISED_TILE_ROWS> Rows;
+TileProduct quantized_tile(int64_t format, int rows, int panels) {
+    typedef std::make_integer_sequence<int, QUANTIZED_TILE_ROWS> Rows;
     return visit_format(format, [&](auto q) {
         typedef decltype(q) Q;
         return panels == 1 ? choose<Q, 1>(rows, Rows()) : choose<Q, TILE_PANELS>(rows, Rows());
     });
 }
 
-void dequantise_column(float* to, int64_t format, const uint32_t* panel, long groups, int lane,
+void dequantize_column(float* to, int64_t format, const uint32_t* panel, long groups, int lane,
                        long width) {
     visit_format(format, [&](auto q) {
         typedef decltype(q) Q;
