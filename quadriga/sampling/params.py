@@ -90,8 +90,9 @@ class SamplingParams(
         regex: a match of this regular expression, in the dialect of Rust's regex crate.
         ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
         choice: one of these texts.
-        structural_tag: free text in which structures follow triggers, {"structures": [{"begin",
-            "schema", "end"}], "triggers": […]}: JSON text or a map.
+        structural_tag: a text of several parts, {"format": …}, or free text in which structures
+            follow triggers, {"structures": [{"begin", "schema", "end"}], "triggers": […]}: JSON
+            text or a map.
 
     Attributes of reasoning, for models that write it at the beginning of an answer. A grammar
     applies after it:
