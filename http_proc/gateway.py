@@ -25,6 +25,8 @@ READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+# The prefix of an answer's id, before the X-Request-Id.
+_PREFIX = re.compile(r"^[a-z]+[-_]")
 
 
 class ResponseHead(NamedTuple):
@@ -72,8 +74,12 @@ class Gateway:
     # --- requests ---------------------------------------------------------------------------------
 
     def head(self, request: web.Request, prefix: str) -> ResponseHead:
-        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
-        answer_id = request[RECORD].id = f"{prefix}-{request[REQUEST_ID]}"
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id.
+
+        They are joined by a hyphen, unless the prefix ends with an underscore.
+        """
+        separator = "" if prefix.endswith("_") else "-"
+        answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
         return ResponseHead(answer_id, int(time.time()), self.model)
 
     def check_model(self, name: str | None) -> None:
@@ -193,7 +199,7 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return name == rid or name.partition("-")[2] == rid
+    return name == rid or _PREFIX.sub("", name, count=1) == rid
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

@@ -39,6 +39,7 @@ class ApiError(Exception):
     Attributes:
         retry_after: seconds, for the header Retry-After, or None.
         allow: methods, for the header Allow, or None.
+        request_id: the X-Request-Id of the answer, once it is known.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ApiError(Exception):
         self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
         self.retry_after = retry_after
         self.allow: str | None = None
+        self.request_id: str | None = None
 
     def body(self) -> bytes:
         """Return the JSON body."""
