@@ -12,6 +12,7 @@ from aiohttp import web
 
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
@@ -24,9 +25,8 @@ INFO_TIMEOUT_S = 2.0
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 
+_ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
-# The prefix of an answer's id, before the X-Request-Id.
-_PREFIX = re.compile(r"^[a-z]+[-_]")
 
 
 class ResponseHead(NamedTuple):
@@ -51,6 +51,7 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        progress: the poller of streams that wait.
         log_level: which requests are logged.
         body_bytes: bytes of request bodies that are being received.
     """
@@ -60,6 +61,7 @@ class Gateway:
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
+        self.progress = ProgressPoller(ring, config.http.sse_ping_interval)
         self.log_level = RequestLogLevel.of(config.launch)
         self.started_at = int(time.time())
         self.is_draining = False
@@ -73,12 +75,8 @@ class Gateway:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def head(self, request: web.Request, prefix: str) -> ResponseHead:
-        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id.
-
-        They are joined by a hyphen, unless the prefix ends with an underscore.
-        """
-        separator = "" if prefix.endswith("_") else "-"
+    def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
         answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
         return ResponseHead(answer_id, int(time.time()), self.model)
 
@@ -199,7 +197,7 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return name == rid or _PREFIX.sub("", name, count=1) == rid
+    return rid in (name, _ID_PREFIX.sub("", name))
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

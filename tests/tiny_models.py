@@ -212,7 +212,7 @@ def tiny_qwen2(directory: Path, **changes: Any) -> Path:
 
 
 def tiny_qwen3(directory: Path, **changes: Any) -> Path:
-    """Write a model like tiny_llama with normalised heads of 24."""
+    """Write a model like tiny_llama with normalized heads of 24."""
     return like_llama(Qwen3ForCausalLM, Qwen3Config, directory, True, {"head_dim": 24, **changes})
 
 

@@ -21,7 +21,7 @@ from worker_proc.transformers_impl.model import TransformersModel
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
-QUANTISATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
+QUANTIZATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with numbers of 8 bits
 
 
@@ -205,6 +205,6 @@ def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) 
         args.page_size,
         dtype,
         threads=torch.get_num_threads(),
-        bits=QUANTISATION_BITS[args.quantization],
+        bits=QUANTIZATION_BITS[args.quantization],
         int8_pages=args.kv_cache_dtype == "int8",
     )

@@ -159,7 +159,7 @@ class TorchOps(Ops[Tensor]):
         return cap(logits if scale == 1.0 else logits * scale, softcap)
 
     def _norm_heads(self, norm: RMSNorm, x: Tensor, whole: bool) -> Tensor:
-        """Normalise `[tokens, heads, head_dim]`, each head or, if `whole`, each token."""
+        """Normalize `[tokens, heads, head_dim]`, each head or, if `whole`, each token."""
         return self.norm(norm, x.flatten(1)).view_as(x) if whole else self.norm(norm, x)
 
     def _project(self, weights: Linear | Embedding, bias: Tensor | None, x: Tensor) -> Tensor:

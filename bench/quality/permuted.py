@@ -1,6 +1,6 @@
 """Write the built-in model with permuted channels: `python -m bench.quality.permuted DIRECTORY`.
 
-The built-in model's weights were rounded to 4 bits in groups of 32 inputs, and a quantiser that
+The built-in model's weights were rounded to 4 bits in groups of 32 inputs, and a quantizer that
 finds these groups again loses nothing. After a permutation of the hidden channels, of each MLP's
 inner channels and of each value head's channels, the model computes the same, but the weights that
 shared a scale are spread over many groups, as in a model that was never rounded.

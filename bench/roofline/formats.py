@@ -1,4 +1,4 @@
-"""Time products with each quantised type of a GGUF: `python -m bench.roofline.formats`.
+"""Time products with each quantized type of a GGUF: `python -m bench.roofline.formats`.
 
 Prints the microseconds of a product of several rows of inputs with a matrix of random weights, and
 in brackets the floor: the longer one of the times to read the matrix at the speed of memory, and to

@@ -18,14 +18,14 @@ from worker_proc.models.layers import (
 from worker_proc.models.ops import Ops
 from worker_proc.models.registry import build_model
 
-# Bytes of a quantised weight, with its share of the scales of a group of 32.
+# Bytes of a quantized weight, with its share of the scales of a group of 32.
 WEIGHT_BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
 
 
 def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> Work:
     """Return the work of a model with this config.json, or raise ModelError.
 
-    `number_bytes` is the size of a weight that is not quantised, and of a number in the KV cache.
+    `number_bytes` is the size of a weight that is not quantized, and of a number in the KV cache.
     """
     model = build_model(hf_config)  # without storage
     recorder = _WorkRecorder(model.attention_shape)

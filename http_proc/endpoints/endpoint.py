@@ -36,7 +36,7 @@ class Endpoint(NamedTuple):
     streams: bool = False
     is_listed: bool = False
     error_body: Callable[[ApiError], bytes] = ApiError.body
-    error: type = ErrorAnswer
+    error: Any = ErrorAnswer
 
 
 def post(

@@ -19,7 +19,6 @@ from http_proc.apis.openai import chat, completions
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
 from http_proc.protocol import sampling, schema
-from http_proc.protocol.errors import ErrorAnswer
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -29,7 +28,7 @@ PAGE = Path(__file__).with_name("docs.html")
 @cache
 def document() -> bytes:
     """Return the OpenAPI 3.1 document as JSON."""
-    types: list[Any] = [ErrorAnswer, SamplingParams]
+    types: list[Any] = [SamplingParams]
     for endpoint in _DOCUMENTED:
         bodies = (endpoint.body, endpoint.response, endpoint.error)
         types += [body for body in bodies if isinstance(body, type)]

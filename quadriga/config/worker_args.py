@@ -48,7 +48,7 @@ class WorkerArgs:
     quantization: str = flag(
         "none",
         "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
-        " (gguf: with the very numbers of a quantised GGUF)",
+        " (gguf: with the very numbers of a quantized GGUF)",
         ("none", "int8", "int4", "gguf"),
         basic=True,
     )

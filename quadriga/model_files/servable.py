@@ -34,15 +34,15 @@ def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConf
 
 
 def _check_quantization(files: ModelFiles, impl: ModelImpl) -> None:
-    """Raise ModelError if the checkpoint is quantised in a way that is not supported."""
+    """Raise ModelError if the checkpoint is quantized in a way that is not supported."""
     try:
         quantization = read_quantization(files.config)
     except ModelError as error:
         raise ModelError(f"{files.location}: {error}") from None
     if quantization is not None and impl is not ModelImpl.NATIVE:
         raise ModelError(
-            f"{files.location}: the weights are quantised ({quantization}), which only native model"
-            " files read, and transformers runs this model; take the unquantised one"
+            f"{files.location}: the weights are quantized ({quantization}), which only native model"
+            " files read, and transformers runs this model; take the unquantized one"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pack the codes of quantised checkpoints into panels, as coded.h multiplies them."""
+"""Pack the codes of quantized checkpoints into panels, as coded.h multiplies them."""
 
 import logging
 from collections import Counter
@@ -13,7 +13,7 @@ from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import LANES, Format, Matrix
 from worker_proc.cpu.quantization import GROUP_SIZE
 from worker_proc.cpu.weights import UNIT_BYTES, PackedWeights, interleave
-from worker_proc.loading.quantised.coded_rows import CodedRows, CodeKind
+from worker_proc.loading.quantized.coded_rows import CodedRows, CodeKind
 from worker_proc.models.layers import Embedding, Linear
 
 HEADER_INTS = 16
@@ -29,10 +29,10 @@ MIDDLES = {CodeKind.INT8: 128, CodeKind.INT4: 8}
 
 
 class CodedWeights(PackedWeights):
-    """Packed weights, some of which have the codes of a quantised checkpoint."""
+    """Packed weights, some of which have the codes of a quantized checkpoint."""
 
     def log_bytes(self) -> None:
-        """Log the bytes of the matrices by format, if a checkpoint was quantised."""
+        """Log the bytes of the matrices by format, if a checkpoint was quantized."""
         sizes: Counter[str] = Counter()
         for matrix in self._matrices.values():
             panel_bytes = matrix.panel_units * UNIT_BYTES

@@ -66,9 +66,9 @@ class NativeEngine(Engine):
             model: The model, with its weights.
             num_pages: Size of the KV pool.
             page_size: Tokens of a page; a multiple of 16 with `int8_pages`.
-            dtype: Of the weights, unless they are quantised.
+            dtype: Of the weights, unless they are quantized.
             threads: Number of threads that compute a step.
-            bits: Bits of quantised weights; None: they stay in `dtype`.
+            bits: Bits of quantized weights; None: they stay in `dtype`.
             int8_pages: Keep keys and values in 8 bits.
 
         Raises:

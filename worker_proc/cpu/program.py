@@ -28,7 +28,7 @@ class OpKind(IntEnum):
     ROTATE_WRITE = 8
     ATTEND = 9
     COMBINE = 10
-    QUANTISE = 11
+    QUANTIZE = 11
     NORM_ADD = 12
     COPY = 13
     SCALE_CAP = 14
@@ -52,15 +52,15 @@ class Buffer(IntEnum):
     ATTENDED = 4
     INNER = 5
     LOGITS = 6
-    QUANTISED = 7
+    QUANTIZED = 7
     EXPERT_INPUT = 8
-    EXPERT_QUANTISED = 9
+    EXPERT_QUANTIZED = 9
     EXPERT_INNER = 10
     EXPERT_OUTPUT = 11
     ARRANGED = 12
 
 
-QUANTISED_BUFFERS = (Buffer.QUANTISED, Buffer.EXPERT_QUANTISED)
+QUANTIZED_BUFFERS = (Buffer.QUANTIZED, Buffer.EXPERT_QUANTIZED)
 FLOAT_BUFFERS = (
     Buffer.RESIDUAL,
     Buffer.PROJECTED,
@@ -108,7 +108,7 @@ class ComputeType(IntEnum):
 
     def dtype_of(self, buffer: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's values."""
-        if buffer in QUANTISED_BUFFERS:
+        if buffer in QUANTIZED_BUFFERS:
             return torch.uint8
         return torch.float32 if buffer in FLOAT_BUFFERS else self.passed
 
@@ -157,7 +157,7 @@ class Op(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("expert_count", ctypes.c_int64),
         ("num_chosen", ctypes.c_int64),
-        ("renormalise", ctypes.c_int64),
+        ("renormalize", ctypes.c_int64),
         ("by_expert", ctypes.c_int64),
     ]
 

@@ -34,11 +34,11 @@ ACTIVATIONS = (
 FLOAT_FORMATS = (Format.CODED_FLOAT8, Format.CODED_TABLE4)
 EXPERT_BUFFERS = (
     Buffer.EXPERT_INPUT,
-    Buffer.EXPERT_QUANTISED,
+    Buffer.EXPERT_QUANTIZED,
     Buffer.EXPERT_INNER,
     Buffer.EXPERT_OUTPUT,
 )
-QUANTISED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
+QUANTIZED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
 class Recorder(Ops[Buffer]):
@@ -73,7 +73,7 @@ class Recorder(Ops[Buffer]):
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Buffer) -> Buffer:
         if isinstance(norm, RMSNorm):
-            return self._normalise(OpKind.RMS_NORM, norm, x, Buffer.NORMED)
+            return self._normalize(OpKind.RMS_NORM, norm, x, Buffer.NORMED)
         output = self._add(OpKind.LAYER_NORM, x, Buffer.NORMED, len(norm.weight))
         op = self.ops[-1]
         op.gain, op.epsilon = self._weights.keep_floats(norm.weight), norm.epsilon
@@ -81,7 +81,7 @@ class Recorder(Ops[Buffer]):
         return output
 
     def norm_add(self, residual: Buffer, norm: RMSNorm, x: Buffer) -> Buffer:
-        return self._normalise(OpKind.NORM_ADD, norm, x, residual)
+        return self._normalize(OpKind.NORM_ADD, norm, x, residual)
 
     def linear(self, proj: Linear, x: Buffer) -> Buffer:
         return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(proj))
@@ -114,12 +114,12 @@ class Recorder(Ops[Buffer]):
         for kind in (OpKind.ROUTE, OpKind.SORT_ROWS):
             self._add(kind, scores, scores, len(gate_up))
             self.ops[-1].expert_count = len(gate_up)
-            self.ops[-1].renormalise = experts.renormalise
+            self.ops[-1].renormalize = experts.renormalize
         gathered = self._gather(self._not_residual(x), hidden_size, gate_up[0])
         inner = self._by_expert(OpKind.MATMUL_GATE, gathered, Buffer.EXPERT_INNER, gate_up)
         self.ops[-1].activation = ACTIVATIONS.index(experts.activation)
         if down[0].format != Format.DENSE:
-            inner = self._add(OpKind.QUANTISE, inner, Buffer.EXPERT_QUANTISED, down[0].depth)
+            inner = self._add(OpKind.QUANTIZE, inner, Buffer.EXPERT_QUANTIZED, down[0].depth)
             self.ops[-1].by_expert = True
         outputs = self._by_expert(OpKind.MATMUL, inner, Buffer.EXPERT_OUTPUT, down)
         self._add(OpKind.ADD_EXPERTS, outputs, residual, hidden_size)
@@ -164,7 +164,7 @@ class Recorder(Ops[Buffer]):
             self.ops[-1].scale, self.ops[-1].softcap = scale, softcap or 0.0
         return output
 
-    def _normalise(self, kind: OpKind, norm: RMSNorm, x: Buffer, output: Buffer) -> Buffer:
+    def _normalize(self, kind: OpKind, norm: RMSNorm, x: Buffer, output: Buffer) -> Buffer:
         self._add(kind, x, output, len(norm.weight))
         op = self.ops[-1]
         op.gain, op.epsilon = self._weights.keep_floats(norm.gain), norm.epsilon
@@ -178,13 +178,13 @@ class Recorder(Ops[Buffer]):
         """
         if matrix.order or matrix.format in FLOAT_FORMATS:
             raise ModelError(
-                "the native kernels multiply no experts in this quantised format; start with"
+                "the native kernels multiply no experts in this quantized format; start with"
                 " --attention-backend torch"
             )
         output, width = Buffer.EXPERT_INPUT, hidden_size
         if matrix.format != Format.DENSE:
-            x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
-            output, width = Buffer.EXPERT_QUANTISED, matrix.depth * QUANTISED_GROUP_BYTES
+            x = self._add(OpKind.QUANTIZE, x, Buffer.QUANTIZED, matrix.depth)
+            output, width = Buffer.EXPERT_QUANTIZED, matrix.depth * QUANTIZED_GROUP_BYTES
         self._add(OpKind.GATHER, x, output, width)
         self.ops[-1].by_expert = True
         return output
@@ -208,7 +208,7 @@ class Recorder(Ops[Buffer]):
         if matrix.order or matrix.format in FLOAT_FORMATS:
             x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
         if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
-            x = self._add(OpKind.QUANTISE, x, Buffer.QUANTISED, matrix.depth)
+            x = self._add(OpKind.QUANTIZE, x, Buffer.QUANTIZED, matrix.depth)
         return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
 
     def _add(
@@ -224,8 +224,8 @@ class Recorder(Ops[Buffer]):
         if matrix is not None:
             op.matrix = matrix
         self.ops.append(op)
-        if kind == OpKind.QUANTISE:
-            width = width * QUANTISED_GROUP_BYTES
+        if kind == OpKind.QUANTIZE:
+            width = width * QUANTIZED_GROUP_BYTES
         self.widths[output] = max(width, self.widths.get(output, 0))
         return output
 

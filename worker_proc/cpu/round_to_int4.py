@@ -2,7 +2,7 @@
 
 For each group of 32 inputs the kernels try several scales and minima, fit each to its codes by
 least squares, and keep the best. The error of a weight counts by the importance of its input, as in
-activation-aware quantisation (Lin et al. 2023, https://arxiv.org/abs/2306.00978) and ggml's
+activation-aware quantization (Lin et al. 2023, https://arxiv.org/abs/2306.00978) and ggml's
 importance matrices.
 """
 

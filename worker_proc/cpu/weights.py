@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from quadriga.errors import ModelError
 from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import LANES, Format, Matrix
-from worker_proc.cpu.quantised_panels import (
+from worker_proc.cpu.quantization import GROUP_SIZE, quantize
+from worker_proc.cpu.quantized_panels import (
     format_of,
     join_alike,
     pack_mixed,
     pack_rows,
-    to_quantised_panels,
+    to_quantized_panels,
 )
-from worker_proc.cpu.quantization import GROUP_SIZE, quantize
 from worker_proc.models.layers import Embedding, Linear
 
 UNIT_BYTES = 4
@@ -36,10 +36,10 @@ class PackedWeights:
     """
 
     def __init__(self, bits: int | None = None) -> None:
-        """Keep weights as they are, or quantise them.
+        """Keep weights as they are, or quantize them.
 
         Args:
-            bits: 8 or 4, to quantise dense weights; None: weights stay dense, or packed as in a
+            bits: 8 or 4, to quantize dense weights; None: weights stay dense, or packed as in a
                 GGUF.
         """
         self._bits = bits
@@ -62,14 +62,14 @@ class PackedWeights:
         return self._matrices[layer]
 
     def matrices(self, layers: Iterable[nn.Module], gated: bool = False) -> "ctypes.Array[Matrix]":
-        """Return the packed weights of layers, either all dense or all quantised."""
+        """Return the packed weights of layers, either all dense or all quantized."""
         found = []
         for layer in layers:
             assert isinstance(layer, Linear)
             found.append(self.matrix(layer, gated))
         if len({matrix.format == Format.DENSE for matrix in found}) != 1:
             raise ModelError(
-                "some experts of a layer are quantised and others are not; start with"
+                "some experts of a layer are quantized and others are not; start with"
                 " --attention-backend torch"
             )
         array = (Matrix * len(found))(*found)
@@ -92,7 +92,7 @@ class PackedWeights:
             panels = to_panels(weight)
             return self._uniform(layer, gated, Format.DENSE, panels, len(weight), panels.shape[1])
         rows = quantize(weight, self._bits, layer.importance)
-        panels = to_quantised_panels(rows)
+        panels = to_quantized_panels(rows)
         depth = rows.codes.shape[1]
         return self._uniform(layer, gated, format_of(rows.kind), panels, len(weight), depth)
 

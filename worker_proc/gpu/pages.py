@@ -90,7 +90,7 @@ class AttentionMetadata:
     launches: tuple[Launch, ...]
 
     def attend(self, pool: Tensor, qkv: Tensor, attention: Attention) -> Tensor:
-        """Normalise and rotate queries and keys, write keys and values to the pages, attend.
+        """Normalize and rotate queries and keys, write keys and values to the pages, attend.
 
         Args:
             pool: A layer's pages.

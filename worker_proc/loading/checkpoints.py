@@ -72,7 +72,7 @@ def from_gguf(
         file: The GGUF.
         tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
         config: The model's config.json.
-        packed: Keep quantised matrices packed, always as [outputs, inputs]. Without it, everything
+        packed: Keep quantized matrices packed, always as [outputs, inputs]. Without it, everything
             is unpacked to float32.
 
     Raises:

@@ -18,9 +18,9 @@ from worker_proc.loading.checkpoints import (
 )
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.mxfp4 import with_mxfp4_decoded
-from worker_proc.loading.quantised.coded_rows import CodedRows
-from worker_proc.loading.quantised.keep import keep_coded
-from worker_proc.loading.quantised.source import QuantisedTensors, from_quantised
+from worker_proc.loading.quantized.coded_rows import CodedRows
+from worker_proc.loading.quantized.keep import keep_coded
+from worker_proc.loading.quantized.source import QuantizedTensors, from_quantized
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
@@ -44,14 +44,14 @@ def load_model(
         files: The model's files; without weights, the model gets random ones.
         dtype: Of all weights that are not packed.
         device: Of the weights.
-        packed: Keep quantised matrices as the `blocks` (of a GGUF) or `coded` (of a quantised
+        packed: Keep quantized matrices as the `blocks` (of a GGUF) or `coded` (of a quantized
             checkpoint) of their layers, and leave the layers' weights untouched.
         rank: The part of the model to load.
 
     Raises:
         ModelError: The architecture is not supported, or tensors are missing, unexpected or of
             another shape.
-        ConfigError: `packed` is set, but no matrix is quantised.
+        ConfigError: `packed` is set, but no matrix is quantized.
     """
     quantization = read_quantization(files.config)
     if packed and quantization is None and (files.weights is None or files.tensor_index is None):
@@ -63,7 +63,7 @@ def load_model(
     if files.weights is None:
         fill_at_random(model)
     elif quantization is not None:
-        source = from_quantised(safetensors_files(files.weights), quantization, files.location)
+        source = from_quantized(safetensors_files(files.weights), quantization, files.location)
         fill(model, source, files.location, rank, packed)
     elif files.tensor_index is None:
         stored = from_safetensors(files.weights, device)
@@ -81,7 +81,7 @@ def load_model(
     if packed and quantization is None and not any(layer.blocks for layer in _layers(model)):
         raise ConfigError(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
-            " quantised: leave it out, or use int8 or int4, which round any model"
+            " quantized: leave it out, or use int8 or int4, which round any model"
         )
     model.finish_loading(files.context_length)
     return model.eval()
@@ -89,14 +89,14 @@ def load_model(
 
 def fill(
     model: Model,
-    source: NamedTensors | QuantisedTensors,
+    source: NamedTensors | QuantizedTensors,
     location: str,
     rank: TPRank = WHOLE,
     packed_codes: bool = False,
 ) -> None:
     """Copy each tensor, or this rank's part of it, into its parameter, or keep it packed.
 
-    Codes of a quantised checkpoint are only kept with `packed_codes`, else they are dequantised.
+    Codes of a quantized checkpoint are only kept with `packed_codes`, else they are dequantized.
 
     Raises:
         ModelError: Tensors are missing, unexpected or of another shape.
@@ -160,7 +160,7 @@ def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
                 target.copy_(rows.dense())
     if num_widened:
         logging.warning(
-            "%d quantised tensors are fused with one in 16 or 32 bits, and become dense like it",
+            "%d quantized tensors are fused with one in 16 or 32 bits, and become dense like it",
             num_widened,
         )
 

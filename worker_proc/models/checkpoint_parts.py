@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.loading.quantized.coded_rows import CodedRows
 from worker_proc.models.expert_parts import expert_parts
 
 StoredTensor = Tensor | PackedRows | CodedRows

@@ -188,7 +188,7 @@ class DecoderBlock(nn.Module):
     def _add(
         self, ops: Ops[Value], x: Value, proj: Linear, norm: RMSNorm | None, value: Value
     ) -> Value:
-        """Add a projection of `value`, normalised if there is a norm, to the residual stream."""
+        """Add a projection of `value`, normalized if there is a norm, to the residual stream."""
         if norm is None:
             return ops.linear_add(x, proj, value, self.config.residual_scale)
         return ops.norm_add(x, norm, ops.linear(proj, value))
@@ -250,7 +250,7 @@ def _experts(config: DecoderConfig) -> Experts:
         experts.intermediate_size,
         experts.num_experts,
         experts.num_chosen,
-        experts.renormalise,
+        experts.renormalize,
         Activation(config.activation),
         experts.bias,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.loading.quantised.coded_rows import CodedRows
+from worker_proc.loading.quantized.coded_rows import CodedRows
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -43,7 +43,7 @@ class Linear(nn.Module):
         weight: [outputs, inputs].
         bias: [outputs], or None.
         blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
-        coded: Likewise, of a quantised checkpoint.
+        coded: Likewise, of a quantized checkpoint.
         importance: [inputs] how much an error of an input's weights matters in 4 bits; None: the
             same for all inputs.
     """
@@ -114,14 +114,14 @@ class RMSNorm(nn.Module):
 class QKNorms(nn.Module):
     """Norms of queries and keys, with the same epsilon.
 
-    Each head is normalised by itself (weights [head_dim]), or all heads of a token together
+    Each head is normalized by itself (weights [head_dim]), or all heads of a token together
     (weights [num_heads * head_dim] and [num_kv_heads * head_dim]).
     """
 
     def __init__(
         self, queries: int, keys: int, epsilon: float, offset: float = 0.0, whole: bool = False
     ) -> None:
-        """Allocate norms of this many channels; `whole`: all heads are normalised together."""
+        """Allocate norms of this many channels; `whole`: all heads are normalized together."""
         super().__init__()
         self.queries = RMSNorm(queries, epsilon, offset)
         self.keys = RMSNorm(keys, epsilon, offset)
@@ -189,7 +189,7 @@ class Experts(nn.Module):
         gate_up: Of each expert, [2 * intermediate_size, hidden_size]: gate rows, then up rows.
         down: Of each expert, [hidden_size, intermediate_size].
         num_chosen: Experts of a token.
-        renormalise: The weights of the chosen experts add up to 1; else they are their part of
+        renormalize: The weights of the chosen experts add up to 1; else they are their part of
             the softmax over all experts.
         activation: Of the gate.
     """
@@ -200,7 +200,7 @@ class Experts(nn.Module):
         intermediate_size: int,
         num_experts: int,
         num_chosen: int,
-        renormalise: bool = True,
+        renormalize: bool = True,
         activation: Activation = Activation.SILU,
         bias: bool = False,
     ) -> None:
@@ -214,5 +214,5 @@ class Experts(nn.Module):
             Linear(intermediate_size, hidden_size, bias, Parallel.ROW) for _ in range(num_experts)
         )
         self.num_chosen = num_chosen
-        self.renormalise = renormalise
+        self.renormalize = renormalize
         self.activation = activation

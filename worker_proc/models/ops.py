@@ -40,7 +40,7 @@ class Ops(ABC, Generic[Value]):
 
     @abstractmethod
     def norm(self, norm: LayerNorm | RMSNorm, x: Value) -> Value:
-        """Normalise the residual stream `x` into a new value."""
+        """Normalize the residual stream `x` into a new value."""
 
     @abstractmethod
     def norm_add(self, residual: Value, norm: RMSNorm, x: Value) -> Value:
@@ -81,7 +81,7 @@ class Ops(ABC, Generic[Value]):
 
     @abstractmethod
     def attend(self, layer: int, qkv: Value, attention: Attention) -> Value:
-        """Normalise and rotate queries and keys, write keys and values to the KV pages, attend.
+        """Normalize and rotate queries and keys, write keys and values to the KV pages, attend.
 
         Args:
             layer: Index of the layer, which selects its pages.

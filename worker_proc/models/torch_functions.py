@@ -46,7 +46,7 @@ def route(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
         The weights of the chosen experts `[tokens, num_chosen]` in float32, and their numbers.
     """
     scores = scores.float()
-    if experts.renormalise:
+    if experts.renormalize:
         best, chosen = scores.topk(experts.num_chosen, -1)
         return best.softmax(-1), chosen
     weights, chosen = scores.softmax(-1).topk(experts.num_chosen, -1)

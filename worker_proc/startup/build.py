@@ -13,7 +13,7 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantised.choice import keeps_packed
+from worker_proc.loading.quantized.choice import keeps_packed
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
 from worker_proc.models.registry import build_model

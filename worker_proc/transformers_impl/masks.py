@@ -1,4 +1,4 @@
-"""Recognise the mask that a model of transformers asks for: causal, or causal with a window.
+"""Recognize the mask that a model of transformers asks for: causal, or causal with a window.
 
 transformers describes a mask as a function of indices (`masking_utils.py`). While a model is
 probed, a registered mask function evaluates that description and passes its result to the layers,
@@ -21,7 +21,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class RecognisedMask:
+class RecognizedMask:
     """Stands for an attention mask while a model is probed.
 
     Attributes:
@@ -33,7 +33,7 @@ class RecognisedMask:
     is_known: bool = True
 
 
-def recognise_mask(sees: MaskFunction, context_length: int) -> RecognisedMask:
+def recognize_mask(sees: MaskFunction, context_length: int) -> RecognizedMask:
     """Return what a mask is for sequences of `context_length` tokens.
 
     Args:
@@ -49,8 +49,8 @@ def recognise_mask(sees: MaskFunction, context_length: int) -> RecognisedMask:
     for query in sorted(query for query in queries if 0 <= query < context_length):
         expected = (keys <= query) & (keys > query - window)
         if not torch.equal(_row(sees, query, context_length), expected):
-            return RecognisedMask(None, is_known=False)
-    return RecognisedMask(None if window == context_length else window)
+            return RecognizedMask(None, is_known=False)
+    return RecognizedMask(None if window == context_length else window)
 
 
 def _row(sees: MaskFunction, query: int, num_keys: int) -> Tensor:
@@ -61,15 +61,15 @@ def _row(sees: MaskFunction, query: int, num_keys: int) -> Tensor:
 
 
 @contextmanager
-def recognised_masks(name: str, context_length: int) -> Iterator[None]:
-    """Let models with the attention implementation `name` pass RecognisedMask to their layers.
+def recognized_masks(name: str, context_length: int) -> Iterator[None]:
+    """Let models with the attention implementation `name` pass RecognizedMask to their layers.
 
     Otherwise transformers makes no masks for it, as no mask function of this name is registered.
     """
     from transformers import AttentionMaskInterface
 
-    def make_mask(*_: Any, mask_function: MaskFunction, **__: Any) -> RecognisedMask:
-        return recognise_mask(mask_function, context_length)
+    def make_mask(*_: Any, mask_function: MaskFunction, **__: Any) -> RecognizedMask:
+        return recognize_mask(mask_function, context_length)
 
     AttentionMaskInterface.register(name, make_mask)
     try:

@@ -9,7 +9,7 @@ from quadriga.errors import ModelError
 from quadriga.windows import common_window
 from worker_proc.attention.base import AttentionShape
 from worker_proc.transformers_impl.attention_call import AttentionFunction, CallHandler
-from worker_proc.transformers_impl.masks import recognised_masks
+from worker_proc.transformers_impl.masks import recognized_masks
 from worker_proc.transformers_impl.probe import (
     FIRST_PASS,
     SECOND_PASS,
@@ -98,7 +98,7 @@ class TransformersModel:
             return self.hidden_states(ids, torch.tensor(positions, device=self._device), handle)
 
         def first_pass(handle: CallHandler) -> Tensor:
-            with recognised_masks(self._function.name, context_length):
+            with recognized_masks(self._function.name, context_length):
                 return run(*FIRST_PASS, handle)
 
         self.layers: tuple[LayerAttention, ...] = probe_layers(

@@ -18,7 +18,7 @@ from quadriga.errors import ModelError
 from worker_proc.attention.base import AttentionShape
 from worker_proc.models.layers import Attention
 from worker_proc.transformers_impl.attention_call import AttentionCall, CallHandler, repeat_kv
-from worker_proc.transformers_impl.masks import RecognisedMask
+from worker_proc.transformers_impl.masks import RecognizedMask
 
 # Token ids and positions of the two passes; tokens 2 and 3 occur in both.
 FIRST_PASS = ([1, 2, 3], [0, 1, 2])
@@ -73,7 +73,7 @@ def probe_layers(first_pass: ForwardPass, second_pass: ForwardPass) -> tuple[Lay
     """Return how each layer attends.
 
     Args:
-        first_pass: Runs the model on FIRST_PASS, with masks that are recognised.
+        first_pass: Runs the model on FIRST_PASS, with masks that are recognized.
         second_pass: Runs the model on SECOND_PASS, as it will run on the tokens of a step.
 
     Raises:
@@ -150,7 +150,7 @@ def _layer(call: AttentionCall) -> LayerAttention:
 
 def _window(call: AttentionCall) -> int | None:
     """Return the window of the mask, which decides; without a mask that of the options."""
-    if isinstance(call.mask, RecognisedMask):
+    if isinstance(call.mask, RecognizedMask):
         if not call.mask.is_known:
             raise ModelError("its attention mask is neither causal nor a sliding window")
         return call.mask.window

@@ -34,7 +34,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(gateway, call)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
     options: RequestOptions = {**prepared.options, "clamp_max_new_tokens": True}
-    head = gateway.head(request, "msg_")
+    head = gateway.head(request, "msg", "_")
     writer = BlockWriter(display_of(fields.thinking))
     with gateway.open_group(head.id, prepared.names) as group:
         group.submit(call.messages, prepared.params, call.stream, options)

@@ -37,7 +37,7 @@ class ModelReport:
         way: how a CPU computes it: native kernels, torch, transformers or refused.
         refusal: the server's error; "" if it can be served.
         weight_bytes: bytes by format, as stored.
-        quantization: method and bits of a quantised checkpoint.
+        quantization: method and bits of a quantized checkpoint.
         kv_bytes_per_token: bytes by number format of the KV cache.
         context_length: tokens of the model's context, or the given limit.
         window: tokens that every layer's attention is limited to; 0 if a layer sees all.

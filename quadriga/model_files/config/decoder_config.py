@@ -61,7 +61,7 @@ class ExpertsConfig:
         num_experts: Experts of a layer.
         num_chosen: Experts of a token.
         intermediate_size: Of an expert.
-        renormalise: The weights of the chosen experts add up to 1.
+        renormalize: The weights of the chosen experts add up to 1.
         bias: Router and experts have biases.
         dense_layers: Indices of the layers that have an MLP instead.
         transposed: Stacked weights are [experts, inputs, outputs].
@@ -71,7 +71,7 @@ class ExpertsConfig:
     num_experts: int
     num_chosen: int
     intermediate_size: int
-    renormalise: bool = True
+    renormalize: bool = True
     bias: bool = False
     dense_layers: frozenset[int] = frozenset()
     transposed: bool = False
@@ -96,7 +96,7 @@ class DecoderConfig:
         norm_places: Norms are before attention and MLP, after them (before their outputs are
             added), or at both places.
         parallel: Attention and MLP read the same residual stream.
-        qk_norm: Each head of queries and keys is normalised, or all heads of a token together.
+        qk_norm: Each head of queries and keys is normalized, or all heads of a token together.
         qkv_bias: Queries, keys and values have biases.
         out_bias: The attention's output projection has a bias.
         mlp_bias: The MLP's projections have biases.

@@ -1,7 +1,7 @@
 """Gemma 2 and 3: norms before and after each part of a block, windows in turns.
 
 Gemma team 2024, https://arxiv.org/abs/2408.00118: bounded scores and logits. Gemma team 2025,
-https://arxiv.org/abs/2503.19786: normalised heads, and rotary positions of two kinds instead.
+https://arxiv.org/abs/2503.19786: normalized heads, and rotary positions of two kinds instead.
 """
 
 from typing import Any

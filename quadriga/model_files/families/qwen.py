@@ -1,4 +1,4 @@
-"""Qwen 2 and 3: Llama with biased queries, keys and values, or with normalised heads.
+"""Qwen 2 and 3: Llama with biased queries, keys and values, or with normalized heads.
 
 Yang et al. 2024, https://arxiv.org/abs/2407.10671; Yang et al. 2025,
 https://arxiv.org/abs/2505.09388.

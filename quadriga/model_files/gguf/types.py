@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from quadriga.errors import ModelError
 
-# Types that are not quantised.
+# Types that are not quantized.
 FLOAT_TYPES = ("F32", "F16", "BF16")
 
 

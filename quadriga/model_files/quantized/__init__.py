@@ -1,1 +1,1 @@
-"""Read how a quantised checkpoint stores its weights, without torch."""
+"""Read how a quantized checkpoint stores its weights, without torch."""

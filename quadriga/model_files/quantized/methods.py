@@ -7,13 +7,13 @@ from quadriga.errors import ModelError
 from quadriga.model_files.quantized.scheme import WHOLE_ROW, CheckpointQuantization, WeightScheme
 
 GROUP_SIZES = (128, 64, 32, WHOLE_ROW)
-REMEDY = "take another checkpoint of the model, or the unquantised one with --quantization int8"
+REMEDY = "take another checkpoint of the model, or the unquantized one with --quantization int8"
 
 Settings = Mapping[str, Any]
 
 
 def read_quantization(config: Settings) -> CheckpointQuantization | None:
-    """Return how the weights of a config.json are quantised, or None if they are not.
+    """Return how the weights of a config.json are quantized, or None if they are not.
 
     Raises:
         ModelError: The method, or one of its settings, is not supported.
@@ -44,7 +44,7 @@ def _gptq(settings: Settings) -> tuple[WeightScheme, ...]:
     overrides = [key for key in settings.get("dynamic") or {} if not key.startswith("-")]
     if overrides:
         _refuse(
-            "dynamic", overrides[0], ("only patterns of unquantised layers, that begin with -",)
+            "dynamic", overrides[0], ("only patterns of unquantized layers, that begin with -",)
         )
     return (WeightScheme(layout, bits, group_size, symmetric=False),)
 

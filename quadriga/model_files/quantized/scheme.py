@@ -1,6 +1,6 @@
-"""How a quantised checkpoint stores its weights.
+"""How a quantized checkpoint stores its weights.
 
-Which layers are quantised is read from the tensors' names and dtypes, so that layers in `ignore` or
+Which layers are quantized is read from the tensors' names and dtypes, so that layers in `ignore` or
 `modules_to_not_convert` need no treatment of their own.
 """
 

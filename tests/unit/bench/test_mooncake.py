@@ -30,7 +30,7 @@ def test_equal_ids_are_equal_tokens(tmp_path: Path) -> None:
     assert ids[0][:512] == ids[1] and len(ids[0]) == 700
 
 
-def test_our_own_trace_format_is_recognised(tmp_path: Path) -> None:
+def test_our_own_trace_format_is_recognized(tmp_path: Path) -> None:
     ours = [TraceRequest(0.5, ((1, 4),), 2)]
     write_trace(tmp_path / "t", ours)
     assert read_requests(tmp_path / "t") == ours

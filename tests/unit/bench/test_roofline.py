@@ -90,7 +90,7 @@ def test_the_work_of_a_model_is_that_of_its_layers() -> None:
 @pytest.mark.parametrize(
     ("quantization", "least", "most"), [("int8", 1.0, 1.1), ("int4", 0.5, 0.7)]
 )
-def test_quantised_weights_are_read_with_what_lies_beside_them(
+def test_quantized_weights_are_read_with_what_lies_beside_them(
     quantization: str, least: float, most: float
 ) -> None:
     size = find_size("gpt2")

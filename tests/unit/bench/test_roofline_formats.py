@@ -1,4 +1,4 @@
-"""The table of products with the quantised types of a GGUF."""
+"""The table of products with the quantized types of a GGUF."""
 
 import pytest
 

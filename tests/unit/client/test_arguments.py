@@ -152,7 +152,7 @@ class Page(BaseHTTPRequestHandler):
         (b"[]", "is tcp://127.0.0.1:5555 by default"),
     ],
 )
-def test_the_port_of_a_web_server_is_recognised(
+def test_the_port_of_a_web_server_is_recognized(
     monkeypatch: pytest.MonkeyPatch, text: bytes, where: str
 ) -> None:
     monkeypatch.setattr(Page, "text", text)

@@ -94,7 +94,7 @@ def ids_of(tokenizer: Tokenizer, max_size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer.get_vocab_size() + 4), max_size=max_size)
 
 
-def test_byte_level_decoders_are_recognised() -> None:
+def test_byte_level_decoders_are_recognized() -> None:
     assert not isinstance(DecoderFactory(BYTE_LEVEL).make(True), WindowedDecoder)
     for tokenizer in WINDOWED.values():
         assert isinstance(DecoderFactory(tokenizer).make(True), WindowedDecoder)

@@ -55,7 +55,7 @@ def _project(layer: nn.Module, x: Tensor) -> Tensor:
     ("tokens", "num_chosen", "bias", "options"),
     [
         (1, 2, False, {}),
-        (7, 1, True, {"renormalise": False}),
+        (7, 1, True, {"renormalize": False}),
         (90, 3, True, {"activation": Activation.CLAMPED_SWIGLU}),
     ],
 )

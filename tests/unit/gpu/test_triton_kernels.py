@@ -223,7 +223,7 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("adding", [True, False])
-def test_the_residual_is_added_to_and_normalised(
+def test_the_residual_is_added_to_and_normalized(
     kind: type, adding: bool, dtype: torch.dtype
 ) -> None:
     norm = kind(100, 1e-5).to(DEVICE, dtype)
@@ -248,7 +248,7 @@ def test_the_residual_is_added_to_and_normalised(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_normalised_value_is_added_to_the_residual(dtype: torch.dtype) -> None:
+def test_a_normalized_value_is_added_to_the_residual(dtype: torch.dtype) -> None:
     norm = RMSNorm(100, 1e-5, offset=1.0).to(DEVICE, dtype)
     norm.weight.copy_(draw(100))
     residual, x = draw(3, 100), draw(3, 100, dtype=dtype, seed=2)

@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are supported, and in which words the others are refused."""
+"""Which quantized checkpoints are supported, and in which words the others are refused."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from quadriga.cli.models.report import check_model
 from quadriga.errors import ModelError
 from quadriga.model_files.quantized.methods import read_quantization
 from tests.tiny_models import tiny_llama
-from tests.unit.quantised_checkpoint import (
+from tests.unit.quantized_checkpoint import (
     AWQ_CONFIG,
     FORMATS,
     NF4_CONFIG,
     compressed,
     gptq_config,
-    quantise_checkpoint,
+    quantize_checkpoint,
     weights,
 )
 
@@ -46,7 +46,7 @@ def test_method_and_bits_are_named(config: dict[str, Any], shown: str) -> None:
     assert str(read(config)) == shown
 
 
-def test_an_unquantised_model_has_none() -> None:
+def test_an_unquantized_model_has_none() -> None:
     assert read_quantization({}) is None
 
 
@@ -97,7 +97,7 @@ def test_models_check_shows_the_method_and_counts_weights_not_words(
     name: str, tmp_path: Path
 ) -> None:
     expected = check_model(str(tiny_llama(tmp_path / "dense", tie=False))).num_parameters
-    quantise_checkpoint(tiny_llama(tmp_path / "coded", tie=False), *FORMATS[name])
+    quantize_checkpoint(tiny_llama(tmp_path / "coded", tie=False), *FORMATS[name])
     report = check_model(str(tmp_path / "coded"))
     assert report.is_servable, report.refusal
     assert report.quantization == str(read(FORMATS[name][1]))

@@ -67,7 +67,7 @@ class NativeMatrix:
         """Run operations on tokens 0, 1, ... and return the rows of the last one's output."""
         step = Step(threads=threads, token_count=count, row_count=1, sampled_count=count)
         for buffer, width in widths.items():
-            dtype = torch.uint8 if buffer == Buffer.QUANTISED else torch.float32
+            dtype = torch.uint8 if buffer == Buffer.QUANTIZED else torch.float32
             buffers[buffer] = torch.zeros(count, round_up(width, 16) + STRIDE_EXTRA, dtype=dtype)
         for buffer, values in buffers.items():
             step.buffers[buffer] = values.data_ptr()

@@ -1,4 +1,4 @@
-"""The native kernels multiply the codes of quantised checkpoints, and keep them in few bits."""
+"""The native kernels multiply the codes of quantized checkpoints, and keep them in few bits."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ import torch
 from quadriga.config.server_config import ModelArgs
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import tiny_llama
-from tests.unit.quantised_checkpoint import FORMATS, quantise_checkpoint
+from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker.test_cpu_kernels import (
     CONTEXT,
     NUM_SLOTS,
-    QUANTISED_TOLERANCE,
+    QUANTIZED_TOLERANCE,
     TOLERANCE,
     Compared,
     drive,
@@ -58,8 +58,8 @@ def llama(directory: Path, **changes: object) -> Path:
 def test_steps_have_the_numbers_of_plain_torch(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    quantise_checkpoint(llama(tmp_path), *FORMATS[name])
-    within = TOLERANCE[dtype] if name in OF_FLOATS else QUANTISED_TOLERANCE
+    quantize_checkpoint(llama(tmp_path), *FORMATS[name])
+    within = TOLERANCE[dtype] if name in OF_FLOATS else QUANTIZED_TOLERANCE
     compare(tmp_path, dtype, within)
 
 
@@ -67,16 +67,16 @@ def test_steps_have_the_numbers_of_plain_torch(
 def test_rows_and_columns_that_fill_no_group_and_no_panel_are_padded(
     name: str, tmp_path: Path
 ) -> None:
-    quantise_checkpoint(llama(tmp_path, hidden_size=144, head_dim=24, intermediate_size=150),
+    quantize_checkpoint(llama(tmp_path, hidden_size=144, head_dim=24, intermediate_size=150),
                         *FORMATS[name])  # fmt: skip
-    compare(tmp_path, torch.float32, 1e-5 if name in OF_FLOATS else QUANTISED_TOLERANCE)
+    compare(tmp_path, torch.float32, 1e-5 if name in OF_FLOATS else QUANTIZED_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_projection_stays_coded_in_about_the_bytes_of_the_file(
     name: str, tmp_path: Path
 ) -> None:
-    quantise_checkpoint(
+    quantize_checkpoint(
         llama(tmp_path, hidden_size=768, num_hidden_layers=1, intermediate_size=768,
               num_attention_heads=6, num_key_value_heads=6, head_dim=128),
         *FORMATS[name],
@@ -89,17 +89,17 @@ def test_every_projection_stays_coded_in_about_the_bytes_of_the_file(
         stored += sum(part.stored_bytes for part in layer.coded)
         panels, _, _ = pack_coded(layer.coded, gated=False)
         resident += panels.numel() * panels.element_size()
-    # Double quantisation of scales is undone, and a zero takes a byte instead of a half.
+    # Double quantization of scales is undone, and a zero takes a byte instead of a half.
     more = {"nf4, double": 1.2, "pack-quantized, groups": 1.06}
     assert 0.93 < resident / stored < more.get(name, 1.05)
 
 
-def test_a_fused_matrix_with_a_dense_part_is_dequantised_exactly(tmp_path: Path) -> None:
-    values = quantise_checkpoint(llama(tmp_path), *FORMATS["awq"], ignore="v_proj")
+def test_a_fused_matrix_with_a_dense_part_is_dequantized_exactly(tmp_path: Path) -> None:
+    values = quantize_checkpoint(llama(tmp_path), *FORMATS["awq"], ignore="v_proj")
     model = load(tmp_path, packed=True)
     for name, tensor in model.checkpoint_tensors().items():
         if "self_attn" in name and "o_proj" not in name:
             assert torch.equal(tensor, values[name])
     assert not model.get_submodule("blocks.0.qkv_proj").coded
     assert model.get_submodule("blocks.0.out_proj").coded
-    compare(tmp_path, torch.float32, QUANTISED_TOLERANCE)
+    compare(tmp_path, torch.float32, QUANTIZED_TOLERANCE)

@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError
 from quadriga.runtime.compiler import COMPILER_VARIABLE, NoCompiler
 from tests.tiny_models import tiny_llama
 from tests.unit.worker.test_cpu_kernels import (
-    QUANTISED_TOLERANCE,
+    QUANTIZED_TOLERANCE,
     TOLERANCE,
     Compared,
     drive,
@@ -89,7 +89,7 @@ def test_a_cpu_with_smaller_vectors_gets_the_same_numbers(
             theirs = reference(directory, dtype, 16)
             round_weights(theirs, bits)
             ours = native(directory, dtype, 16, bits=bits, int8=True)
-            drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=3)
+            drive(Compared(ours, theirs, QUANTIZED_TOLERANCE), dtype, 16, seed=3)
 
 
 @pytest.mark.parametrize("numbers", [ComputeType.BFLOAT16, ComputeType.BFLOAT16_PAIRS])
@@ -104,7 +104,7 @@ def test_bfloat16_is_multiplied_either_way(
     directory, dtype = tiny_llama(tmp_path), torch.bfloat16
     for int8, page_size in ((False, 16), (True, 16), (False, 8)):
         ours = native(directory, dtype, page_size, int8=int8)
-        within = QUANTISED_TOLERANCE if int8 else TOLERANCE[dtype]
+        within = QUANTIZED_TOLERANCE if int8 else TOLERANCE[dtype]
         drive(
             Compared(ours, reference(directory, dtype, page_size), within), dtype, page_size, seed=4
         )
@@ -140,7 +140,7 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
         make_engine(WorkerArgs(attention_backend="native"), model, 64, torch.float32, CPU)
 
 
-def test_quantised_weights_need_the_kernels(tmp_path: Path) -> None:
+def test_quantized_weights_need_the_kernels(tmp_path: Path) -> None:
     model = load_on_cpu(tiny_llama(tmp_path), torch.float32)
     args = WorkerArgs(attention_backend="torch", quantization="int8")
     with pytest.raises(ConfigError, match="quantization int8 needs the native kernels"):

@@ -16,8 +16,8 @@ from tests.tiny_models import FAMILIES, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.quantised_panels import to_quantised_panels
 from worker_proc.cpu.quantization import quantize
+from worker_proc.cpu.quantized_panels import to_quantized_panels
 from worker_proc.cpu.weights import interleave, round_up, to_panels
 from worker_proc.runner import Runner
 from worker_proc.sampling.sampler import SamplingRows, sample
@@ -32,7 +32,7 @@ CONTEXT = 128
 NUM_SLOTS = 24
 # Fractions of the norm. float32 differs in the order of additions, bfloat16 rounds between layers.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-QUANTISED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
+QUANTIZED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
 # Two threads on the single CPU of a worker of a parallel run mostly wait for each other, so that
 # few cases have them.
 NUM_THREADS = {torch.float32: 2, torch.bfloat16: 1}
@@ -263,18 +263,18 @@ def test_keys_and_values_in_8_bits_give_nearly_the_same_numbers(
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_quantised_models_compute_nearly_what_their_rounded_weights_say(
+def test_quantized_models_compute_nearly_what_their_rounded_weights_say(
     directory: Path, dtype: torch.dtype, bits: int
 ) -> None:
     theirs = reference(directory, dtype, 16)
     round_weights(theirs, bits)
     ours = native(directory, dtype, 16, NUM_THREADS[dtype], bits=bits)
-    drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
+    drive(Compared(ours, theirs, QUANTIZED_TOLERANCE), dtype, 16, seed=7)
 
 
 @torch.inference_mode()
 def round_weights(engine: TorchEngine, bits: int) -> None:
-    """Replace every matrix of a reference by the values of its quantised weights."""
+    """Replace every matrix of a reference by the values of its quantized weights."""
     for name, weight in engine.model.named_parameters():
         if weight.dim() == 2 and "position" not in name:
             weight.data.copy_(quantize(weight.float(), bits).dense()[:, : weight.shape[1]])
@@ -355,6 +355,6 @@ def test_gate_and_up_take_turns_by_sixteen() -> None:
 
 
 @pytest.mark.parametrize(("bits", "bytes_a_group"), [(8, 34), (4, 20)])
-def test_quantised_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
-    panels = to_quantised_panels(quantize(torch.randn(48, 96), bits))
+def test_quantized_panels_take_the_bytes_that_they_promise(bits: int, bytes_a_group: int) -> None:
+    panels = to_quantized_panels(quantize(torch.randn(48, 96), bits))
     assert panels.shape == (3, round_up(3 * 16 * bytes_a_group, 64) // 4)

@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quadriga.errors import ModelError
 from tests.tiny_experts import EXPERTS, tiny_gpt_oss, tiny_mixtral
 from tests.unit.worker.test_cpu_kernels import (
-    QUANTISED_TOLERANCE,
+    QUANTIZED_TOLERANCE,
     TOLERANCE,
     Compared,
     drive,
@@ -56,7 +56,7 @@ def test_bfloat16_has_nearly_the_numbers_of_plain_torch(all_chosen: Path) -> Non
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_quantised_experts_compute_nearly_what_their_rounded_weights_say(
+def test_quantized_experts_compute_nearly_what_their_rounded_weights_say(
     all_chosen: Path, dtype: torch.dtype, bits: int
 ) -> None:
     theirs = reference(all_chosen, dtype, 16)
@@ -70,7 +70,7 @@ def test_quantised_experts_compute_nearly_what_their_rounded_weights_say(
         if name in routers:
             weight.data.copy_(routers[name])  # which the kernels do not round
     ours = native(all_chosen, dtype, 16, bits=bits)
-    drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, 16, seed=7)
+    drive(Compared(ours, theirs, QUANTIZED_TOLERANCE), dtype, 16, seed=7)
 
 
 def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(

@@ -23,7 +23,7 @@ from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_cpu_kernels import (
     CONTEXT,
     NUM_SLOTS,
-    QUANTISED_TOLERANCE,
+    QUANTIZED_TOLERANCE,
     Compared,
     drive,
 )
@@ -95,7 +95,7 @@ def test_steps_have_nearly_the_numbers_of_plain_torch_on_the_files_weights(
     theirs = TorchEngine(model, attention)
     with torch.inference_mode():
         assert isinstance(ours, NativeEngine)
-        drive(Compared(ours, theirs, QUANTISED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
+        drive(Compared(ours, theirs, QUANTIZED_TOLERANCE), dtype, PAGE_SIZE, seed=10)
 
 
 def test_a_fused_matrix_with_a_part_in_float16_becomes_dense_with_a_warning(
@@ -107,7 +107,7 @@ def test_a_fused_matrix_with_a_part_in_float16_becomes_dense_with_a_warning(
     dense = dict(load(files, packed=False).named_modules())
     name = "blocks.1.qkv_proj"
     assert layers[name].blocks == ()
-    assert "2 quantised tensors are fused with one in 16 or 32 bits" in caplog.text
+    assert "2 quantized tensors are fused with one in 16 or 32 bits" in caplog.text
     assert torch.equal(layers[name].weight, dense[name].weight)
     assert len(layers["blocks.0.qkv_proj"].blocks) == 3
 
@@ -155,9 +155,9 @@ def test_a_model_that_is_no_gguf_is_refused_with_what_to_take_instead(tmp_path: 
             load(files, packed=True)
 
 
-def test_a_gguf_without_quantised_matrices_is_refused_with_what_to_take_instead(
+def test_a_gguf_without_quantized_matrices_is_refused_with_what_to_take_instead(
     tmp_path: Path,
 ) -> None:
     files = gguf_of(llama(tmp_path), lambda name: Kind.F16)
-    with pytest.raises(ConfigError, match=r"no matrix of .*tiny\.gguf is quantised.*int8 or int4"):
+    with pytest.raises(ConfigError, match=r"no matrix of .*tiny\.gguf is quantized.*int8 or int4"):
         load(files, packed=True)

@@ -1,4 +1,4 @@
-// Products with the codes of quantised checkpoints; compiled in parallel with the compute types.
+// Products with the codes of quantized checkpoints; compiled in parallel with the compute types.
 #include "coded.h"
 
 #include <utility>

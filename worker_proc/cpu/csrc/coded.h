@@ -1,9 +1,9 @@
-// Products with the codes of quantised checkpoints, and their values. The folder coded/ has the
+// Products with the codes of quantized checkpoints, and their values. The folder coded/ has the
 // formats.
 #pragma once
 
 #include "program.h"
-#include "quantised.h"
+#include "quantized.h"
 
 // Returns the product of a tile with panels of a coded format.
 TileProduct coded_tile(int64_t format, int rows, int panels);
@@ -16,7 +16,7 @@ INLINE bool is_coded(int64_t format) { return format >= CODED_INT8 && format <= 
 
 // Tiles of integers; the inputs are rounded to 8 bits.
 struct CodedIntegers {
-    static constexpr int ROWS = QUANTISED_TILE_ROWS;
+    static constexpr int ROWS = QUANTIZED_TILE_ROWS;
     static constexpr bool PACKED = false;
 
     static TileProduct tile(int64_t format, int rows, int panels) {

@@ -6,7 +6,7 @@
 #include "attention_work.h"
 #include "coded.h"
 #include "pages.h"
-#include "quantised.h"
+#include "quantized.h"
 
 // Writes row `id` of the table, which is a column of the head's matrix.
 template <class E>
@@ -16,7 +16,7 @@ void embedding(float* to, const Matrix& m, long id, long width) {
     if (is_coded(panel.format))
         return coded_column(to, panel.format, panel.words, m.depth, lane, width);
     if (panel.format != DENSE)
-        return dequantise_column(to, panel.format, panel.words, m.depth, lane, width);
+        return dequantize_column(to, panel.format, panel.words, m.depth, lane, width);
     for (long d = 0; d < width; d++) {
         const uint32_t* unit = panel.words + d / E::PACK * LANES + lane;
         to[d] = widen_one(((const typename E::Stored*)unit)[d % E::PACK]);
@@ -40,13 +40,13 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
 }
 
 template <class E>
-void quantise_token(const Step& step, const Op& op, long token) {
+void quantize_token(const Step& step, const Op& op, long token) {
     char* to = (char*)step.buffers[op.output] + token * step.strides[op.output];
     long first = token * step.strides[op.input];
     if (op.input == ARRANGED)
-        quantise(to, (const float*)step.buffers[op.input] + first, op.width);
+        quantize(to, (const float*)step.buffers[op.input] + first, op.width);
     else
-        quantise(to, (const typename E::Passed*)step.buffers[op.input] + first, op.width);
+        quantize(to, (const typename E::Passed*)step.buffers[op.input] + first, op.width);
 }
 
 template <class E>
@@ -152,7 +152,7 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
     alignas(64) float rotated[MAX_HEAD_DIM] = {}, padded[MAX_HEAD_DIM] = {}, normed[MAX_HEAD_DIM];
     alignas(64) Stored key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
     // heads: all queries or keys of the token.
-    auto normalise_and_rotate = [&](const float* heads, long h, const float* gain,
+    auto normalize_and_rotate = [&](const float* heads, long h, const float* gain,
                                     float scale_of_all) {
         const float* from = heads + h * dim;
         if (gain) {
@@ -172,13 +172,13 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
     };
     float scale_of_queries = scale_of_all(x, program.heads);
     for (long h = 0; h < program.heads; h++) {
-        normalise_and_rotate(x, h, op.gain, scale_of_queries);
+        normalize_and_rotate(x, h, op.gain, scale_of_queries);
         narrow_all(queries + h * program.padded_dim, rotated, program.padded_dim, float(op.scale));
     }
     const float *keys = x + program.heads * dim, *values = keys + program.kv_heads * dim;
     float scale_of_keys = scale_of_all(keys, program.kv_heads);
     for (long h = 0; h < program.kv_heads; h++) {
-        normalise_and_rotate(keys, h, op.key_gain, scale_of_keys);
+        normalize_and_rotate(keys, h, op.key_gain, scale_of_keys);
         narrow_all(key, rotated, program.padded_dim, 1);
         memcpy(padded, values + h * dim, dim * sizeof(float));
         narrow_all(value, padded, program.padded_dim, 1);

@@ -49,7 +49,7 @@ inline void route(const Step& step, const Op& op, long token, ExpertRows& all) {
         weights[i] = std::exp(scores[chosen[i]] - highest);
         sum += weights[i];
     }
-    if (!op.renormalise) {
+    if (!op.renormalize) {
         sum = 0;
         for (long expert = 0; expert < op.expert_count; expert++)
             sum += std::exp(scores[expert] - highest);
@@ -78,7 +78,7 @@ inline void sort_rows(const Op& op, long token_count, ExpertRows& all) {
 // Copies the inputs of a row by expert.
 template <class E>
 void gather(const Step& step, const Op& op, long row, const ExpertRows& all) {
-    long item = op.output == EXPERT_QUANTISED ? 1 : sizeof(typename E::Passed);
+    long item = op.output == EXPERT_QUANTIZED ? 1 : sizeof(typename E::Passed);
     memcpy((char*)step.buffers[op.output] + row * step.strides[op.output] * item,
            (const char*)step.buffers[op.input] + all.tokens[row] * step.strides[op.input] * item,
            op.width * item);

@@ -7,7 +7,7 @@
 
 #include "coded.h"
 #include "program.h"
-#include "quantised.h"
+#include "quantized.h"
 #include "tile.h"
 
 constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs, which stay in the second-level cache
@@ -70,12 +70,12 @@ struct Dense {
     }
 };
 
-struct Quantised {
-    static constexpr int ROWS = QUANTISED_TILE_ROWS;
+struct Quantized {
+    static constexpr int ROWS = QUANTIZED_TILE_ROWS;
     static constexpr bool PACKED = false;
 
     static TileProduct tile(int64_t format, int rows, int panels) {
-        return quantised_tile(format, rows, panels);
+        return quantized_tile(format, rows, panels);
     }
 };
 
@@ -140,7 +140,7 @@ struct Matmul {
         case CODED_INT4: return piece_of<CodedIntegers>(i, next);
         case CODED_FLOAT8:
         case CODED_TABLE4: return piece_of<CodedFloats>(i, next);
-        default: return piece_of<Quantised>(i, next);
+        default: return piece_of<Quantized>(i, next);
         }
     }
 

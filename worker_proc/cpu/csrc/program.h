@@ -13,11 +13,11 @@ enum OpKind : int32_t {
     MATMUL_ACTIVATE,  // output = activation(input x matrix + bias)
     MATMUL_GATE,      // output = activation(gate) * up; panels of gate and up alternate
     MATMUL_ARGMAX, // only the column of each row's maximum
-    ROTATE_WRITE,  // output = queries of input, normalised (if there is a gain), rotated and
+    ROTATE_WRITE,  // output = queries of input, normalized (if there is a gain), rotated and
                    // scaled; keys (likewise) and values are written to the pages
     ATTEND,        // output = attention(input)
     COMBINE,       // output = combined parts of the rows whose context was split
-    QUANTISE,      // output = input in 8 bits, for a quantised matrix
+    QUANTIZE,      // output = input in 8 bits, for a quantized matrix
     NORM_ADD,      // output += input / rms(input) * gain, float
     COPY,          // output = input, the residual stream
     SCALE_CAP,     // output = scale * output, then softcap * tanh(output / softcap), float
@@ -30,10 +30,10 @@ enum OpKind : int32_t {
 
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU };
 
-enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTISED,
-                       EXPERT_INPUT, EXPERT_QUANTISED, EXPERT_INNER, EXPERT_OUTPUT, ARRANGED, BUFFERS };
+enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTIZED,
+                       EXPERT_INPUT, EXPERT_QUANTIZED, EXPERT_INNER, EXPERT_OUTPUT, ARRANGED, BUFFERS };
 
-// CODED_*: of quantised checkpoints, see coded.h. INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
+// CODED_*: of quantized checkpoints, see coded.h. INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
 enum Format : int64_t {
     DENSE, INT8, INT4, Q4_0, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, MIXED,
     CODED_INT8, CODED_INT4, CODED_FLOAT8, CODED_TABLE4
@@ -55,7 +55,7 @@ struct Matrix {
     const float* bias;       // [panels * 16], or null
     int64_t columns;         // without the padding of the last panel
     int64_t panel_count;
-    int64_t depth;           // dense: units of a column; quantised: groups
+    int64_t depth;           // dense: units of a column; quantized: groups
     const int32_t* order;    // [inputs] of each column of the weight, or null: in order
     int64_t inputs;          // coded: without the padding of the last group
 
@@ -76,7 +76,7 @@ struct Op {
     double scale;           // ROTATE_WRITE: of the queries
     double softcap;         // 0: none
     int64_t activation;
-    int64_t norm_whole;     // ROTATE_WRITE: not 0: all heads of a token are normalised together, by
+    int64_t norm_whole;     // ROTATE_WRITE: not 0: all heads of a token are normalized together, by
                             // gains of [heads * head_dim] and [kv_heads * head_dim]
     const float* cosines;   // ROTATE_WRITE: [context][rotated / 2], or null: no rotation
     const float* sines;
@@ -86,7 +86,7 @@ struct Op {
     const Matrix* experts;  // products by expert: [experts], instead of `matrix`; else null
     int64_t expert_count;
     int64_t num_chosen;     // experts of a token
-    int64_t renormalise;    // ROUTE: not 0: the weights of a token's experts add up to 1
+    int64_t renormalize;    // ROUTE: not 0: the weights of a token's experts add up to 1
     int64_t by_expert;      // not 0: there is a row for each chosen expert of each token, see experts.h
 };
 

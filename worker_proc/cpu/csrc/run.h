@@ -220,8 +220,8 @@ class Run {
             return each_row(op, next, id, [&](long token) { copy<E>(step, op, token); });
         case SCALE_CAP:
             return each_row(op, next, id, [&](long token) { scale_cap(step, op, token); });
-        case QUANTISE:
-            return each_row(op, next, id, [&](long token) { quantise_token<E>(step, op, token); });
+        case QUANTIZE:
+            return each_row(op, next, id, [&](long token) { quantize_token<E>(step, op, token); });
         case ARRANGE:
             return each_row(op, next, id, [&](long token) { arrange_token<E>(step, op, token); });
         case ROTATE_WRITE:

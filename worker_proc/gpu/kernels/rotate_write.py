@@ -116,7 +116,7 @@ def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
     attention: Attention,
 ) -> None:  # fmt: skip
-    """Normalise and rotate queries in place, and keys on their way to the pages.
+    """Normalize and rotate queries in place, and keys on their way to the pages.
 
     Args:
         qkv: `[tokens, heads + 2 * kv_heads, head_dim]`.

@@ -83,7 +83,7 @@ def _add_norm(
 def add_and_norm(
     residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNorm, factor: float = 1.0
 ) -> Tensor:
-    """Add to the residual stream in place, and normalise it.
+    """Add to the residual stream in place, and normalize it.
 
     Args:
         residual: `[rows, hidden]` float32.

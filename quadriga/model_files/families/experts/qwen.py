@@ -23,7 +23,7 @@ def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
         num_experts=setting(config, "num_local_experts", config.get("num_experts") or 128),
         num_chosen=setting(config, "num_experts_per_tok", 8),
         intermediate_size=setting(config, "moe_intermediate_size", 768),
-        renormalise=setting(config, "norm_topk_prob", False),
+        renormalize=setting(config, "norm_topk_prob", False),
         dense_layers=frozenset(
             layer
             for layer in range(num_layers)

@@ -1,4 +1,4 @@
-"""EXAONE 4.0: norms after attention and MLP, normalised heads, windows in most layers.
+"""EXAONE 4.0: norms after attention and MLP, normalized heads, windows in most layers.
 
 LG AI Research 2025, https://arxiv.org/abs/2507.11407.
 """

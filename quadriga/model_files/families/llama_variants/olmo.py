@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, queries and keys normalised over all heads.
+"""OLMo 2 and 3: norms after attention and MLP, queries and keys normalized over all heads.
 
 OLMo team 2024, https://arxiv.org/abs/2501.00656; 2025, https://arxiv.org/abs/2512.13961.
 """

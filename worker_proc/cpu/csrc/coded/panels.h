@@ -1,11 +1,11 @@
-// Panels with the codes of quantised checkpoints, whose scales are as large and as many as in the
+// Panels with the codes of quantized checkpoints, whose scales are as large and as many as in the
 // file. A panel of 16 columns has a header, codes [groups of 32 inputs][GROUP_BYTES], scales
 // [scales][16] and, if the header says so, zeros [scales][16] bytes.
 #pragma once
 
 #include "../program.h"
-#include "../quantised/inputs.h"
-#include "../quantised/scales.h"
+#include "../quantized/inputs.h"
+#include "../quantized/scales.h"
 
 // SCALE_SHARED: A float for all 16 columns.
 enum ScaleType : int32_t { SCALE_FLOAT16, SCALE_BFLOAT16, SCALE_FLOAT32, SCALE_SHARED };

@@ -1,4 +1,4 @@
-// The inner loops of products with the codes of quantised checkpoints.
+// The inner loops of products with the codes of quantized checkpoints.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ INLINE void prefetch_group(const char* next, long g) {
     for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(next + g * BYTES + byte, 0, 2);
 }
 
-// Multiplies integers: rows are QuantisedRow, as in quantised_product.
+// Multiplies integers: rows are QuantizedRow, as in quantized_product.
 template <class C, int ROWS, int PANELS>
 void coded_integer_product(float* out, long out_stride, const uint32_t* a, long a_stride,
                            const uint32_t* panels, long panel_units, long groups,
@@ -27,7 +27,7 @@ void coded_integer_product(float* out, long out_stride, const uint32_t* a, long 
         for (long g = first, end = std::min(groups, first + header.group); g < end; g++) {
             Ints products[ROWS][PANELS];
             for (int r = 0; r < ROWS; r++) {
-                int32_t sum = QuantisedRow(a + r * a_stride, groups).sums[g];
+                int32_t sum = QuantizedRow(a + r * a_stride, groups).sums[g];
                 for (int p = 0; p < PANELS; p++) products[r][p] = Ints(-C::MIDDLE * sum);
             }
             for (int p = 0; p < PANELS; p++) prefetch_group<C>(prefetch.lines[p], g);
@@ -45,7 +45,7 @@ void coded_integer_product(float* out, long out_stride, const uint32_t* a, long 
             }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-                QuantisedRow row(a + r * a_stride, groups);
+                QuantizedRow row(a + r * a_stride, groups);
                 inputs[r] += row.scales[g] * float(row.sums[g]);
 #pragma GCC unroll 4
                 for (int p = 0; p < PANELS; p++)

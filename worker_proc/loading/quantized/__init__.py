@@ -1,0 +1,1 @@
+"""Read the quantized layers of safetensors checkpoints, one file for each method."""
