@@ -95,7 +95,8 @@ _STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
 }
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
-_PREFIXES = {errors.PromptTooLong.code: "this model's maximum context length is exceeded: "}
+CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "
+_PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 
 def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:

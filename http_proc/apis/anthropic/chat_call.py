@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from http_proc.apis.anthropic.conversation import read_conversation
+from http_proc.apis.anthropic.errors import NO_THREADS
 from http_proc.apis.anthropic.request_types import (
     CountTokensRequest,
     MessagesRequest,
@@ -74,6 +75,12 @@ def _check_supported(fields: CountTokensRequest) -> None:
     if fields.compaction is not None:
         raise invalid("compaction: this server compacts no conversations; leave it out",
                       "compaction")  # fmt: skip
+    if fields.thread is not None:
+        raise invalid(
+            "thread: this server keeps no conversations; leave it out and send all messages",
+            "thread",
+            NO_THREADS,
+        )
     if isinstance(fields.container, dict) and fields.container.get("skills"):
         raise invalid("container.skills: this server has no containers; leave it out", "container")
 

@@ -92,7 +92,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
     """POST /v1/messages/count_tokens.
 
     output_format: the older name of output_config.format. The fields after it have no effect;
-    mcp_servers, compaction and the skills of a container must be empty.
+    mcp_servers, compaction, thread and the skills of a container must be empty.
     """
 
     model: str | None = None
@@ -105,6 +105,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
     output_format: OutputFormat | None = None
     mcp_servers: list[Any] = msgspec.field(default_factory=list)
     compaction: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     container: str | dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
@@ -126,8 +127,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: largest number of generated tokens, or what the context leaves if that is less; 0
     computes the prompt alone, for the prefix cache. stop_sequences: strings that end the text. The
-    fields after output_format have no effect; mcp_servers, compaction and the skills of a
-    container must be empty.
+    fields after output_format have no effect; mcp_servers, compaction, thread and the skills of
+    a container must be empty.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]

@@ -270,6 +270,18 @@ def test_thinking_goes_back_to_the_template_and_a_failure_is_marked() -> None:
     assert tool["content"] == "Error: no network"
 
 
+def test_a_last_message_of_the_assistant_is_continued() -> None:
+    ring = ScriptedRing([" Paris"])
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    assert ask(ring, messages=messages).body["content"] == [{"type": "text", "text": " Paris"}]
+    chat = ring.submitted[0][2]["chat"]
+    assert chat.continue_final_message and not chat.add_generation_prompt
+    assert not turns_of([*HELLO, {"role": "assistant", "content": ""}])[1:]
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    refused("messages.1: the assistant's last message is continued: give it text",
+            messages=[*HELLO, {"role": "assistant", "content": [thinking]}])  # fmt: skip
+
+
 def test_the_header_that_differs_in_each_request_is_left_out_of_the_system_prompt() -> None:
     first = turns_of(claude_code_request("tiny", "eb6c6")["messages"])
     bodies = [claude_code_request("tiny", nonce) | {"stream": False} for nonce in ("a1", "b2")]
@@ -470,6 +482,12 @@ def test_an_error_in_a_stream_is_an_event() -> None:
     name, data = answers[0].split("\n\n")[-2].split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+def test_threads_are_refused_with_the_code_by_which_the_sdk_sends_the_whole_conversation() -> None:
+    answer = ask(ScriptedRing(["x"]), thread={"type": "create"})
+    assert answer.status == 400
+    assert answer.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_other_errors_of_the_path_have_the_format_of_the_api() -> None:
