@@ -92,6 +92,12 @@ class ScriptedRing:
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], "stop", usage, timings)
 
+    async def tokenize(self, prompt: Any, chat: Any) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append((prompt, None, {"chat": chat}))
+        return [1] * self.num_prompt_tokens
+
     async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
         self.questions.append(request_ids)
         return [self.progress_of_each] * len(request_ids)
