@@ -14,6 +14,8 @@ from aiohttp import web
 
 from http_proc.apis import sglang_generate
 from http_proc.apis.openai import chat, completions
+from http_proc.apis.responses import create
+from http_proc.apis.responses import schema as responses_schema
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
 from http_proc.protocol import sampling, schema
@@ -135,6 +137,9 @@ ENDPOINTS = [
           sampling=sampling.OPENAI, streams=True),
     post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
           schema.ChatRequest, schema.ChatBody, sampling=sampling.CHAT, streams=True),
+    post("/v1/responses", create.create_response, "Answer a conversation with output items",
+         responses_schema.ResponsesRequest, responses_schema.ResponseObject,
+         sampling=responses_schema.RESPONSES, streams=True),
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
