@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quadriga.config.server_config import ServerConfig
+from quadriga.fill_format import FillFormat, fill_format_to_info
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
 from tokenizer_proc.overload import check_room
@@ -17,7 +18,11 @@ EXPIRY_S = 10.0
 
 
 def static_server_info(
-    config: ServerConfig, model: ModelFiles, chat: ChatTemplate, pids: dict[str, int]
+    config: ServerConfig,
+    model: ModelFiles,
+    chat: ChatTemplate,
+    fill_format: FillFormat | None,
+    pids: dict[str, int],
 ) -> InfoValues:
     """Return the values that do not change while the server runs; docs/protocol.md lists them."""
     return {
@@ -34,6 +39,7 @@ def static_server_info(
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": chat.exists,
         "tool_format": chat.tool_format,
+        "fill_format": fill_format_to_info(fill_format),
         "tokenize_workers": config.frontend.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
         "pids": dict(pids),

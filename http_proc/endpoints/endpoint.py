@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import ApiError, ErrorAnswer
 
 STREAM, PLAIN = "text/event-stream", "text/plain"
 
@@ -23,6 +23,7 @@ class Endpoint(NamedTuple):
         streams: the response may be a stream instead.
         is_listed: the response may be a list of `response` instead.
         error_body: returns the body of an error in the format of the endpoint's API.
+        error: type of that body.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Endpoint(NamedTuple):
     streams: bool = False
     is_listed: bool = False
     error_body: Callable[[ApiError], bytes] = ApiError.body
+    error: Any = ErrorAnswer
 
 
 def post(

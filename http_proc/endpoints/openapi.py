@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.apis import sglang_generate
+from http_proc.apis import infill, sglang_generate
 from http_proc.apis.openai import chat, completions
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
 from http_proc.protocol import sampling, schema
-from http_proc.protocol.errors import ErrorAnswer
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -27,9 +26,10 @@ PAGE = Path(__file__).with_name("docs.html")
 @cache
 def document() -> bytes:
     """Return the OpenAPI 3.1 document as JSON."""
-    types: list[Any] = [ErrorAnswer, SamplingParams]
+    types: list[Any] = [SamplingParams]
     for endpoint in _DOCUMENTED:
-        types += [body for body in (endpoint.body, endpoint.response) if isinstance(body, type)]
+        bodies = (endpoint.body, endpoint.response, endpoint.error)
+        types += [body for body in bodies if isinstance(body, type)]
     _, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -88,7 +88,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "summary": endpoint.summary,
         "responses": {
             "200": {"description": "Done", "content": _response(endpoint)},
-            "default": {"description": "What went wrong", "content": _json(_ref(ErrorAnswer))},
+            "default": {"description": "What went wrong", "content": _json(_ref(endpoint.error))},
         },
     }
     if endpoint.body is not None:
@@ -140,6 +140,9 @@ ENDPOINTS = [
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
           sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
           streams=True, is_listed=True),
+    post("/infill", infill.infill, "Fill the gap between two texts, in llama.cpp's format",
+          infill.InfillRequest, infill.InfillAnswer, sampling=infill.LLAMA_CPP, streams=True,
+          error_body=infill.error_body, error=infill.LlamaCppErrorAnswer),
     post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
     post("/detokenize", service.detokenize, "Text of token ids",

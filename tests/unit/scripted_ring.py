@@ -24,6 +24,7 @@ FACTS = {
     "context_length": 100,
     "chat": True,
     "answer_format": to_info(AnswerFormat(calls=HERMES, takes_tools=True)),
+    "fill_format": None,
     "pids": {},
 }
 TIMEOUT_S = 60.0
