@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.fill_format import FillFormat, fill_format_to_info
+from quadriga.model_details import details_to_info
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from tokenizer_proc.model_details import model_details
 from tokenizer_proc.overload import check_room
 from tokenizer_proc.preparation.chat import ChatTemplate
 
@@ -28,6 +30,7 @@ def static_server_info(
     return {
         "protocol": PROTOCOL_VERSION,
         "model": config.model.shown_name,
+        "model_details": details_to_info(model_details(model)),
         "endpoint": config.frontend.endpoint,
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
