@@ -18,6 +18,7 @@ from quadriga.wire.messages.to_detok import (
     DetokMessage,
     Drained,
     InfoReply,
+    ProgressReply,
     SchedulerRestarted,
     StepOutput,
     StopDetok,
@@ -70,6 +71,9 @@ def serve(
             elif isinstance(message, InfoReply):
                 info = encode(_with_own_pid(message.info))
                 delivery.send_frames(message.client, info, encode(Delivered(inspected=True)))
+            elif isinstance(message, ProgressReply):
+                progress = encode(message.progress)
+                delivery.send_frames(message.client, progress, encode(Delivered(inspected=True)))
             elif message.session == session:
                 deliver(message, detokenizer, delivery, scheduler)
 

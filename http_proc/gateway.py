@@ -12,6 +12,7 @@ from aiohttp import web
 
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
@@ -49,6 +50,7 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        progress: the poller of streams that wait.
         log_level: which requests are logged.
         body_bytes: bytes of request bodies that are being received.
     """
@@ -58,6 +60,7 @@ class Gateway:
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
+        self.progress = ProgressPoller(ring, config.http.sse_ping_interval)
         self.log_level = RequestLogLevel.of(config.launch)
         self.started_at = int(time.time())
         self.is_draining = False

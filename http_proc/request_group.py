@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.protocol.timings import Stage
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -31,6 +32,7 @@ class RequestGroup:
         self._handles: list[RequestHandle] = []
         self._chunks: list[tuple[int, StreamChunk]] = []
         self._error: QuadrigaError | None = None
+        self._began_at = self._accepted_at = self._loop.time()
         self._num_choices = 0
         self._num_unfinished = 0
         self.finished = asyncio.Event()
@@ -46,6 +48,23 @@ class RequestGroup:
         self.finished.set()
 
     @property
+    def request_ids(self) -> list[str]:
+        """Ids of the ring's requests that have not ended."""
+        return [handle.request_id for handle in self._handles if not handle.done]
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether every prompt is tokenized."""
+        return len(self._accepted) == len(self._handles)
+
+    @property
+    def known_stages(self) -> list[Stage]:
+        """Stages that are over, and their seconds by the clock of the gateway."""
+        if not self.is_accepted:
+            return []
+        return [("tokenize", self._accepted_at - self._began_at)]
+
+    @property
     def is_done(self) -> bool:
         """True if every choice has finished and all its chunks were taken."""
         return not self._num_unfinished and not self._chunks
@@ -58,7 +77,8 @@ class RequestGroup:
 
         def accept(message: Accepted) -> None:
             self._accepted[prompt_index] = message
-            self._wake()
+            self._accepted_at = self._loop.time()
+            self.wake()
 
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
@@ -79,11 +99,12 @@ class RequestGroup:
             self._num_unfinished -= item.completion is not None
             if not self._num_unfinished:
                 self.finished.set()
-            self._wake()
+            self.wake()
 
         return take
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader look again, with or without chunks."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -101,7 +122,7 @@ class RequestGroup:
         Raises:
             QuadrigaError: a request has failed before.
         """
-        while len(self._accepted) < len(self._handles):
+        while not self.is_accepted:
             if self._error is not None:
                 raise self._error
             if not self._num_unfinished:
@@ -110,7 +131,10 @@ class RequestGroup:
         return [self._accepted[index] for index in range(len(self._handles))]
 
     async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
-        """Wait for chunks and return all that have arrived, by choice. Raises a choice's error."""
+        """Wait for chunks and return all that have arrived, by choice.
+
+        The list is empty if something else has woken the reader. Raise a choice's error.
+        """
         if not self._chunks and self._error is None:
             await self._change()
         if self._error is not None:
@@ -132,7 +156,7 @@ class RequestGroup:
         self._error = self._error or error
         self._num_unfinished = 0
         self.finished.set()
-        self._wake()
+        self.wake()
 
     async def abort(self) -> None:
         """End the open requests, which finish with the reason "abort" and their text so far."""

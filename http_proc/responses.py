@@ -9,7 +9,9 @@ from aiohttp import web
 
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_log import RECORD
+from http_proc.progress.watch import StreamWatch
 from http_proc.protocol.errors import ApiError, from_ring
+from http_proc.protocol.timings import SERVER_TIMING, server_timing
 from http_proc.request_group import RequestGroup
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
@@ -113,36 +115,82 @@ async def stream_events(
 ) -> web.StreamResponse:
     """Send events until all choices have finished; chunks that arrive together are one write.
 
-    An error before the first chunk is raised, so that it becomes an HTTP status. A later error
-    ends the stream with the renderer's event. `names`: the request's name of each field of the
-    ring, for error messages.
+    Status and headers are sent with the first chunk, when a request is admitted, or after 5 s. An
+    error before that is raised, so that it becomes an HTTP status. A later error ends the stream
+    with the renderer's event. `names`: the request's name of each field of the ring, for error
+    messages.
     """
-    chunks = await group.next_chunks()
-    headers = HEADERS | {"Content-Type": renderer.framing.content_type}
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    first = renderer.start(await group.accepted())
-    try:
-        while True:
-            pieces = [first]
-            for choice, chunk in chunks:
-                pieces.append(renderer.render(choice, chunk))
-                if chunk.completion is not None:
-                    _record(request, chunk.completion)
-            if group.is_done:
-                pieces.append(renderer.finish())
-            if data := b"".join(pieces):
-                await response.write(data)  # waits while the connection's buffer is full
-            if group.is_done:
-                break
-            first = b""
-            chunks = await group.next_chunks()
-    except QuadrigaError as error:
-        request.app[GATEWAY].metrics.count_error(error.code)
-        request[RECORD].error = f"{error.code}: {error}"
-        await response.write(renderer.error(from_ring(error, names)))
+    poller = request.app[GATEWAY].progress
+    with poller.watch(group) as watch:
+        chunks = await watch.first_chunks()
+        response = web.StreamResponse(headers=_headers(renderer, group))
+        await response.prepare(request)
+        poller.on_headers(watch, renderer.framing.has_comments)
+        stream = EventStream(request, response, group, renderer, watch)
+        try:
+            await stream.send(chunks)
+        except QuadrigaError as error:
+            request.app[GATEWAY].metrics.count_error(error.code)
+            request[RECORD].error = f"{error.code}: {error}"
+            await response.write(renderer.error(from_ring(error, names)))
     await response.write_eof()
     return response
+
+
+def _headers(renderer: Renderer, group: RequestGroup) -> dict[str, str]:
+    headers = HEADERS | {"Content-Type": renderer.framing.content_type}
+    known = group.known_stages
+    return headers | ({SERVER_TIMING: server_timing(known)} if known else {})
+
+
+class EventStream:
+    """The events of one stream after its headers."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        group: RequestGroup,
+        renderer: Renderer,
+        watch: StreamWatch,
+    ) -> None:
+        self._request = request
+        self._response = response
+        self._group = group
+        self._renderer = renderer
+        self._watch = watch
+        self._has_started = False
+
+    async def send(self, chunks: list[tuple[int, StreamChunk]]) -> None:
+        """Send chunks, and all that follow, to the end. Raise the error of a request."""
+        while True:
+            data = b"" if self._has_started else await self._start(chunks)
+            data += self._render(chunks) or self._watch.take_comment()
+            is_last = self._group.is_done
+            if is_last:
+                data += self._renderer.finish()
+            if data:
+                await self._response.write(data)  # waits while the connection's buffer is full
+                self._watch.on_write()
+            if is_last:
+                return
+            chunks = await self._group.next_chunks()
+
+    async def _start(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
+        """Return the first events, which come before all chunks, if they can be made now."""
+        if not chunks and not self._group.is_accepted:
+            return b""
+        self._has_started = True
+        return self._renderer.start(await self._group.accepted())
+
+    def _render(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
+        """Return the events of chunks."""
+        pieces = []
+        for choice, chunk in chunks:
+            pieces.append(self._renderer.render(choice, chunk))
+            if chunk.completion is not None:
+                _record(self._request, chunk.completion)
+        return b"".join(pieces)
 
 
 async def collect(request: web.Request, group: RequestGroup) -> list[Completion]:

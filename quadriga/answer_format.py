@@ -33,26 +33,40 @@ class CallStyle(Enum):
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The marks around tool calls. An empty mark is not written.
 
+    Whitespace at the ends of a mark and within it may be missing in an answer.
+
     Attributes:
-        open: begins the calls. Empty: an answer that begins with a call consists of calls.
+        open: begins the calls. Empty, if `call_open` and `name_open` are empty, too: an answer that
+            begins with a call of a tool of the request consists of calls.
+        open_variants: other marks that some answers have instead of `open`.
         close: ends the calls.
+        close_variants: other marks that some answers have instead of `close`.
         call_open: begins each call, after `open`.
         call_close: ends each call.
         separator: stands between two calls.
         is_list: JSON: the calls are the items of a JSON list.
-        name_key: JSON: key of the name.
+        name_key: JSON: key of the name. Empty: the name is the key of the arguments.
         arguments_key: JSON: key of the arguments.
         name_open: stands before the name, if the style is not JSON.
         name_close: stands between the name and the arguments, if the style is not JSON.
+        index_open: NAMED_JSON: stands between the name and the number of the call, after which
+            `name_close` follows. The id of the call is `name_open`, name, `index_open` and number.
+        id_open: NAMED_JSON: stands between the name and the id of the call that the model writes.
         key_open: TAGGED: stands before the name of an argument.
-        key_close: TAGGED: stands between the name and the value of an argument.
-        value_close: TAGGED: stands after the value of an argument.
+        key_close: TAGGED: stands between the name and the value of an argument. If it ends with a
+            newline, a newline before the value is not part of the value.
+        string_key_close: TAGGED: the same for an argument that is a string, if that is written
+            differently.
+        value_close: TAGGED: stands after the value of an argument. If it begins with a newline, a
+            newline after the value is not part of the value.
         quote: QUOTED: stands before and after a string.
     """
 
     style: CallStyle
     open: str = ""
+    open_variants: tuple[str, ...] = ()
     close: str = ""
+    close_variants: tuple[str, ...] = ()
     call_open: str = ""
     call_close: str = ""
     separator: str = ""
@@ -61,8 +75,11 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arguments_key: str = "arguments"
     name_open: str = ""
     name_close: str = ""
+    index_open: str = ""
+    id_open: str = ""
     key_open: str = ""
     key_close: str = ""
+    string_key_close: str = ""
     value_close: str = ""
     quote: str = ""
 
@@ -72,13 +89,21 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         open: begins the reasoning, in the answer or at the end of the prompt.
+        open_variants: other marks that some answers have instead of `open`.
         close: ends it; what follows is the answer proper.
+        close_variants: other marks that some answers have instead of `close`.
+        text_open: begins the answer proper, if that has a mark of its own; dropped.
+        text_close: ends the answer proper; dropped.
         switch: variable of the chat template that turns reasoning on and off; empty if it has none.
         is_default: the model reasons unless the switch is off.
     """
 
     open: str = "<think>"
+    open_variants: tuple[str, ...] = ()
     close: str = "</think>"
+    close_variants: tuple[str, ...] = ()
+    text_open: str = ""
+    text_close: str = ""
     switch: str = ""
     is_default: bool = True
 

@@ -92,6 +92,11 @@ class SchedulerCore:
         return len(self.waiting) + len(self.quarantine)
 
     @property
+    def prefill_budget(self) -> int:
+        """Number of prompt tokens that a step computes."""
+        return self._budget
+
+    @property
     def has_work(self) -> bool:
         """Whether a request could use a step."""
         if self.kv.num_pages == 0:

@@ -26,6 +26,11 @@ class GrammarQueue:
         """Number of requests that are held back."""
         return sum(map(len, self._waiting.values())) if self._waiting else 0
 
+    def holds(self, request: Request) -> bool:
+        """Return whether a request is held back."""
+        grammar = request.grammar
+        return grammar is not None and request.seq in self._waiting.get(grammar.key, ())
+
     def forget_all(self) -> None:
         """Forget everything: a new worker has no grammar."""
         self._num_users.clear()

@@ -19,6 +19,7 @@ from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.observe.request_log import RequestLog
+from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
@@ -37,6 +38,7 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
+        slot_rate: how fast slots become free.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
@@ -61,6 +63,7 @@ class RequestLifecycle:
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
+        self.slot_rate = SlotRate()
         self.events = StepEvents()
         self._is_draining = False
         self._reported_drained = False
@@ -188,6 +191,8 @@ class RequestLifecycle:
         """Report the end of a request that the core has removed."""
         now = self._clock()
         self.stats.on_finish(request, now)
+        if request.admitted_at:
+            self.slot_rate.on_end(now, has_waiting=len(self.core.waiting) > 0)
         if self.request_log is not None:
             self.request_log.on_finish(request, now)
         self.events.finished.append(request)

@@ -16,6 +16,7 @@ from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import InfoValues
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
@@ -49,6 +50,7 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
+        self._progress = ProgressReport(self.lifecycle, self.pipeline)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -167,6 +169,9 @@ class Scheduler:
                     {"flushed_pages": lifecycle.core.kv.flush()} if message.flush_cache else {}
                 )
                 self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
+            case to_scheduler.ProgressRequest():
+                values = self._progress.values(message, self._clock())
+                self._detok.send(progress_reply(message, values))
             case to_scheduler.Drain():
                 lifecycle.drain()
             case to_scheduler.AbortAll():

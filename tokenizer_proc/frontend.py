@@ -15,19 +15,26 @@ import msgspec
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
+    MAX_PROGRESS_IDS,
     PROTOCOL_VERSION,
     Abort,
     Detokenize,
     FlushCache,
     Generate,
     GetInfo,
+    GetProgress,
     InfoValues,
     Ping,
     Pong,
     Tokenize,
 )
 from quadriga.wire.messages.to_detok import Delivered
-from quadriga.wire.messages.to_scheduler import EndsDelivered, InfoRequest, Shutdown
+from quadriga.wire.messages.to_scheduler import (
+    EndsDelivered,
+    InfoRequest,
+    ProgressRequest,
+    Shutdown,
+)
 from quadriga.wire.sockets import AsyncPort, Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
@@ -102,6 +109,8 @@ class Frontend:
                 self.clients.answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
             case GetInfo() | FlushCache():
                 self._send_info_request(client, message)
+            case GetProgress():
+                self._send_progress_request(client, message)
             case Tokenize() | Detokenize():
                 self.clients.answer(client, self._preparation.preparer.convert(message))
 
@@ -131,6 +140,19 @@ class Frontend:
         info: InfoValues = {**self._static_info, **current}
         flush_cache = isinstance(message, FlushCache)
         self._scheduler.send(InfoRequest(client, message.request_id, info, flush_cache))
+
+    def _send_progress_request(self, client: bytes, message: GetProgress) -> None:
+        validation.check_request_id(message.request_id)
+        ids = message.request_ids
+        if len(ids) > MAX_PROGRESS_IDS:
+            raise InvalidRequest(
+                f"request_ids has {len(ids)} ids: at most {MAX_PROGRESS_IDS} are allowed; ask for"
+                " the others with another message",
+                "request_ids",
+            )
+        self._info_requests.begin(client)
+        preparing = self.intake.preparing(client, ids)
+        self._scheduler.send(ProgressRequest(client, message.request_id, ids, preparing))
 
     def _on_client_lost(self, client: bytes) -> None:
         self._info_requests.forget(client)

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from quadriga.answer_format import AnswerFormat, to_info
 from quadriga.config.server_config import ServerConfig
 from quadriga.fill_format import FillFormat, fill_format_to_info
 from quadriga.model_details import details_to_info
@@ -11,7 +12,6 @@ from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
 from tokenizer_proc.model_details import model_details
 from tokenizer_proc.overload import check_room
-from tokenizer_proc.preparation.chat import ChatTemplate
 
 MAX_PENDING_OF_CLIENT = 32
 MAX_PENDING = 256
@@ -22,7 +22,8 @@ EXPIRY_S = 10.0
 def static_server_info(
     config: ServerConfig,
     model: ModelFiles,
-    chat: ChatTemplate,
+    has_chat: bool,
+    answer_format: AnswerFormat,
     fill_format: FillFormat | None,
     pids: dict[str, int],
 ) -> InfoValues:
@@ -40,8 +41,8 @@ def static_server_info(
         "max_running_requests": config.scheduler.max_running_requests,
         "max_queued_requests": config.scheduler.max_queued_requests,
         "default_max_tokens": config.frontend.default_max_tokens,
-        "chat": chat.exists,
-        "tool_format": chat.tool_format,
+        "chat": has_chat,
+        "answer_format": to_info(answer_format),
         "fill_format": fill_format_to_info(fill_format),
         "tokenize_workers": config.frontend.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
@@ -50,7 +51,7 @@ def static_server_info(
 
 
 class InfoRequests:
-    """Count the unanswered GetInfo and FlushCache messages: each costs every process some work."""
+    """Count the unanswered GetInfo, FlushCache and GetProgress messages: each costs some work."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -211,6 +211,11 @@ class RequestIntake:
         )
         self._open.submit(submit, request.aborted_by)
 
+    def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
+        """Return those of a client's requests that are not submitted yet."""
+        incoming = self._incoming.of_client(client)
+        return [request_id for request_id in request_ids if request_id in incoming]
+
     # --- aborts and ends --------------------------------------------------------------------------
 
     def abort(self, client: bytes, request_id: str) -> None:

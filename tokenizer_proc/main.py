@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import time
 from pathlib import Path
@@ -26,12 +27,13 @@ from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import static_server_info
 from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
-from tokenizer_proc.preparation.chat import ChatTemplate
+from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.fill_marks import find_fill_format
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
+from tokenizer_proc.preparation.templates.overrule import ParserNames
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
@@ -63,18 +65,25 @@ def _load(child: Child) -> Loaded:
     began_at = time.monotonic()
     config = child.config
     model = resolve_model(config.model)
-    chat = ChatTemplate(model.tokenizer_dir, model.chat_template)
     tokenizer = load_tokenizer(model.tokenizer_dir)
+    marks = token_marks(tokenizer, model.eos_token_ids)
+    parsers = ParserNames(config.frontend.tool_call_parser, config.frontend.reasoning_parser)
+    chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     check_tokenizer(model, num_ids)
+    if not chat.shows_calls:
+        logging.warning(
+            "the chat template takes tools, but does not show how the model writes calls: they are"
+            " read as hermes; choose another form with --tool-call-parser"
+        )
     encoder = Encoder(tokenizer, chat)
     preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
     fill_format = find_fill_format(tokenizer, model.tokenizer_dir)
-    static_info = static_server_info(config, model, chat, fill_format, pids)
-    return Loaded(model, preparer, fork_server, static_info)
+    info = static_server_info(config, model, chat.exists, chat.answer_format, fill_format, pids)
+    return Loaded(model, preparer, fork_server, info)
 
 
 async def serve(child: Child, loaded: Loaded) -> None:

@@ -1,12 +1,18 @@
-"""The contract of the parser of answers."""
+"""The contract of the parser of answers, and the parser for a format."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from http_proc.answer.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd, TextDelta
-from http_proc.protocol.tool_calls import ParsedCalls, ToolCallParser, ToolFormat
-from http_proc.protocol.tool_calls import make_parser as old_parser
-from quadriga.answer_format import AnswerFormat
+from http_proc.answer.call_context import CallContext
+from http_proc.answer.calls import CallsParser
+from http_proc.answer.event_writer import EventWriter
+from http_proc.answer.events import AnswerEvent, ParsedAnswer
+from http_proc.answer.harmony import HarmonyParser
+from http_proc.answer.marked import MarkedAnswerParser
+from http_proc.answer.marks import AnswerInput
+from http_proc.answer.tool_schemas import ToolSchemas
+from quadriga.answer_format import AnswerFormat, CallStyle
+
+__all__ = ["AnswerParser", "ToolSchemas", "make_parser", "parse_answer"]
 
 
 class AnswerParser(Protocol):
@@ -19,51 +25,44 @@ class AnswerParser(Protocol):
         """Return the rest; nothing may be pushed afterwards."""
 
 
-class ToolSchemas(dict[str, Mapping[str, Any]]):
-    """The JSON schema of the arguments of each tool of a request, by the tool's name."""
-
-
 def make_parser(
     answer_format: AnswerFormat,
     *,
     tools: ToolSchemas | None = None,
-    begins_in_reasoning: bool = False,  # noqa: ARG001
-    parses_reasoning: bool = True,  # noqa: ARG001
+    begins_in_reasoning: bool = False,
+    parses_reasoning: bool = True,
     max_calls: int | None = None,
 ) -> AnswerParser:
-    """Return a parser for one answer."""
-    return _Adapter(answer_format if tools else None, max_calls)
+    """Return a parser for one answer.
+
+    Args:
+        answer_format: how the model marks reasoning and calls.
+        tools: the tools of the request; None or empty: calls are text.
+        begins_in_reasoning: the prompt ends within the reasoning.
+        parses_reasoning: separate the reasoning from the text. Otherwise it is part of the text,
+            with its marks; a call within it is still none.
+        max_calls: calls after so many are dropped; None: no limit.
+    """
+    source, writer = AnswerInput(), EventWriter(max_calls)
+    calls = answer_format.calls
+    if calls is not None and calls.style is CallStyle.HARMONY:
+        return HarmonyParser(source, writer, tools, begins_in_reasoning, parses_reasoning)
+    calls_parser = None
+    if calls is not None and tools:
+        calls_parser = CallsParser(CallContext(source, writer, calls, tools))
+    return MarkedAnswerParser(
+        source,
+        writer,
+        answer_format.reasoning,
+        calls_parser,
+        begins_in_reasoning,
+        parses_reasoning,
+    )
 
 
-class _Adapter:
-    """The parsers of whole calls, behind the contract."""
-
-    def __init__(self, answer_format: AnswerFormat | None, max_calls: int | None) -> None:
-        calls = answer_format.calls if answer_format else None
-        self._parser: ToolCallParser | None = None
-        if calls is not None:
-            style = "mistral" if calls.is_list else "hermes" if calls.call_open else "llama3"
-            self._parser = old_parser(ToolFormat(style))
-        self._left = max_calls
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        if self._parser is None:
-            return [TextDelta(text)] if text else []
-        return self._events(self._parser.push(text))
-
-    def finish(self) -> list[AnswerEvent]:
-        return [] if self._parser is None else self._events(self._parser.finish())
-
-    def _events(self, part: ParsedCalls) -> list[AnswerEvent]:
-        events: list[AnswerEvent] = [TextDelta(part.text)] if part.text else []
-        for call in part.calls:
-            if self._left == 0:
-                break
-            if self._left is not None:
-                self._left -= 1
-            events += [
-                CallBegin(call.id, call.function.name),
-                ArgumentsDelta(call.function.arguments),
-                CallEnd(),
-            ]
-        return events
+def parse_answer(parser: AnswerParser, text: str) -> ParsedAnswer:
+    """Return a whole answer, parsed."""
+    answer = ParsedAnswer()
+    answer.add(parser.push(text))
+    answer.add(parser.finish())
+    return answer

@@ -11,6 +11,7 @@ from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import SGLANG, check_choices, take_sampling
 from http_proc.protocol.schema import Priority, RequestBody, Top
+from http_proc.protocol.timings import timings_body
 from http_proc.responses import OpenAIEvents, collect, event, json_response, stream_events
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.logprobs import TokenLogprob
@@ -117,6 +118,7 @@ def _answer(rid: str, completion: Completion, start: int) -> GenerateAnswer:
         "completion_tokens": completion.usage.completion_tokens,
         "cached_tokens": completion.usage.cached_tokens,
         "e2e_latency": completion.timings.delivered - completion.timings.submitted,
+        "timings": timings_body([completion]),
     }
     meta |= _logprobs(completion, start)
     return GenerateAnswer(completion.text, completion.token_ids, meta)

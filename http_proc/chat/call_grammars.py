@@ -33,9 +33,9 @@ def strict_calls(call: ChatCall, calls: CallFormat) -> dict[str, Any]:
         (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
         for tool in call.tools
     ]
-    if calls.style is CallStyle.JSON and calls.is_list:
+    if calls.open == "[TOOL_CALLS]":
         return _mistral(call.tools, arguments, call.name("tools"))
-    if calls.style is CallStyle.JSON and not calls.call_open:
+    if calls.style is CallStyle.JSON and not (calls.open or calls.call_open):
         return _llama3(call.tools, arguments, call.name("tools"))
     return _hermes(call.tools, arguments)
 

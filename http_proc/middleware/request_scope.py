@@ -12,6 +12,7 @@ from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
 from http_proc.middleware.slow_client import SlowClientGuard
 from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
 from http_proc.protocol.errors import ApiError, from_ring
+from http_proc.protocol.timings import SERVER_TIMING, server_timing, stages
 from quadriga.errors import QuadrigaError
 from quadriga.runtime.request_line import in_a_line
 
@@ -29,11 +30,19 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         with SlowClientGuard(request, gateway.metrics):
             response, outcome = await _answer(request, handler)
+            _add_timing(request, response)
             await response.prepare(request)
             await response.write_eof()
         return response
     finally:
         log_request(request, outcome, gateway.log_level)
+
+
+def _add_timing(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the stages of the first choice to the headers of a whole answer."""
+    completions = request[RECORD].completions
+    if completions and not response.prepared:
+        response.headers[SERVER_TIMING] = server_timing(stages(completions[0].timings))
 
 
 async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:

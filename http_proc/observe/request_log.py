@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from quadriga.client.types import Completion, Timings
+from http_proc.protocol.timings import stages
+from quadriga.client.types import Completion
 from quadriga.runtime.request_line import (
     MAX_REASON_CHARS,
     RequestLogLevel,
@@ -50,8 +51,8 @@ def log_request(request: web.Request, outcome: str, level: RequestLogLevel) -> N
     record = request[RECORD]
     seconds = time.monotonic() - record.began_at
     if level.is_slow(seconds):
-        stages = [stages_text(_stages(completion.timings)) for completion in record.completions]
-        logging.warning("slow: %s", " · ".join([_line(request, outcome, seconds), *stages[:1]]))
+        texts = [stages_text(stages(completion.timings)) for completion in record.completions[:1]]
+        logging.warning("slow: %s", " · ".join([_line(request, outcome, seconds), *texts]))
     elif level.logs_all:
         logging.info("%s", _line(request, outcome, seconds))
 
@@ -84,18 +85,3 @@ def _describe(completions: list[Completion]) -> list[str]:
         queued_s, first_s = times.admitted - times.tokenized, times.token_times[0] - times.submitted
         parts += first_token_times(queued_s, first_s)
     return parts
-
-
-def _stages(times: Timings) -> list[tuple[str, float]]:
-    """Return the stages of a choice from the frontend to the gateway, and their seconds."""
-    stages = [("tokenize", times.tokenized - times.received)]
-    if times.token_times:
-        first, last = times.token_times[0], times.token_times[-1]
-        stages += [
-            ("queue", times.admitted - times.tokenized),
-            ("prefill", first - times.admitted),
-            ("decode", last - first),
-            ("detokenize", times.detokenized - last),
-            ("delivery", times.delivered - times.detokenized),
-        ]
-    return stages

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from http_proc.protocol.timings import TimingsBody
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.public import Usage
 
@@ -202,6 +203,7 @@ class CompletionBody(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody
+    timings: TimingsBody
     object: str = "text_completion"
 
 
@@ -232,6 +234,7 @@ class ChatBody(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    timings: TimingsBody
     object: str = "chat.completion"
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 

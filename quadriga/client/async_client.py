@@ -42,7 +42,10 @@ from quadriga.wire.messages.public import (
     FlushCache,
     Generate,
     GetInfo,
+    GetProgress,
     Info,
+    ProgressAnswer,
+    RequestProgress,
     ServerGone,
     ServerMessage,
     Text,
@@ -375,6 +378,31 @@ class AsyncClient:
         pages = info.values["flushed_pages"]
         assert isinstance(pages, int)
         return pages
+
+    async def progress(
+        self, request_ids: list[str], timeout: float = 10.0
+    ) -> list[RequestProgress]:
+        """Return how far requests of this client are: queued, in prefill, or decoding.
+
+            (progress,) = await client.progress([handle.request_id])
+
+        Args:
+            request_ids: `request_id` of handles or chunks, at most 64.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            A value for each request, in order; its state is UNKNOWN for one that has ended.
+
+        Raises:
+            InvalidRequest: there are too many ids.
+            QueueFull: too many questions are not answered yet.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        answer: ProgressAnswer = await self._ask(
+            lambda name: GetProgress(PROTOCOL_VERSION, name, request_ids), timeout
+        )
+        return answer.values
 
     async def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0

@@ -19,6 +19,7 @@ from quadriga.wire.messages.public import (
     ClientMessage,
     ErrorInfo,
     Info,
+    ProgressAnswer,
     Refused,
     Replay,
     ServerMessage,
@@ -108,7 +109,7 @@ class InflightRequests:
             case Accepted():
                 if (handle := self._handles.get(message.request_id)) is not None:
                     handle.accept(message)
-            case Info() | Tokens() | Text():
+            case Info() | Tokens() | Text() | ProgressAnswer():
                 self._answer(message.request_id, message)
 
     def _on_chunks(

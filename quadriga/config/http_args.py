@@ -1,5 +1,6 @@
 """HttpArgs: the flags of http_proc."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -36,12 +37,23 @@ class HttpArgs:
         16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused", unit="BYTES"
     )
     max_http_connections: int = flag(4096, "open HTTP connections; more are refused")
+    sse_ping_interval: float = flag(
+        15.0,
+        "seconds of silence after which a stream gets a comment with its place in the queue or the"
+        " share of its prompt that is computed; 0: never",
+        unit="SECONDS",
+    )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_body_bytes", "max_http_connections")
+        if not 0 <= self.sse_ping_interval < math.inf:
+            raise ConfigError(
+                f"sse_ping_interval is {self.sse_ping_interval}: it must be a number of seconds,"
+                " or 0 for never"
+            )
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: it must be from 1 to 65535")
         if self.ssl_keyfile and not self.ssl_certfile:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga.config.answer_parsers import check_parsers
 from quadriga.config.config_file import read_config
 from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
 from quadriga.config.http_args import HttpArgs
@@ -108,6 +109,16 @@ class FrontendArgs:
         " them. model: its generation_config.json; openai: 1, off, 1, 0, 1",
         ("model", "openai"),
     )
+    tool_call_parser: str = flag(
+        "auto",
+        "form of the model's tool calls: a name of docs/http.md, or none (auto: as the chat"
+        " template writes them)",
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "marks of the model's reasoning: a name of docs/http.md, or none (auto: as the chat"
+        " template writes them)",
+    )
     queue_timeout: float | None = flag(
         None, "seconds within which a request must be admitted (default: no limit)", unit="SECONDS"
     )
@@ -119,6 +130,7 @@ class FrontendArgs:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "tokenize_workers", "default_max_tokens")
         check_positive(self, "queue_timeout", "request_timeout")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         if self.endpoint == PRIVATE_ENDPOINT:
             return
         # A path is refused: a second server would silently take it over.

@@ -34,6 +34,8 @@ class ServerFlags(TypedDict, total=False):
     default_max_tokens: int
     allow_auto_truncate: bool
     sampling_defaults: Literal["model", "openai"]
+    tool_call_parser: str
+    reasoning_parser: str
     queue_timeout: float | None
     request_timeout: float | None
     # Scheduling (scheduler_proc)

@@ -32,6 +32,7 @@ from quadriga.wire.messages.to_detok import (
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     InfoRequest,
+    ProgressRequest,
     SchedulerMessage,
     StopFound,
     Submit,
@@ -68,6 +69,7 @@ SAMPLES: list[msgspec.Struct] = [
     AbortRequest(b"c", "r"),
     StopFound([1, 2]),
     InfoRequest(b"c", "r", {"running": 1, "pids": {"a": 2}}),
+    ProgressRequest(b"c", "r", ["a", "b"], ["b"]),
     StepPlan(1, 2, _IDS, _IDS, [NewSlot(1, _IDS, 0, _IDS, 1.0, -1, 1.0, 5)], _IDS, _IDS),
     WorkerReady(10, 16, 4, "float32", "cpu"),
     StepResult(1, _IDS, 1.0, 2.0, failed=[FailedRow(0, "why")]),
@@ -108,6 +110,7 @@ def messages(chosen: random.Random) -> list[list[Any]]:
         ["tokenize", 1, name, "some text"],
         ["detokenize", 1, name, ids],
         ["flush_cache", 1, name],
+        ["get_progress", 1, name, [name, "r1"]],
     ]
 
 

@@ -128,6 +128,8 @@ class Values:
                 return number.to_bytes(4, "little") + b"\x00\xff\x80\x7f"
             case inspect.BoolType():
                 return self._turn % 2 == 0
+            case inspect.EnumType():
+                return list(kind.cls)[number % len(kind.cls)].value
             case inspect.NoneType():
                 return None
             case inspect.AnyType():

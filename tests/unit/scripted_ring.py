@@ -13,7 +13,7 @@ from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import Accepted, Usage
+from quadriga.wire.messages.public import Accepted, RequestProgress, RequestState, Usage
 
 HERMES = CallFormat(
     style=CallStyle.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n"
@@ -57,6 +57,8 @@ class ScriptedRing:
         self.error: QuadrigaError | None = None
         self.leaves_open = False
         self.prompt_end = ""
+        self.progress_of_each = RequestProgress(RequestState.UNKNOWN)
+        self.questions: list[list[str]] = []
         self.num_prompt_tokens = 3
         self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
         self.handles: list[ScriptedHandle] = []
@@ -91,6 +93,10 @@ class ScriptedRing:
         timings = Timings(now(), token_times=[now()])
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], "stop", usage, timings)
+
+    async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
+        self.questions.append(request_ids)
+        return [self.progress_of_each] * len(request_ids)
 
     async def info(self, timeout: float) -> dict[str, Any]:
         return self.facts

@@ -71,7 +71,7 @@ LAYERS = {
     "windows": set(),
     "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
-    "config": {"errors", "programs", "__version__"},
+    "config": {"errors", "keywords", "known_formats", "programs", "__version__"},
     "model_files": {"errors", "config", "programs", "windows"},
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},

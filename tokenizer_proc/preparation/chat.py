@@ -1,27 +1,54 @@
 """Render chats to prompts with the model's own template, in Jinja's sandbox."""
 
 import json
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import jinja2
-import msgspec
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.answer_format import AnswerFormat, CallFormat
+from quadriga.config.answer_parsers import AUTO
+from quadriga.errors import InvalidRequest
+from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.model_files.tokenizer import template_source
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
+from tokenizer_proc.preparation.templates.environment import compile_template
+from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
+from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
+from tokenizer_proc.preparation.templates.probes import Prober
+from tokenizer_proc.preparation.templates.turns import template_messages
 
-# The format in which a model writes tool calls is the first whose marker is in its template.
-TOOL_FORMATS = (
-    ("mistral", "[TOOL_CALLS]"),
-    ("hermes", "<tool_call>"),
-    ("llama3", '"parameters"'),
-)
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# The form of calls in chats of models whose answers have no calls.
+DEFAULT_FORM = cast(CallFormat, KNOWN_FORMATS[GENERIC].calls)
+# Stands after the last message while a chat is rendered whose last message goes on, as in
+# transformers.
+_CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TokenMarks(NamedTuple):
+    """Tokens of a vocabulary that matter for the marks of answers.
+
+    Attributes:
+        ends: the texts of tokens that end a text.
+        special: the texts of special tokens, which leave no text unless asked for.
+    """
+
+    ends: tuple[str, ...] = ()
+    special: frozenset[str] = frozenset()
+
+
+def token_marks(tokenizer: "Tokenizer", eos_token_ids: frozenset[int]) -> TokenMarks:
+    """Return the tokens of a tokenizer that end texts, and its special tokens."""
+    ends = (tokenizer.id_to_token(id_) for id_ in sorted(eos_token_ids))
+    added = tokenizer.get_added_tokens_decoder().values()
+    return TokenMarks(
+        tuple(text for text in ends if text),
+        frozenset(token.content for token in added if token.special),
+    )
 
 
 class ChatTemplate:
@@ -30,15 +57,26 @@ class ChatTemplate:
     Args:
         tokenizer_dir: the directory; its special tokens are variables of the template.
         file: Jinja file in place of the directory's template; None: the directory's.
+        marks: tokens of the model's vocabulary; None: they are not known.
+        parsers: the formats that the server's flags choose; None: as the template shows.
 
     Attributes:
-        tool_format: a name of TOOL_FORMATS; "" if the template takes no tools.
+        answer_format: how the model writes its answers.
+        shows_calls: `answer_format` has the marks of the model's own calls. False: the template
+            takes tools, but its marks are not found, and no flag chooses others.
 
     Raises:
         ConfigError: it is no Jinja template.
     """
 
-    def __init__(self, tokenizer_dir: Path, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer_dir: Path,
+        file: Path | None = None,
+        marks: TokenMarks | None = None,
+        parsers: ParserNames | None = None,
+    ) -> None:
+        marks = marks or TokenMarks()
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
         self._tokens = {
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
@@ -48,8 +86,24 @@ class ChatTemplate:
             if file is None
             else file.read_text(encoding="utf-8")
         )
-        self._template = None if source is None else _compile(source, file or tokenizer_dir)
-        self.tool_format = _tool_format(source or "")
+        self._template = None if source is None else compile_template(source, file or tokenizer_dir)
+        self._needs = TemplateNeeds()
+        self._call_form = DEFAULT_FORM
+        self.answer_format = AnswerFormat()
+        self.shows_calls = True
+        if source is not None:
+            self._probe(source, marks, parsers or ParserNames())
+
+    def _probe(self, source: str, marks: TokenMarks, parsers: ParserNames) -> None:
+        prober = Prober(self._render)
+        needs = find_needs(prober)
+        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special)
+        if not (needs.takes_tools or (needs.takes_calls and has_calls)):
+            needs = replace(needs, takes_calls=False, takes_results=False)
+        self._needs = needs
+        self.answer_format = overrule(derived, parsers, marks.special)
+        self._call_form = self.answer_format.calls or DEFAULT_FORM
+        self.shows_calls = has_calls or not needs.takes_tools or parsers.tool_call != AUTO
 
     @property
     def exists(self) -> bool:
@@ -57,44 +111,68 @@ class ChatTemplate:
         return self._template is not None
 
     def render(self, messages: list[ChatMessage], options: ChatOptions) -> str:
-        """Return the prompt that asks for the assistant's next turn. Raise InvalidRequest."""
+        """Return the prompt that asks for the assistant's next turn.
+
+        Tools that the template does not take are described in the system message. With
+        `continue_final_message` the prompt ends with the text of the last message.
+
+        Raises:
+            InvalidRequest: the model has no template, or the template refuses the chat.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "prompt is a chat, but this model has no chat template; send a plain string, or"
                 " start the server with --chat-template",
                 "prompt",
             )
-        if options.tools and not self.tool_format:
-            raise InvalidRequest(
-                "tools are given, but this model's chat template takes none; leave them out",
-                "tools",
-            )
+        values = template_messages(messages, options.tools, self._needs, self._call_form)
+        if options.continue_final_message:
+            _check_continues(messages, options)
+            values[-1] = values[-1] | {"content": values[-1]["content"] + _CONTINUED_HERE}
         variables = {
-            "add_generation_prompt": True,
-            "documents": None,
-            **self._tokens,
+            "add_generation_prompt": options.add_generation_prompt,
             **options.template_args,
-            "messages": [_as_template_value(message) for message in messages],
-            "tools": options.tools or None,
+            "messages": values,
+            "tools": (self._needs.takes_tools and options.tools) or None,
         }
         try:
-            return self._template.render(variables)
+            text = self._render(variables)
         except Exception as error:  # a template is a program: it may fail in any way
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", "prompt") from None
+        return _cut_where_continued(text) if options.continue_final_message else text
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        assert self._template is not None
+        return self._template.render({"documents": None, **self._tokens, **variables})
 
 
-def _as_template_value(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates know it: role, content, and other fields that are not empty."""
-    value = {"role": message.role, "content": message.content}
-    return value | {k: v for k, v in msgspec.structs.asdict(message).items() if v}
+def _check_continues(messages: list[ChatMessage], options: ChatOptions) -> None:
+    if options.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true: the answer either"
+            " continues the last message or begins a new one; set one of them to false",
+            "continue_final_message",
+        )
+    if messages[-1].role != "assistant":
+        raise InvalidRequest(
+            f"continue_final_message is true, but the role of the last message is"
+            f" {messages[-1].role!r}; end the chat with an assistant's message",
+            "continue_final_message",
+        )
 
 
-def _tool_format(source: str) -> str:
-    """Return the format of tool calls; a template without a known marker has the most common."""
-    if "tools" not in source:
-        return ""
-    return next((name for name, marker in TOOL_FORMATS if marker in source), "hermes")
+def _cut_where_continued(text: str) -> str:
+    """Return a prompt up to the end of the last message's text."""
+    place = text.rfind(_CONTINUED_HERE.strip())
+    if place < 0:
+        raise InvalidRequest(
+            "continue_final_message is true, but the model's chat template does not write the last"
+            " message as it is; leave out continue_final_message",
+            "continue_final_message",
+        )
+    keeps_spaces = text.startswith(_CONTINUED_HERE, place)
+    return text[:place] if keeps_spaces else text[:place].rstrip()
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -106,98 +184,3 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _content(token: "str | dict[str, Any]") -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _compile(source: str, origin: Path) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"the chat template cannot be read: {reason}; correct it in {origin}, or remove it to"
-            " serve plain prompts only"
-        ) from None
-
-
-def _environment() -> jinja2.Environment:
-    """Return the environment that Hugging Face chat templates are written for.
-
-    Source: transformers.utils.chat_template_utils.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["dict"] = _DictFunctions()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-class _DictFunctions:
-    """Python's `dict` for templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
-        return dict(*args, **fields)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without the attributes that lead to Python's own."""
-
-    def __init__(*args: Any, **fields: Any) -> None:
-        self, *others = args  # so that a template may call an attribute "self"
-        attributes = dict(*others, **fields)
-        for name in attributes:
-            _check_attribute(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"a namespace has no attribute {name!r}: choose a name without an underscore before it"
-        )
-
-
-class GenerationBlock(Extension):
-    """{% generation %}...{% endgeneration %}, which marks the assistant's text for training.
-
-    The text inside is rendered as if the tags were not there.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Return the statements inside, which are a scope of their own, as in transformers."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [jinja2.nodes.Scope(body, lineno=line)]
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON without HTML escapes, in place of Jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -1,6 +1,5 @@
 """The handler of POST /api/chat."""
 
-
 from aiohttp import web
 
 from http_proc.apis.ollama.lines import OllamaLines, chat_answer, loaded_answer, whole_answer

@@ -26,6 +26,7 @@ from http_proc.protocol.schema import (
     ToolCall,
     usage_body,
 )
+from http_proc.protocol.timings import timings_body
 from http_proc.responses import json_response
 
 
@@ -110,7 +111,8 @@ def _body(head: ResponseHead, answers: list[ChatAnswer]) -> ChatBody:
             )
         )
     usage = usage_body([answer.completion.usage for answer in answers], len(answers))
-    body = ChatBody(head.id, head.created, head.model, choices, usage)
+    timings = timings_body([answer.completion for answer in answers])
+    body = ChatBody(head.id, head.created, head.model, choices, usage, timings)
     if (logprobs := answers[0].completion.prompt_logprobs) is not None:
         body.prompt_logprobs = prompt_logprobs(logprobs)
     return body

@@ -78,10 +78,10 @@ class ChatStream:
 
     def finish(self) -> bytes:
         """Return the event with the usage of all choices, if it is asked for, and the end."""
-        usage = self._usage.total()
-        if usage is None:
+        total = self._usage.total()
+        if not total:
             return DONE
-        return event(_encode(self._head.chunk(KIND, []) | {"usage": usage})) + DONE
+        return event(_encode(self._head.chunk(KIND, []) | total)) + DONE
 
     def error(self, error: ApiError) -> bytes:
         """Return the error and the end."""
@@ -111,17 +111,25 @@ class ChatStream:
     ) -> bytes:
         """Return an event with more than text: logprobs, or the end of the choice."""
         fields: dict[str, Any] = {}
+        end: dict[str, Any] = {}
         if chunk.logprobs is not None:
             fields["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk.completion is not None:
             fields["finish_reason"] = finish_reason(chunk.completion, choice.num_calls > 0)
             fields["stop_reason"] = chunk.completion.matched_stop
-        return self._delta(index, {"content": text} if text else {}, usage, fields)
+            end = self._usage.at_end_of(index)
+        return self._delta(index, {"content": text} if text else {}, usage, fields, end)
 
     def _delta(
-        self, index: int, delta: dict[str, Any], usage: bytes, fields: dict[str, Any] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        usage: bytes,
+        fields: dict[str, Any] | None = None,
+        end: dict[str, Any] | None = None,
     ) -> bytes:
-        chunk = self._head.chunk(KIND, [_choice(index, delta) | (fields or {})])
+        """Return an event with a delta. fields: of the choice; end: of the chunk."""
+        chunk = self._head.chunk(KIND, [_choice(index, delta) | (fields or {})]) | (end or {})
         return event(_encode(chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})))
 
 

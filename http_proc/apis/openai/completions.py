@@ -20,6 +20,7 @@ from http_proc.protocol.schema import (
     CompletionRequest,
     usage_body,
 )
+from http_proc.protocol.timings import timings_body
 from http_proc.responses import (
     OpenAIEvents,
     Template,
@@ -157,7 +158,8 @@ def _body(
             choice.prompt_logprobs = prompt_logprobs(of_prompt)
         choices.append(choice)
     usage = usage_body([completion.usage for completion in completions], n)
-    return CompletionBody(head.id, head.created, head.model, choices, usage)
+    timings = timings_body(completions)
+    return CompletionBody(head.id, head.created, head.model, choices, usage, timings)
 
 
 class CompletionStream(OpenAIEvents):
@@ -195,10 +197,10 @@ class CompletionStream(OpenAIEvents):
 
     def finish(self) -> bytes:
         """Return the event with the usage of all choices, if it is asked for, and the end."""
-        usage = self._usage.total()
-        if usage is None:
+        total = self._usage.total()
+        if not total:
             return super().finish()
-        return event(_encode(self._chunk(None) | {"usage": usage})) + super().finish()
+        return event(_encode(self._chunk(None) | total)) + super().finish()
 
     def _full(self, choice: int, text: str, chunk: StreamChunk, usage: bytes) -> dict[str, Any]:
         """Return a chunk with more than text: logprobs, or the end of the choice."""
@@ -210,6 +212,8 @@ class CompletionStream(OpenAIEvents):
                 offset = 0 if chunk.prompt_logprobs else len(self._echoes[choice])
                 self._logprobs[choice] = CompletionLogprobs(offset)
             full["choices"][0]["logprobs"] = self._logprobs[choice].render(tokens)
+        if end is not None:
+            full |= self._usage.at_end_of(choice)
         return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})
 
     def _chunk(

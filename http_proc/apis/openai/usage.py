@@ -1,12 +1,12 @@
-"""Token counts in a stream: in the last chunk, in every chunk, or in none."""
+"""Token counts and timings in a stream: in the last chunk, in every chunk, or in none."""
 
 from typing import Any
 
 import msgspec
 
 from http_proc.protocol.schema import PromptDetails, StreamOptions, UsageBody, usage_body
-from quadriga.client.types import StreamChunk
-from quadriga.wire.messages.public import Usage
+from http_proc.protocol.timings import timings_body
+from quadriga.client.types import Completion, StreamChunk
 
 USAGE = "@usage@"
 
@@ -20,7 +20,7 @@ class StreamUsage:
         self._at_the_end = options.include_usage or options.continuous_usage_stats
         self._num_prompt_tokens: list[int] = []
         self._num_tokens: dict[int, int] = {}
-        self._final: dict[int, Usage] = {}
+        self._final: dict[int, Completion] = {}
 
     @property
     def slot(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class StreamUsage:
     def of_chunk(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the usage in a chunk as JSON: null unless every chunk has one."""
         if chunk.completion is not None:
-            self._final[choice] = chunk.completion.usage
+            self._final[choice] = chunk.completion
         if not self._in_every_chunk:
             return b"null"
         num_tokens = self._num_tokens.get(choice, 0) + len(chunk.token_ids)
@@ -45,8 +45,14 @@ class StreamUsage:
             UsageBody(num_prompt, num_tokens, num_prompt + num_tokens, PromptDetails(num_cached))
         )
 
-    def total(self) -> UsageBody | None:
-        """Return the usage of all choices, or None if the request asks for no usage."""
+    def total(self) -> dict[str, Any]:
+        """Return usage and timings of all choices; empty if the request asks for no usage."""
         if not self._at_the_end:
-            return None
-        return usage_body([self._final[choice] for choice in sorted(self._final)], self._n)
+            return {}
+        completions = [self._final[choice] for choice in sorted(self._final)]
+        usage = usage_body([completion.usage for completion in completions], self._n)
+        return {"usage": usage, "timings": timings_body(completions)}
+
+    def at_end_of(self, choice: int) -> dict[str, Any]:
+        """Return the timings of a choice for its last chunk, unless a chunk with usage follows."""
+        return {} if self._at_the_end else {"timings": timings_body([self._final[choice]])}

@@ -1,5 +1,6 @@
 """client ⇄ tokenizer_proc: the public link, described in docs/protocol.md."""
 
+import enum
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ MAX_NAME_CHARS = 256
 MAX_TOOL_CALLS = 4096
 MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
+MAX_PROGRESS_IDS = 64
 
 
 # --- client -> tokenizer_proc ---------------------------------------------------------------------
@@ -31,6 +33,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         name: name of the tool that answers.
         tool_calls: tool calls of an assistant's turn.
         tool_call_id: id of the call that a tool answers.
+        reasoning_content: reasoning of an assistant's turn.
     """
 
     role: str
@@ -38,6 +41,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     name: str = ""
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
+    reasoning_content: str = ""
 
 
 class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,10 +50,15 @@ class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     Attributes:
         tools: JSON schemas of functions in OpenAI's form.
         template_args: further variables of the template, for example enable_thinking.
+        continue_final_message: the answer continues the last message, which is the assistant's;
+            then `add_generation_prompt` must be false.
+        add_generation_prompt: end the prompt with the beginning of the assistant's next turn.
     """
 
     tools: list[dict[str, Any]] = []
     template_args: dict[str, Any] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
@@ -142,7 +151,15 @@ class FlushCache(msgspec.Struct, tag="flush_cache", array_like=True, frozen=True
     request_id: str
 
 
-ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache
+class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=True):
+    """Ask for the ProgressAnswer of some requests of this client, at most MAX_PROGRESS_IDS."""
+
+    version: int
+    request_id: str
+    request_ids: list[str]
+
+
+ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress
 
 
 # --- tokenizer_proc -> client ---------------------------------------------------------------------
@@ -314,6 +331,41 @@ class Info(msgspec.Struct, tag="info", array_like=True, frozen=True):
     values: InfoValues
 
 
+class RequestState(str, enum.Enum):
+    """How far a request is. UNKNOWN: it has ended, or the server does not know it."""
+
+    PREPARING = "preparing"
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    UNKNOWN = "unknown"
+
+
+class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
+    """How far a request is, or the furthest of its choices.
+
+    Attributes:
+        place: place in the waiting queue, if it is queued; 1 is admitted next.
+        wait_s: estimated seconds until it is admitted, if it is queued; None: no estimate yet.
+        num_computed_tokens: tokens of the prompt that are computed, are being computed, or came
+            from the prefix cache.
+        num_prompt_tokens: all tokens of the prompt; 0 while they are not known.
+    """
+
+    state: RequestState
+    place: int = 0
+    wait_s: float | None = None
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+
+
+class ProgressAnswer(msgspec.Struct, tag="progress", array_like=True, frozen=True):
+    """Answer to GetProgress: a value for each of its request_ids, in order."""
+
+    request_id: str
+    values: list[RequestProgress]
+
+
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
     """Answer to Tokenize; `token_ids` are int32 bytes, and `text` is "" unless asked for."""
 
@@ -330,5 +382,15 @@ class Text(msgspec.Struct, tag="text", array_like=True, frozen=True):
 
 
 ServerMessage = (
-    Chunks | Replay | Refused | Accepted | Pong | Probe | ServerGone | Info | Tokens | Text
+    Chunks
+    | Replay
+    | Refused
+    | Accepted
+    | Pong
+    | Probe
+    | ServerGone
+    | Info
+    | Tokens
+    | Text
+    | ProgressAnswer
 )

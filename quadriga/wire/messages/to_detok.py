@@ -7,7 +7,7 @@ Three empty frames are the last ones.
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.public import ErrorInfo, Info
+from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
@@ -112,6 +112,13 @@ class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     info: Info
 
 
+class ProgressReply(msgspec.Struct, tag="progress", array_like=True, frozen=True):
+    """A ProgressAnswer for a client."""
+
+    client: bytes
+    progress: ProgressAnswer
+
+
 class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every text, and answer with a DetokReady of a new session."""
 
@@ -132,7 +139,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
         waiting: number of requests in the waiting queue, if it is known.
         settled: the scheduler's numbers of requests of any client whose ends have been delivered
             with this message or earlier.
-        inspected: the message answers an InfoRequest.
+        inspected: the message answers an InfoRequest or a ProgressRequest.
     """
 
     ended: list[str] = []
@@ -141,4 +148,4 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     inspected: bool = False
 
 
-DetokMessage = StepOutput | InfoReply | SchedulerRestarted | Drained | StopDetok
+DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok

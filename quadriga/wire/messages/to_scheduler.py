@@ -86,6 +86,19 @@ class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
     flush_cache: bool = False
 
 
+class ProgressRequest(msgspec.Struct, tag="progress", array_like=True, frozen=True):
+    """A client's GetProgress on its way to the scheduler.
+
+    Attributes:
+        preparing: those of `request_ids` that the frontend has not submitted yet.
+    """
+
+    client: bytes
+    request_id: str
+    request_ids: list[str]
+    preparing: list[str] = []
+
+
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
     """Finish the open requests, then answer Drained; no request follows."""
 
@@ -108,6 +121,7 @@ SchedulerMessage = (
     | EndsDelivered
     | FrontendRestarted
     | InfoRequest
+    | ProgressRequest
     | Drain
     | Shutdown
     | AbortAll

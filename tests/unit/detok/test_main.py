@@ -13,11 +13,18 @@ import zmq
 
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import Info, ServerMessage
+from quadriga.wire.messages.public import (
+    Info,
+    ProgressAnswer,
+    RequestProgress,
+    RequestState,
+    ServerMessage,
+)
 from quadriga.wire.messages.to_detok import (
     Delivered,
     Drained,
     InfoReply,
+    ProgressReply,
     StepOutput,
     StopDetok,
     StreamEnd,
@@ -85,12 +92,14 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     ]
     close = StreamEnd(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
     info = Info("i", {"running": 1})
+    progress = ProgressAnswer("p", [RequestProgress(RequestState.QUEUED, 7, 12.5)])
     for message in (
         StepOutput(0.5, [], [], b"", [close], session=session - 1),  # for one that died
         StepOutput(1.0, opened, [1, 2], ids("a", "Ġab"), [], session=session),
         StepOutput(2.0, [], [1], ids("ab"), [], session=session),
         StepOutput(3.0, [], [], b"", [close], session=session),
         InfoReply(b"me", info),
+        ProgressReply(b"me", progress),
         Drained(),
         StopDetok(),
     ):
@@ -109,5 +118,6 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     end = third.chunks[0].end
     assert (end.finish_reason, end.matched_stop) == ("stop", "b")
     assert receive(delivery) == (b"me", info)
+    assert receive(delivery) == (b"me", progress)
     assert delivery.recv_multipart() == [b"", b"", b""]
     assert process.wait(timeout=30) == 0

@@ -13,7 +13,8 @@ from http_proc.chat.call import ChatCall
 from http_proc.chat.call_grammars import strict_calls
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import FunctionSchema, Tool
-from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle
+from quadriga.answer_format import AnswerFormat
+from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import SamplingParams, grammar_of
 from tests.unit.scripted_ring import HERMES, LLAMA3
@@ -30,8 +31,8 @@ TOOLS = [
     Tool(FunctionSchema("weather", parameters=PARAMETERS, strict=True)),
     Tool(FunctionSchema("lax", parameters={"type": "array"})),
 ]
-MISTRAL = CallFormat(style=CallStyle.JSON, open="[TOOL_CALLS]", is_list=True)
-FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "llama3": LLAMA3}
+MISTRAL = KNOWN_FORMATS["mistral"].calls
+FORMATS: dict[str, Any] = {"hermes": HERMES, "mistral": MISTRAL, "llama3": LLAMA3}
 ROME: Any = ("weather", {"city": "Rome"})
 ANY: Any = ("lax", {"x": [1]})
 WRONG: Any = ("weather", {"town": "Rome"})

@@ -48,29 +48,6 @@ def test_template_arguments_may_replace_no_messages(tmp_path: Path) -> None:
     assert template(tmp_path, WITH_TOOLS).render([ChatMessage("user", "Hi")], options) == "[user]Hi"
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (WITH_TOOLS, "hermes"),
-        ("{{ tools }} [TOOL_CALLS]", "mistral"),
-        ('{{ tools }} {"name": n, "parameters": p}', "llama3"),
-        ("{{ tools }}", "hermes"),
-        ("{{ messages }}", ""),
-        (None, ""),
-    ],
-)
-def test_the_template_determines_the_format_of_tool_calls(
-    tmp_path: Path, source: str | None, expected: str
-) -> None:
-    assert template(tmp_path, source).tool_format == expected
-
-
-def test_tools_for_a_template_that_takes_none_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="takes none") as caught:
-        template(tmp_path, "{{ messages }}").render([], ChatOptions(tools=[{}]))
-    assert caught.value.field == "tools"
-
-
 def test_a_template_that_breaks_on_what_it_is_given_is_the_clients_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused"):
         template(tmp_path, "{{ messages[0].content + 1 }}").render(

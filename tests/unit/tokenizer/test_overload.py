@@ -16,11 +16,13 @@ from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
+    MAX_PROGRESS_IDS,
     Abort,
     Accepted,
     ErrorInfo,
     Generate,
     GetInfo,
+    GetProgress,
     Info,
     Refused,
     SentChunks,
@@ -34,6 +36,7 @@ from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     Drain,
     EndsDelivered,
+    ProgressRequest,
     Shutdown,
     Submit,
 )
@@ -502,6 +505,18 @@ def test_questions_that_travel_the_ring_are_bounded_for_each_client() -> None:
     world.frontend.on_delivery([b"c", encode(Info("i", {})), answer])
     world.frontend.on_public([b"c", question])
     assert len(world.scheduler.sent) == MAX_PENDING_OF_CLIENT + 2
+
+
+@in_loop
+async def test_the_progress_of_a_bounded_number_of_requests_is_asked_of_the_scheduler() -> None:
+    world = FrontendWorld()
+    world.ask("late", late=True)
+    world.ask("soon")
+    world.frontend.on_public([b"c", encode(GetProgress(1, "q", ["soon", "late"]))])
+    assert world.scheduler.sent[-1] == ProgressRequest(b"c", "q", ["soon", "late"], ["late"])
+    too_many = ["x"] * (MAX_PROGRESS_IDS + 1)
+    world.frontend.on_public([b"c", encode(GetProgress(1, "q", too_many))])
+    assert world.refusal() == ("q", "invalid_request")
 
 
 def test_a_question_that_is_never_answered_counts_for_some_seconds() -> None:

@@ -1,0 +1,88 @@
+"""What the parsers of tool calls share."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from http_proc.answer.event_writer import EventWriter
+from http_proc.answer.marks import AnswerInput, Marks, Steps
+from http_proc.answer.tool_schemas import ToolSchemas
+from http_proc.answer.values import UnexpectedText
+from quadriga.answer_format import CallFormat
+
+MAX_NAME_LENGTH = 256
+
+_NAME = re.compile(r"[\w.\-/:$]+")
+
+
+class CallContext(NamedTuple):
+    """What a parser of tool calls reads, and where it writes.
+
+    Attributes:
+        source: the answer.
+        writer: takes the events.
+        marks: marks of the calls.
+        tools: the tools of the request.
+    """
+
+    source: AnswerInput
+    writer: EventWriter
+    marks: CallFormat
+    tools: ToolSchemas
+
+    def begin(self, name: str, needs_known_name: bool, call_id: str = "") -> None:
+        """Begin a call; what was consumed is no text any more.
+
+        Raises:
+            UnexpectedText: The name cannot be that of a tool, or is not one that must be known.
+        """
+        if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+            raise UnexpectedText
+        if needs_known_name and name not in self.tools:
+            raise UnexpectedText
+        self.source.release()
+        self.writer.begin_call(name, call_id)
+
+    def read_name(self, ends: Marks) -> Steps[tuple[str, str]]:
+        """Consume the text before a mark, and return it stripped, and the mark, not consumed.
+
+        Raises:
+            UnexpectedText: The text is too long for a name.
+        """
+        pieces: list[str] = []
+        length = 0
+        while True:
+            num_read, mark = ends.find(self.source)
+            length += num_read
+            if length > MAX_NAME_LENGTH:
+                raise UnexpectedText
+            pieces.append(self.source.take(num_read))
+            if mark:
+                return "".join(pieces).strip(), mark
+            yield from self.source.more()
+
+    def types_of(self, tool: str) -> Callable[[str], frozenset[str]]:
+        """Return the function that returns the types of an argument of the tool."""
+        return lambda argument: self.tools.types(tool, argument)
+
+
+class CallBody(Protocol):
+    """Parse one call, without the marks around it."""
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse a call that begins here, after whitespace.
+
+        Raises:
+            UnexpectedText: The text is no call, if none has begun; otherwise its arguments are
+                broken.
+        """
+
+
+def first_part(mark: str) -> str:
+    """Return the part of a mark before its first whitespace; empty if the mark is whitespace."""
+    return next(iter(mark.split()), "")
+
+
+def stripped(*marks: str) -> list[str]:
+    """Return the marks that are not empty, without the whitespace at their ends."""
+    return [mark.strip() for mark in marks if mark.strip()]

@@ -1,0 +1,146 @@
+"""Parse the calls of an answer with the marks around them."""
+
+from collections.abc import Callable
+
+from http_proc.answer.call_context import CallBody, CallContext, first_part, stripped
+from http_proc.answer.json_calls import JsonCalls
+from http_proc.answer.marks import EndOfAnswer, Marks, Steps
+from http_proc.answer.named_json import NamedJsonCalls
+from http_proc.answer.pythonic import PythonicCalls, QuotedCalls
+from http_proc.answer.tagged import TaggedCalls
+from http_proc.answer.values import UnexpectedText
+from quadriga.answer_format import CallFormat, CallStyle
+
+_BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
+    CallStyle.JSON: JsonCalls,
+    CallStyle.NAMED_JSON: NamedJsonCalls,
+    CallStyle.TAGGED: TaggedCalls,
+    CallStyle.PYTHONIC: PythonicCalls,
+    CallStyle.QUOTED: QuotedCalls,
+}
+_LIST_STYLES = (CallStyle.JSON, CallStyle.NAMED_JSON, CallStyle.PYTHONIC)
+_MIN_DISTINCTIVE_LENGTH = 4
+
+
+class CallsParser:
+    """Parse calls, from the mark that opens them to the one that closes them.
+
+    Attributes:
+        triggers: marks that begin calls.
+        first_characters: characters that an answer of calls without a mark begins with; empty if
+            calls have a mark.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        self._source = context.source
+        marks = self._format = context.marks
+        self._body = _BODIES[marks.style](context)
+        self._opens = stripped(marks.open, *marks.open_variants)
+        self._closes = Marks(first_part(mark) for mark in (marks.close, *marks.close_variants))
+        self._call_close = Marks([first_part(marks.call_close)])
+        self._separator = Marks([marks.separator.strip()])
+        self.triggers = Marks([*self._opens, *_inner_triggers(marks)])
+        self._ends = Marks([*self._call_close.all, *self._closes.all, *self.triggers.all])
+        is_unmarked = not (marks.open or marks.call_open or marks.name_open)
+        self.first_characters = _first_characters(marks) if is_unmarked else ""
+        self._is_in_list = False
+        self._is_after_call = False
+
+    def parse(self, trigger: str) -> Steps[str]:
+        """Parse calls and return what was consumed of the answer's text instead.
+
+        Args:
+            trigger: the mark that stands here; empty: calls without a mark may begin here.
+        """
+        self._source.hold()
+        self._is_in_list = self._is_after_call = False
+        try:
+            if trigger in self._opens:
+                self._source.take(len(trigger))
+            yield from self._calls(needs_known_name=not trigger)
+        except UnexpectedText:
+            pass
+        except EndOfAnswer:
+            if self._is_after_call or self._context.writer.is_in_call:
+                return ""
+            rest = len(self._source.text) - self._source.at
+            self._source.take(rest)
+        return self._source.release()
+
+    def _calls(self, needs_known_name: bool) -> Steps[None]:
+        while True:
+            yield from self._open_call()
+            try:
+                yield from self._body.call(needs_known_name)
+            except UnexpectedText:
+                if not self._context.writer.is_in_call:
+                    raise
+                yield from self._ends.copy_before(self._source, self._context.writer.arguments)
+                self._context.writer.leave_call()
+            self._source.hold()
+            self._is_after_call = True
+            yield from self._drop(self._call_close, self._format.call_close)
+            if not (yield from self._goes_on()):
+                break
+            self._is_after_call = False
+        yield from self._drop(self._closes)
+
+    def _open_call(self) -> Steps[None]:
+        char = yield from self._source.skip_space()
+        if char == "[" and self._format.style in _LIST_STYLES and not self._is_in_list:
+            self._source.take(1)
+            self._is_in_list = True
+        if not (yield from self._source.skip_mark(self._format.call_open)):
+            raise UnexpectedText
+
+    def _goes_on(self) -> Steps[bool]:
+        """Consume what stands between two calls and return whether another begins."""
+        char = yield from self._source.skip_space()
+        if self._is_in_list and char == ",":
+            self._source.take(1)
+            return True
+        if self._is_in_list and char == "]":
+            self._source.take(1)
+            self._source.hold()
+            self._is_in_list = False
+            char = yield from self._source.skip_space()
+        separator = yield from self._separator.here(self._source)
+        self._source.take(len(separator))
+        char = yield from self._source.skip_space()
+        begin = first_part(self._format.call_open or self._format.name_open)
+        if begin:
+            return (yield from self._source.at_mark(begin))
+        if self._format.style is CallStyle.PYTHONIC:
+            return bool(separator)
+        return char == "{" and self._format.style is CallStyle.JSON
+
+    def _drop(self, marks: Marks, mark: str = "") -> Steps[None]:
+        """Drop a mark if it stands here, also one that the end of the answer cuts off."""
+        if not marks.all:
+            return
+        yield from self._source.skip_space()
+        found = yield from marks.here(self._source)
+        if found:
+            yield from self._source.skip_mark(mark or found)
+            self._source.hold()
+            return
+        rest = self._source.text[self._source.at :]
+        if self._source.is_ended and any(other.startswith(rest) for other in marks.all):
+            self._source.take(len(rest))
+            self._source.hold()
+
+
+def _inner_triggers(marks: CallFormat) -> list[str]:
+    """Return marks that begin calls whose `open` is missing."""
+    return [
+        mark
+        for mark in stripped(marks.call_open, marks.name_open)
+        if len(mark) >= _MIN_DISTINCTIVE_LENGTH and not mark[0].isalnum()
+    ]
+
+
+def _first_characters(marks: CallFormat) -> str:
+    if marks.style is CallStyle.PYTHONIC:
+        return "["
+    return "{[" if marks.is_list else "{"

@@ -1,0 +1,159 @@
+"""Parse the messages that gpt-oss writes to its channels."""
+
+import re
+
+from http_proc.answer.event_writer import EventWriter
+from http_proc.answer.events import AnswerEvent
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps
+from http_proc.answer.sinks import ReasoningSink, TextSink
+from http_proc.answer.tool_schemas import ToolSchemas
+from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+
+MAX_HEADER_LENGTH = 1024
+
+_MESSAGE = Marks(["<|message|>"])
+_HEADER_BEGINS = Marks(["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "to="])
+_ENDS = Marks(["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"])
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_NAMESPACE = "functions."
+_REASONING_CHANNEL = "analysis"
+_SEPARATOR = "\n"
+
+
+class HarmonyParser:
+    """Parse messages: analysis is reasoning, a message to a function is a call, the rest is text.
+
+    A message consists of a header with the channel and the recipient, <|message|>, and the content.
+    An answer that begins without a header begins within a message.
+
+    Args:
+        source: the answer.
+        writer: takes the events.
+        tools: the tools of the request; None or empty: calls are text.
+        begins_in_reasoning: the prompt ends within a message to the channel analysis.
+        parses_reasoning: write the reasoning as such; otherwise as text.
+    """
+
+    def __init__(
+        self,
+        source: AnswerInput,
+        writer: EventWriter,
+        tools: ToolSchemas | None,
+        begins_in_reasoning: bool,
+        parses_reasoning: bool,
+    ) -> None:
+        self._source = source
+        self._writer = writer
+        self._has_tools = bool(tools)
+        self._begins_in_reasoning = begins_in_reasoning
+        self._parses_reasoning = parses_reasoning
+        self._has_written: set[type] = set()
+        self._sink: TextSink | None = None
+        self._steps = self._answer()
+        self._is_done = next(self._steps, True) is True
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """Take the next piece of the answer and return what is certain now."""
+        sink = self._sink
+        if sink is not None and sink.is_plain(text, _ENDS) and not self._source.has_rest:
+            return [sink.kind(text)]
+        self._source.push(text)
+        self._step()
+        return self._writer.take()
+
+    def finish(self) -> list[AnswerEvent]:
+        """Return the rest; nothing may be pushed afterwards."""
+        self._source.is_ended = True
+        self._step()
+        return self._writer.take()
+
+    def _step(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._steps, True) is True
+
+    def _answer(self) -> Steps[None]:
+        try:
+            yield from self._first_message()
+            while True:
+                yield from self._message()
+        except EndOfAnswer:
+            return
+
+    def _first_message(self) -> Steps[None]:
+        """Parse the content of the message that the prompt has begun, if it has."""
+        if self._begins_in_reasoning:
+            yield from self._content(_REASONING_CHANNEL, "")
+            return
+        spaces: list[str] = []
+        try:
+            yield from self._source.skip_space(spaces.append)
+        except EndOfAnswer:
+            self._writer.text("".join(spaces))
+            raise
+        if not (yield from _HEADER_BEGINS.here(self._source)):
+            self._writer.text("".join(spaces))
+            yield from self._content("final", "")
+
+    def _message(self) -> Steps[None]:
+        """Parse the next message, with its header."""
+        header = yield from self._header()
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        yield from self._content(channel[1] if channel else "", recipient[1] if recipient else "")
+
+    def _header(self) -> Steps[str]:
+        """Consume a header and return it. Of one that is too long, its end is returned."""
+        header = ""
+
+        def write(text: str) -> None:
+            nonlocal header
+            header = (header + text)[-MAX_HEADER_LENGTH:]
+
+        mark = yield from _MESSAGE.copy_before(self._source, write)
+        self._source.take(len(mark))
+        return header
+
+    def _content(self, channel: str, recipient: str) -> Steps[None]:
+        """Parse the content of a message and the mark that ends it."""
+        if self._has_tools and recipient not in ("", "assistant", "user"):
+            yield from self._call(recipient.removeprefix(_NAMESPACE))
+        else:
+            yield from self._copy(channel)
+        mark = yield from _ENDS.here(self._source)
+        if mark not in ("<|start|>", "<|channel|>"):
+            self._source.take(len(mark))
+
+    def _copy(self, channel: str) -> Steps[None]:
+        """Copy text or reasoning."""
+        is_reasoning = channel == _REASONING_CHANNEL and self._parses_reasoning
+        sink = ReasoningSink(self._writer) if is_reasoning else TextSink(self._writer)
+        if sink.kind in self._has_written:
+            sink.write(_SEPARATOR)
+        self._has_written.add(sink.kind)
+        self._sink = sink
+        yield from _ENDS.copy_before(self._source, sink.write)
+        self._sink = None
+
+    def _call(self, name: str) -> Steps[None]:
+        """Parse the arguments of a call, which begins with the first character of its content."""
+        writer = self._writer
+        char = yield from self._source.skip_space()
+        writer.begin_call(name)
+        try:
+            if char == "{":
+                self._source.take(1)
+                yield from ValueCopier(self._source, JSON, writer.arguments).arguments(OBJECT)
+            elif (yield from _ENDS.here(self._source)):
+                writer.arguments("{}")
+            else:
+                raise UnexpectedText
+            yield from self._end_call()
+        except UnexpectedText:
+            yield from _ENDS.copy_before(self._source, writer.arguments)
+            writer.leave_call()
+
+    def _end_call(self) -> Steps[None]:
+        """End a call and drop what stands between its arguments and the end of the message."""
+        self._writer.end_call()
+        yield from _ENDS.copy_before(self._source)

@@ -1,0 +1,179 @@
+"""Find marks in an answer that arrives in pieces.
+
+The parsers are coroutines: they read an `AnswerInput` and yield when they need more of the answer.
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Write = Callable[[str], object]
+
+_SPACE = re.compile(r"\s*")
+
+
+class EndOfAnswer(Exception):
+    """The answer ended where a parser needs more of it."""
+
+
+class AnswerInput:
+    """The part of an answer that has arrived and is not consumed.
+
+    Attributes:
+        text: the part, from `at`; what stands before `at` is consumed.
+        at: position of the next character.
+        is_ended: nothing will arrive any more.
+    """
+
+    __slots__ = ("_held", "at", "is_ended", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.is_ended = False
+        self._held: list[str] | None = None
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a part of the answer is not consumed."""
+        return self.at < len(self.text)
+
+    def push(self, text: str) -> None:
+        """Append the next piece."""
+        self.text = self.text[self.at :] + text
+        self.at = 0
+
+    def more(self) -> Steps[None]:
+        """Wait for the next piece.
+
+        Raises:
+            EndOfAnswer: There is none.
+        """
+        if self.is_ended:
+            raise EndOfAnswer
+        yield
+
+    def take(self, length: int) -> str:
+        """Consume characters and return them."""
+        taken = self.text[self.at : self.at + length]
+        self.at += length
+        if self._held is not None:
+            self._held.append(taken)
+        return taken
+
+    def take_match(self, pattern: re.Pattern[str]) -> str:
+        """Consume what the pattern matches here, in the part that has arrived, and return it."""
+        match = pattern.match(self.text, self.at)
+        return self.take(match.end() - self.at) if match else ""
+
+    def hold(self) -> None:
+        """Keep what is consumed from now on, so that it can be returned as text."""
+        self._held = []
+
+    def release(self) -> str:
+        """Return what was consumed since `hold` and keep nothing any more."""
+        held = "".join(self._held or ())
+        self._held = None
+        return held
+
+    def peek(self) -> Steps[str]:
+        """Return the next character."""
+        while self.at >= len(self.text):
+            yield from self.more()
+        return self.text[self.at]
+
+    def skip_space(self, write: Write | None = None) -> Steps[str]:
+        """Consume whitespace and return the next character."""
+        while True:
+            space = self.take_match(_SPACE)
+            if space and write is not None:
+                write(space)
+            if self.at < len(self.text):
+                return self.text[self.at]
+            yield from self.more()
+
+    def at_mark(self, mark: str) -> Steps[bool]:
+        """Return whether the mark, which is not empty, stands here, without consuming it."""
+        while not self.text.startswith(mark, self.at):
+            rest = self.text[self.at : self.at + len(mark)]
+            if not mark.startswith(rest):
+                return False
+            if self.is_ended:
+                return False
+            yield from self.more()
+        return True
+
+    def skip_mark(self, mark: str) -> Steps[bool]:
+        """Consume a mark and the whitespace before it, and return whether it stood here.
+
+        Whitespace within the mark may be missing. If the mark does not stand here, its parts that
+        do are consumed. An empty mark stands everywhere.
+        """
+        for part in mark.split():
+            yield from self.skip_space()
+            if not (yield from self.at_mark(part)):
+                return False
+            self.take(len(part))
+        return True
+
+
+class Marks:
+    """Marks that are looked for together. Empty ones are ignored."""
+
+    def __init__(self, marks: Iterable[str]) -> None:
+        self.all = tuple(sorted({mark for mark in marks if mark}, key=len, reverse=True))
+        firsts = "".join(sorted({mark[0] for mark in self.all}))
+        self._longest = len(self.all[0]) if self.all else 0
+        # A pattern that matches nothing, if there are no marks.
+        self._any = re.compile("|".join(map(re.escape, self.all)) if self.all else r"(?!)")
+        self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)")
+
+    def may_begin_in(self, text: str) -> bool:
+        """Return whether the first character of a mark stands in the text."""
+        return self._first.search(text) is not None
+
+    def find(self, source: AnswerInput) -> tuple[int, str]:
+        """Return how many characters stand before a mark, and the mark.
+
+        If there is no whole mark, or it can still become a longer one, the mark is empty, and the
+        characters are those that are certainly not part of a mark.
+        """
+        text, at = source.text, source.at
+        match = self._any.search(text, at)
+        end = match.start() if match else len(text)
+        if not source.is_ended:
+            for first in self._first.finditer(text, max(at, len(text) - self._longest + 1), end):
+                if self._can_begin(text[first.start() :]):
+                    return first.start() - at, ""
+        if match is None:
+            return end - at, ""
+        if not source.is_ended and self._can_begin(text[end:]):
+            return end - at, ""
+        return end - at, match.group()
+
+    def _can_begin(self, text: str) -> bool:
+        """Return whether a mark begins with the text and is longer."""
+        return any(len(mark) > len(text) and mark.startswith(text) for mark in self.all)
+
+    def copy_before(self, source: AnswerInput, write: Write | None = None) -> Steps[str]:
+        """Consume the text before the next mark, write it, and return the mark, not consumed."""
+        while True:
+            length, mark = self.find(source)
+            if length:
+                text = source.take(length)
+                if write is not None:
+                    write(text)
+            if mark:
+                return mark
+            yield from source.more()
+
+    def here(self, source: AnswerInput) -> Steps[str]:
+        """Return the mark that stands here, not consumed; empty if none does."""
+        while True:
+            text = source.text[source.at : source.at + self._longest]
+            if not source.is_ended and self._can_begin(text):
+                yield from source.more()
+                continue
+            return next((mark for mark in self.all if text.startswith(mark)), "")

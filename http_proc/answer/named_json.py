@@ -1,0 +1,57 @@
+"""Parse calls that are a name, a mark, and the arguments as a JSON object."""
+
+import re
+
+from http_proc.answer.call_context import CallContext, first_part
+from http_proc.answer.json_calls import JsonCalls
+from http_proc.answer.marks import Marks, Steps
+from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+
+_ID = re.compile(r"[\w-]+")
+
+
+class NamedJsonCalls:
+    """Parse f[ARGS]{"a": 1}.
+
+    If the name has no mark before it, a call may be an object with name and arguments, too.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        marks = context.marks
+        self._objects = JsonCalls(context)
+        self._name_ends = Marks([first_part(marks.name_close), first_part(marks.id_open), "{"])
+        self._id_ends = Marks([first_part(marks.name_close), "{"])
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call."""
+        source, marks = self._context.source, self._context.marks
+        if not (yield from source.skip_mark(marks.name_open)):
+            raise UnexpectedText
+        if (yield from source.skip_space()) == "{" and not marks.name_open:
+            yield from self._objects.call(needs_known_name)
+            return
+        name, end = yield from self._context.read_name(self._name_ends)
+        name, call_id = self._split_name(name)
+        if end == first_part(marks.id_open):
+            source.take(len(end))
+            text, end = yield from self._context.read_name(self._id_ends)
+            call_id = text if _ID.fullmatch(text) else ""
+        if end != "{":
+            yield from source.skip_mark(marks.name_close)
+        if (yield from source.skip_space()) != "{":
+            raise UnexpectedText
+        self._context.begin(name, needs_known_name, call_id)
+        source.take(1)
+        yield from ValueCopier(source, JSON, self._context.writer.arguments).arguments(OBJECT)
+        self._context.writer.end_call()
+
+    def _split_name(self, text: str) -> tuple[str, str]:
+        """Return the name and the id of a call whose name is followed by its number."""
+        marks = self._context.marks
+        name, index_open, index = (
+            text.rpartition(marks.index_open) if marks.index_open else ("",) * 3
+        )
+        if not index_open or not index.isdigit():
+            return text, ""
+        return name, f"{marks.name_open}{text}"

@@ -1,0 +1,341 @@
+"""Copy values that a model writes in JSON or in a similar syntax, as JSON, while they arrive."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, Write
+
+_PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
+_TOKEN = re.compile(r"""[^\s,:=\[\]{}()"']+""")
+_LOOSE_TOKEN = re.compile(r"[^,\[\]{}]+")
+_BARE_KEY = re.compile(r"""[^\s,:=\[\]{}()"']+""")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
+_LITERALS = {"true": "true", "false": "false", "null": "null",
+             "True": "true", "False": "false", "None": "null"}  # fmt: skip
+_SHORT_ESCAPES = '"\\/bfnrt'
+_HEX_DIGITS = {"u": 4, "x": 2, "U": 8}
+_UNICODE_ESCAPE_LENGTH = 6
+_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB]")
+_LOW_SURROGATE = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_HEX = re.compile(r"[0-9a-fA-F]+")
+
+
+class UnexpectedText(Exception):
+    """The answer goes on in a way that the format does not have."""
+
+
+class Brackets(NamedTuple):
+    """The brackets of an object or a list, and what stands for them in JSON.
+
+    Attributes:
+        closing: the closing bracket.
+        json: both brackets in JSON.
+        colon: stands between a key and its value; empty in a list.
+    """
+
+    closing: str
+    json: str
+    colon: str = ""
+
+
+OBJECT = Brackets("}", "{}", ":")
+KEYWORD_ARGUMENTS = Brackets(")", "{}", "=")
+_LIST = Brackets("]", "[]")
+_TUPLE = Brackets(")", "[]")
+
+
+class ValueSyntax(NamedTuple):
+    """How values are written.
+
+    Attributes:
+        brackets: objects and lists, by their opening brackets.
+        quotes: stand before and after a string. Backslashes escape in " and ', not in other marks.
+        has_python_escapes: strings may have the escapes of Python.
+        has_bare_strings: strings without spaces or commas may lack quotes.
+        has_bare_keys: keys of objects may lack quotes.
+        token: matches what stands without quotes.
+    """
+
+    brackets: dict[str, Brackets]
+    quotes: tuple[str, ...] = ('"',)
+    has_python_escapes: bool = False
+    has_bare_strings: bool = False
+    has_bare_keys: bool = False
+    token: re.Pattern[str] = _TOKEN
+
+
+JSON = ValueSyntax({"{": OBJECT, "[": _LIST})
+PYTHON = ValueSyntax({"{": OBJECT, "[": _LIST, "(": _TUPLE}, ('"', "'"), has_python_escapes=True)
+PYTHON_ARGUMENTS = PYTHON._replace(has_bare_strings=True, has_bare_keys=True)
+
+
+def quoted(quote: str) -> ValueSyntax:
+    """Return the syntax of objects with bare keys, whose strings stand between marks."""
+    quotes = (quote, '"') if quote else ('"',)
+    return ValueSyntax(
+        JSON.brackets, quotes, has_bare_strings=True, has_bare_keys=True, token=_LOOSE_TOKEN
+    )
+
+
+def escaped(text: str) -> str:
+    """Return a piece of text as it stands in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def to_json(text: str) -> str | None:
+    """Return a value in JSON or Python as JSON, or None if the text is not one value."""
+    source = AnswerInput()
+    source.push(f"{text.strip()}\n")
+    source.is_ended = True
+    pieces: list[str] = []
+    try:
+        for _ in ValueCopier(source, PYTHON, pieces.append).value():
+            pass
+    except (UnexpectedText, EndOfAnswer):
+        return None
+    return None if source.text[source.at :].strip() else "".join(pieces)
+
+
+def no_types(_: str) -> frozenset[str]:
+    """Return that the types of an argument are unknown."""
+    return frozenset()
+
+
+class ValueCopier:
+    """Copy values from the answer and write them as JSON.
+
+    JSON is written as the model wrote it, but for control characters and backslashes in strings
+    that JSON does not allow, which are escaped, and commas before a closing bracket.
+
+    Args:
+        source: the answer.
+        syntax: how the values are written.
+        write: takes pieces of JSON.
+        types: returns the JSON types of a key of the outermost object; empty: unknown.
+    """
+
+    def __init__(
+        self,
+        source: AnswerInput,
+        syntax: ValueSyntax,
+        write: Write,
+        types: Callable[[str], frozenset[str]] = no_types,
+    ) -> None:
+        self._source = source
+        self._syntax = syntax
+        self._write = write
+        self._types = types
+        self._key = ""
+        self._quotes = Marks(syntax.quotes)
+
+    def value(self) -> Steps[None]:
+        """Copy one value.
+
+        Raises:
+            UnexpectedText: The text is not a value. What was valid is written.
+        """
+        yield from self._copy([], needs_value=True)
+
+    def arguments(self, brackets: Brackets) -> Steps[None]:
+        """Copy an object whose opening bracket is consumed."""
+        self._write(brackets.json[0])
+        frames = [brackets]
+        yield from self._copy(frames, needs_value=(yield from self._enter(brackets)))
+
+    def _copy(self, frames: list[Brackets], needs_value: bool) -> Steps[None]:
+        """Copy up to the end of the outermost of the open objects and lists.
+
+        needs_value: a value follows; otherwise a closing bracket.
+        """
+        while True:
+            if needs_value:
+                char = yield from self._source.skip_space(self._write)
+                brackets = self._syntax.brackets.get(char)
+                if brackets is not None:
+                    self._source.take(1)
+                    self._write(brackets.json[0])
+                    frames.append(brackets)
+                    needs_value = yield from self._enter(brackets)
+                    continue
+                yield from self._scalar(char, is_argument=len(frames) == 1)
+            while frames and not (yield from self._goes_on(frames[-1])):
+                self._source.take(1)
+                self._write(frames.pop().json[1])
+            if not frames:
+                return
+            needs_value = True
+
+    def _enter(self, brackets: Brackets) -> Steps[bool]:
+        """Copy the first key and return True, or return False if the brackets are empty."""
+        char = yield from self._source.skip_space(self._write)
+        if char == brackets.closing:
+            return False
+        if brackets.colon:
+            yield from self._copy_key(char, brackets.colon)
+        return True
+
+    def _goes_on(self, brackets: Brackets) -> Steps[bool]:
+        """Copy the comma and the next key, or return False before the closing bracket."""
+        char = yield from self._source.skip_space(self._write)
+        if char == brackets.closing:
+            return False
+        if char != ",":
+            raise UnexpectedText
+        self._source.take(1)
+        spaces: list[str] = []
+        char = yield from self._source.skip_space(spaces.append)
+        if char == brackets.closing:
+            return False
+        self._write("," + "".join(spaces))
+        if brackets.colon:
+            yield from self._copy_key(char, brackets.colon)
+        return True
+
+    def _copy_key(self, char: str, colon: str) -> Steps[None]:
+        quote = yield from self._quote_here(char)
+        if quote and self._types is no_types:
+            yield from self.string(quote, self._write)
+        elif quote:
+            pieces: list[str] = []
+            yield from self.string(quote, pieces.append)
+            self._write("".join(pieces))
+            self._key = json.loads("".join(pieces))
+        elif self._syntax.has_bare_keys:
+            self._key = yield from self._token(_BARE_KEY)
+            self._write(json.dumps(self._key, ensure_ascii=False))
+        else:
+            raise UnexpectedText
+        if (yield from self._source.skip_space(self._write)) != colon:
+            raise UnexpectedText
+        self._source.take(1)
+        self._write(":" if colon == ":" else ": ")
+
+    def _quote_here(self, char: str) -> Steps[str]:
+        """Return the quote that stands here; empty if none does."""
+        if char in _PLAIN:
+            return char if char in self._syntax.quotes else ""
+        if not self._quotes.may_begin_in(char):
+            return ""
+        return (yield from self._quotes.here(self._source))
+
+    def _scalar(self, char: str, is_argument: bool) -> Steps[None]:
+        """Copy a string, a number or a literal. is_argument: it belongs to the outermost object."""
+        quote = yield from self._quote_here(char)
+        if quote:
+            yield from self.string(quote, self._write)
+            return
+        token = (yield from self._token(self._syntax.token)).rstrip()
+        is_string = is_argument and self._types(self._key) == {"string"}
+        value = None if is_string else _scalar(token)
+        if value is None and self._syntax.has_bare_strings:
+            value = json.dumps(token, ensure_ascii=False)
+        self._write(token if value is None else value)
+        if value is None:
+            raise UnexpectedText
+
+    def _token(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Consume what stands without quotes and return it.
+
+        If the answer ends in it, what there is of it is written.
+        """
+        pieces = []
+        try:
+            while True:
+                pieces.append(self._source.take_match(pattern))
+                if self._source.at < len(self._source.text):
+                    break
+                yield from self._source.more()
+        except EndOfAnswer:
+            self._write("".join(pieces))
+            raise
+        token = "".join(pieces)
+        if not token:
+            raise UnexpectedText
+        return token
+
+    def string(self, quote: str, write: Write) -> Steps[None]:
+        """Copy a string, whose quote stands here, in pieces that are whole escapes."""
+        source = self._source
+        source.take(len(quote))
+        write('"')
+        if quote not in _PLAIN:
+            yield from Marks([quote]).copy_before(source, lambda text: write(escaped(text)))
+            source.take(len(quote))
+            write('"')
+            return
+        while True:
+            plain = source.take_match(_PLAIN[quote])
+            if plain:
+                write(plain)
+            char = yield from source.peek()
+            if char == "\\":
+                write((yield from self._escape()))
+            elif char == quote:
+                source.take(1)
+                write('"')
+                return
+            elif char == '"' or char < " ":
+                write(escaped(source.take(1)))
+
+    def _escape(self) -> Steps[str]:
+        """Consume an escape and return it as it stands in JSON; one that JSON lacks is kept."""
+        source = self._source
+        yield from self._need(2)
+        char = source.text[source.at + 1]
+        if char in _SHORT_ESCAPES:
+            return source.take(2)
+        is_python = self._syntax.has_python_escapes
+        if is_python and char in "'\n":
+            source.take(2)
+            return char.strip()
+        if char in _HEX_DIGITS and (is_python or char == "u"):
+            length = 2 + _HEX_DIGITS[char]
+            yield from self._need(length)
+            code = source.text[source.at + 2 : source.at + length]
+            if char != "u" and _HEX.fullmatch(code) and int(code, 16) <= 0x10FFFF:
+                source.take(length)
+                return escaped(chr(int(code, 16)))
+            if char == "u" and _HEX.fullmatch(code):
+                return (yield from self._unicode_escape())
+        source.take(1)
+        return "\\\\"
+
+    def _unicode_escape(self) -> Steps[str]:
+        """Consume an escape of four hex digits, or two that are a surrogate pair."""
+        source, length = self._source, _UNICODE_ESCAPE_LENGTH
+        if not _HIGH_SURROGATE.match(source.text, source.at):
+            return source.take(length)
+        yield from self._need(length + 1)
+        if source.text[source.at + length] != "\\":
+            return source.take(length)
+        yield from self._need(2 * length)
+        is_pair = _LOW_SURROGATE.match(source.text, source.at + length)
+        return source.take(2 * length if is_pair else length)
+
+    def _need(self, length: int) -> Steps[None]:
+        """Wait until so many characters of an escape have arrived."""
+        while len(self._source.text) - self._source.at < length:
+            yield from self._source.more()
+
+
+def _scalar(token: str) -> str | None:
+    """Return a number or a literal as JSON, or None if the token is neither."""
+    if token in _LITERALS:
+        return _LITERALS[token]
+    if _NUMBER.fullmatch(token):
+        return token
+    if token[:1].isalpha() or _LEADING_ZERO.match(token):
+        return None
+    try:
+        return str(int(token, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(token)
+    except ValueError:
+        return None
+    return json.dumps(number) if math.isfinite(number) else None

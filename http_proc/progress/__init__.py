@@ -1,0 +1,1 @@
+"""Tell the clients of streams that wait how far their requests are."""

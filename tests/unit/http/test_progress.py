@@ -1,0 +1,224 @@
+"""Streams that wait: when the headers come, comments, timings, and what costs nothing."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from http_proc.gateway import Gateway
+from http_proc.progress import watch
+from http_proc.progress.comments import comment, furthest
+from quadriga.errors import QueueFull, RequestFailed, ServerFailed
+from quadriga.wire.messages.public import MAX_PROGRESS_IDS, RequestProgress, RequestState
+from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
+
+PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
+WAITING = RequestProgress(QUEUED, 7, 12.3)
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all times a tenth."""
+    for name in ("HEADERS_AFTER_S", "FIRST_POLL_S", "POLL_INTERVAL_S", "MIN_POLL_GAP_S"):
+        monkeypatch.setattr(watch, name, getattr(watch, name) / 10)
+
+
+def silent_ring() -> ScriptedRing:
+    """Return a ring that accepts a request and answers nothing."""
+    ring = ScriptedRing([])
+    ring.leaves_open = True
+    ring.progress_of_each = WAITING
+    return ring
+
+
+async def ask(gateway: Gateway, body: dict[str, Any], path: str = "completions") -> Any:
+    """Return the response to a request whose headers have arrived."""
+    session = aiohttp.ClientSession()
+    prompt = {} if "messages" in body else {"prompt": "x"}
+    fields = prompt | {"stream": True} | body
+    response = await session.post(f"{gateway.args.url}/v1/{path}", json=fields)
+    response.session = session  # type: ignore[attr-defined]
+    return response
+
+
+async def leave(response: Any) -> None:
+    response.close()
+    await response.session.close()
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("state", [PREFILL, DECODING])
+def test_the_headers_come_when_a_request_is_admitted(state: RequestState) -> None:
+    ring = silent_ring()
+    ring.progress_of_each = RequestProgress(state)
+
+    async def test(gateway: Gateway) -> None:
+        began_at = time.monotonic()
+        response = await ask(gateway, {})
+        assert response.status == 200
+        assert time.monotonic() - began_at < watch.HEADERS_AFTER_S - 0.1
+        assert response.headers["Server-Timing"].startswith("tokenize;dur=")
+        await leave(response)
+
+    run_at_gateway(ring, test)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
+    ring = silent_ring()
+    if fails:
+
+        async def no_answer(*_: object) -> list[RequestProgress]:
+            raise ServerFailed("gone")
+
+        ring.progress = no_answer  # type: ignore[method-assign, assignment]
+
+    async def test(gateway: Gateway) -> None:
+        began_at = time.monotonic()
+        response = await ask(gateway, {})
+        assert response.status == 200
+        assert time.monotonic() - began_at >= watch.HEADERS_AFTER_S - 0.02
+        await leave(response)
+
+    run_at_gateway(ring, test)
+
+
+def test_a_refusal_before_the_headers_is_a_status_and_an_error_after_them_an_event() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        ring.error = QueueFull("full", 3)
+        response = await ask(gateway, {})
+        assert (response.status, response.headers["Retry-After"]) == (429, "3")
+        await leave(response)
+        ring.error = None
+        early = asyncio.create_task(ask(gateway, {}))
+        await until(lambda: len(ring.sinks) == 2)
+        ring.sinks[1](RequestFailed("the worker died"))
+        response = await early
+        assert response.status == 500
+        await leave(response)
+        response = await ask(gateway, {})
+        ring.sinks[2](RequestFailed("the worker died"))
+        text = await response.text()
+        assert response.status == 200 and text.endswith("data: [DONE]\n\n")
+        assert '"error":{"message":"the worker died"' in text
+        await leave(response)
+
+    run_at_gateway(ring, test)
+
+
+def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        response = await ask(gateway, {})
+        began_at = time.monotonic()
+        assert await response.content.readline() == b": queued 7, about 12 s\n"
+        assert time.monotonic() - began_at >= 0.3
+        assert await response.content.readline() == b"\n"
+        ring.progress_of_each = RequestProgress(PREFILL, 0, None, 43, 100)
+        assert await response.content.readline() == b": prefill 43 %\n"
+        ring.sinks[0](chunk("x", ring._completion()))
+        text = await response.text()
+        assert text.lstrip("\n").startswith("data: {") and ":" not in text[0]
+        await leave(response)
+
+    run_at_gateway(ring, test, sse_ping_interval=0.4)
+
+
+def test_a_stream_that_is_not_silent_or_wants_no_pings_gets_no_comment() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        response = await ask(gateway, {})
+        num_questions = len(ring.questions)
+        for _ in range(8):
+            ring.sinks[0](chunk("x"))
+            await asyncio.sleep(0.05)
+        ring.sinks[0](chunk("x", ring._completion()))
+        assert not [line for line in (await response.text()).split("\n") if line[:1] == ":"]
+        assert len(ring.questions) == num_questions
+        await leave(response)
+
+    run_at_gateway(ring, test, sse_ping_interval=0.2)
+    ring = silent_ring()
+    run_at_gateway(ring, test, sse_ping_interval=0)
+
+
+def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        early = asyncio.create_task(ask(gateway, {}))
+        await until(lambda: ring.handles)
+        early.cancel()
+        await until(lambda: ring.handles[0].aborted)
+        late = await ask(gateway, {})
+        await leave(late)
+        await until(lambda: ring.handles[1].aborted)
+        await until(lambda: not gateway.num_open)
+        assert not gateway.progress._watches
+
+    run_at_gateway(ring, test)
+
+
+def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        asked = [asyncio.create_task(ask(gateway, {"prompt": ["x"] * 10})) for _ in range(10)]
+        await until(lambda: len(ring.handles) == 100)
+        await until(lambda: len({name for ids in ring.questions for name in ids}) == 100)
+        assert max(map(len, ring.questions)) <= MAX_PROGRESS_IDS
+        assert len(ring.questions) <= 6
+        for response in await asyncio.gather(*asked):
+            await leave(response)
+        await until(lambda: not gateway.num_open)
+        before = len(ring.questions)
+        ring.pieces, ring.leaves_open = ["a", "b"], False
+        response = await ask(gateway, {})
+        assert "[DONE]" in await response.text()
+        await leave(response)
+        await asyncio.sleep(3 * watch.FIRST_POLL_S)
+        assert len(ring.questions) == before
+        assert gateway.progress._timer is None
+
+    run_at_gateway(ring, test)
+
+
+def test_answers_have_timings_in_the_last_chunk_or_with_the_usage() -> None:
+    ring = ScriptedRing(["a", "b"])
+    names = ("queue_ms", "prefill_ms", "ttft_ms", "decode_ms", "tokens_per_second", "cached_tokens")
+
+    async def test(gateway: Gateway) -> None:
+        for path in ("completions", "chat/completions"):
+            chat: Any = {"messages": [{"role": "user", "content": "x"}]}
+            fields = chat if path.startswith("chat") else {}
+            response = await ask(gateway, {**fields, "stream": False}, path)
+            assert tuple((await response.json())["timings"]) == names
+            assert "decode;dur=" in response.headers["Server-Timing"]
+            await leave(response)
+            for options, place in (({}, "finish_reason"), ({"include_usage": True}, "usage")):
+                response = await ask(gateway, {**fields, "stream_options": options}, path)
+                lines = [line for line in (await response.text()).split("\n") if "timings" in line]
+                assert len(lines) == 1 and f'"{place}":' in lines[0]
+                assert ('"choices":[]' in lines[0]) == bool(options)
+                await leave(response)
+
+    run_at_gateway(ring, test)
+
+
+def test_comments_say_how_far_the_furthest_request_is() -> None:
+    values = [RequestProgress(UNKNOWN), RequestProgress(QUEUED, 9), RequestProgress(QUEUED, 3, 0.2)]
+    assert comment(furthest(values)) == b": queued 3, about 1 s\n\n"
+    assert comment(furthest(values[:2])) == b": queued 9\n\n"
+    assert comment(furthest([*values, RequestProgress(PREPARING)])) == b": queued 3, about 1 s\n\n"
+    assert comment(furthest([*values, RequestProgress(DECODING)])) == b": decoding\n\n"
+    assert comment(furthest(values[:1])) == b": waiting for the server\n\n"

@@ -1,0 +1,134 @@
+"""How far a request is: its place, the estimate of its wait, and the share of its prompt."""
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.public import RequestProgress, RequestState
+from quadriga.wire.messages.to_detok import ProgressReply
+from quadriga.wire.messages.to_scheduler import ProgressRequest
+from scheduler_proc.observe.progress import ProgressReport
+from scheduler_proc.observe.slot_rate import SlotRate
+from tests.unit.simulation import World, submit
+
+PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
+
+
+def progress(world: World, *names: str, **fields: Any) -> list[RequestProgress]:
+    """Return the progress of requests of the client b"c", computed anew."""
+    report = ProgressReport(world.scheduler.lifecycle, world.scheduler.pipeline)
+    return report.values(ProgressRequest(b"c", "q", list(names), **fields), world.worker.now)
+
+
+def test_a_request_is_queued_then_in_prefill_then_decoding_then_unknown() -> None:
+    args = SchedulerArgs(max_running_requests=1, max_batch_size=1, chunked_prefill_size=4)
+    world = World(args)
+    world.send(submit("first", [9] * 40, 8, ignore_eos=True), submit("second", [7] * 8, 4))
+    seen = set()
+    while True:
+        first, second = progress(world, "first", "second")
+        if first.state is UNKNOWN:
+            break
+        seen.add((first.state, first.num_computed_tokens))
+        assert (second.state, second.place, second.num_prompt_tokens) == (QUEUED, 1, 8)
+        world.step()
+    assert {(PREFILL, 8), (PREFILL, 36), (DECODING, 40)} <= seen
+    assert first == RequestProgress(UNKNOWN)
+
+
+def test_ids_that_are_unknown_or_of_another_client_or_being_prepared_are_told_apart() -> None:
+    world = World(SchedulerArgs())
+    world.send(submit("theirs", [9], client=b"d"))
+    names = ("theirs", "never", "soon", "")
+    states = [value.state for value in progress(world, *names, preparing=["soon"])]
+    assert states == [UNKNOWN, UNKNOWN, PREPARING, UNKNOWN]
+
+
+def test_of_several_choices_the_furthest_counts() -> None:
+    world = World(SchedulerArgs(max_running_requests=1, max_batch_size=1))
+    message = submit("several", [9] * 4, 8, ignore_eos=True)
+    params = msgspec.structs.replace(message.params, n=3)
+    world.send(submit("one", [7] * 4, 3, ignore_eos=True))
+    world.send(msgspec.structs.replace(message, params=params))
+    world.step()
+    assert [(value.state, value.place) for value in progress(world, "several")] == [(QUEUED, 1)]
+    while progress(world, "one")[0].state is not UNKNOWN:
+        world.step()
+    world.step()
+    world.step()
+    assert progress(world, "several")[0].state is DECODING
+
+
+def test_a_retracted_request_is_queued_again() -> None:
+    args = SchedulerArgs(max_running_requests=4, max_batch_size=4, schedule_conservativeness=0.01)
+    world = World(args, num_pages=6, page_size=4)
+    names = ("a", "b", "c")
+    world.send(*(submit(name, [9 + len(name)] * 4, 12, ignore_eos=True) for name in names))
+    while not world.scheduler.lifecycle.core.num_retractions:
+        assert world.step()
+    assert QUEUED in [value.state for value in progress(world, *names)]
+
+
+def test_a_request_waits_as_long_as_the_running_ones_need_at_their_speed_at_most() -> None:
+    world = World(SchedulerArgs(max_running_requests=1, max_batch_size=1))
+    world.send(submit("running", [9] * 4, 40, ignore_eos=True), submit("next", [7] * 4, 4))
+    world.send(submit("later", [7] * 4, 4))
+    assert progress(world, "next")[0].wait_s is None
+    for _ in range(10):
+        world.step()
+    following, later = progress(world, "next", "later")
+    assert following.wait_s is not None and later.wait_s is None
+    asked_at = world.worker.now
+    while progress(world, "next")[0].state is QUEUED:
+        world.step()
+    assert following.wait_s == pytest.approx(world.worker.now - asked_at, rel=0.35)
+
+
+def test_with_free_slots_a_request_waits_for_the_prompts_before_it() -> None:
+    args = SchedulerArgs(max_running_requests=32, chunked_prefill_size=16)
+    world = World(args, num_pages=256)
+    world.send(*(submit(str(number), [9 + number] * 16, 2) for number in range(8)))
+    for _ in range(3):
+        world.step()
+    values = progress(world, *map(str, range(8)))
+    waits = [value.wait_s for value in values if value.state is QUEUED]
+    assert len(waits) >= 3 and None not in waits
+    assert waits == sorted(waits, key=lambda wait: wait or 0.0) and waits[-1]
+
+
+def test_ends_count_while_requests_wait_and_the_interval_grows_without_them() -> None:
+    rate = SlotRate()
+    rate.on_end(1.0, has_waiting=True)
+    assert rate.interval_s(2.0) is None
+    rate.on_end(3.0, has_waiting=True)
+    rate.on_end(5.0, has_waiting=True)
+    assert rate.interval_s(5.0) == 2.0
+    assert rate.interval_s(31.0) == 10.0
+    rate.on_end(32.0, has_waiting=False)
+    assert rate.interval_s(33.0) is None
+
+
+def test_an_answer_with_a_thousand_waiting_requests_takes_less_than_2_ms() -> None:
+    world = World(SchedulerArgs(max_running_requests=4, max_queued_requests=2000))
+    world.checked = False
+    world.send(*(submit(str(number), [9] * 100, 4) for number in range(1000)))
+    message = ProgressRequest(b"c", "q", [str(number) for number in range(900, 964)])
+    took = []
+    for _ in range(10):
+        report = ProgressReport(world.scheduler.lifecycle, world.scheduler.pipeline)
+        began_at = time.perf_counter()
+        values = report.values(message, world.worker.now)
+        took.append(time.perf_counter() - began_at)
+    assert {value.state for value in values} == {QUEUED}
+    assert min(took) < 0.002
+
+
+def test_the_scheduler_answers_by_way_of_the_detokenizer() -> None:
+    sent: list[Any] = []
+    world = World(SchedulerArgs(), observe=lambda name, message: sent.append(message))
+    world.send(ProgressRequest(b"c", "q", ["a"]))
+    replies = [message for message in sent if isinstance(message, ProgressReply)]
+    assert [(r.client, r.progress.request_id) for r in replies] == [(b"c", "q")]
