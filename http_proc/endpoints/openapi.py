@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis import infill, sglang_generate
+from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai import chat, completions
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
@@ -143,6 +144,7 @@ ENDPOINTS = [
     post("/infill", infill.infill, "Fill the gap between two texts, in llama.cpp's format",
           infill.InfillRequest, infill.InfillAnswer, sampling=infill.LLAMA_CPP, streams=True,
           error_body=infill.error_body, error=infill.LlamaCppErrorAnswer),
+    *OLLAMA_ENDPOINTS,
     post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
     post("/detokenize", service.detokenize, "Text of token ids",

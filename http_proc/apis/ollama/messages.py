@@ -33,7 +33,11 @@ def ollama_chat(messages: list[OllamaMessage]) -> Chat:
         converted.append(
             Message(role=message.role, content=message.content, tool_calls=calls or None)
         )
-    return chat_prompt(converted)
+    turns = chat_prompt(converted)
+    for turn, message in zip(turns, messages, strict=True):
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+    return turns
 
 
 def _call(call: OllamaToolCall) -> ToolCall:
