@@ -123,7 +123,10 @@ async def stream_events(
     poller = request.app[GATEWAY].progress
     with poller.watch(group) as watch:
         chunks = await watch.first_chunks()
-        response = web.StreamResponse(headers=_headers(renderer, group))
+        stage = "first_token" if chunks else "queue" if watch.is_admitted else ""
+        timing = server_timing(group.stages_until_now(stage))
+        headers = HEADERS | {"Content-Type": renderer.framing.content_type}
+        response = web.StreamResponse(headers=headers | ({SERVER_TIMING: timing} if timing else {}))
         await response.prepare(request)
         poller.on_headers(watch, renderer.framing.has_comments)
         stream = EventStream(request, response, group, renderer, watch)
@@ -135,12 +138,6 @@ async def stream_events(
             await response.write(renderer.error(from_ring(error, names)))
     await response.write_eof()
     return response
-
-
-def _headers(renderer: Renderer, group: RequestGroup) -> dict[str, str]:
-    headers = HEADERS | {"Content-Type": renderer.framing.content_type}
-    known = group.known_stages
-    return headers | ({SERVER_TIMING: server_timing(known)} if known else {})
 
 
 class EventStream:
