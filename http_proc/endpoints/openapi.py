@@ -16,7 +16,7 @@ from http_proc.apis import infill, sglang_generate
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai import chat, completions
 from http_proc.endpoints import landing, metrics, service
-from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
+from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
 from http_proc.protocol import sampling, schema
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
@@ -107,7 +107,7 @@ def _response(endpoint: Endpoint) -> dict[str, Any]:
     schema = _ref(endpoint.response) if isinstance(endpoint.response, type) else {"type": "object"}
     if endpoint.is_listed:
         schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
-    return _json(schema) | ({STREAM: {}} if endpoint.streams else {})
+    return _json(schema) | ({endpoint.stream_type: {}} if endpoint.streams else {})
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,15 @@ from http_proc.apis.ollama.requests import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from http_proc.endpoints.endpoint import Endpoint, post
+from http_proc.endpoints.endpoint import LINES, Endpoint, post
 
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": OllamaError}
 
 OLLAMA_ENDPOINTS = [
     post("/api/chat", chat.ollama_chat_answer, "Answer a chat, in Ollama's format",
-         OllamaChatRequest, OllamaChatAnswer, streams=True, **_ERRORS),
+         OllamaChatRequest, OllamaChatAnswer, streams=True, stream_type=LINES, **_ERRORS),
     post("/api/generate", generate.ollama_generate, "Answer a prompt, in Ollama's format",
-         OllamaGenerateRequest, OllamaGenerateAnswer, streams=True, **_ERRORS),
+         OllamaGenerateRequest, OllamaGenerateAnswer, streams=True, stream_type=LINES, **_ERRORS),
     post("/api/show", models.show, "Describe the model, in Ollama's format",
          OllamaShowRequest, models.OllamaShowAnswer, **_ERRORS),
     Endpoint("/api/tags", models.tags, "The model that is served, in Ollama's format",
