@@ -25,6 +25,8 @@ FACTS = {
     "context_length": 100,
     "chat": True,
     "answer_format": to_info(AnswerFormat(calls=HERMES, takes_tools=True)),
+    "fill_format": None,
+    "model_details": {"family": "llama"},
     "pids": {},
 }
 TIMEOUT_S = 60.0
