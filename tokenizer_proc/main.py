@@ -29,6 +29,7 @@ from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.fill_marks import find_fill_format
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
@@ -77,7 +78,8 @@ def _load(child: Child) -> Loaded:
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
-    info = static_server_info(config, model, chat.exists, chat.answer_format, pids)
+    fill_format = find_fill_format(tokenizer, model.tokenizer_dir)
+    info = static_server_info(config, model, chat.exists, chat.answer_format, fill_format, pids)
     return Loaded(model, preparer, fork_server, info)
 
 

@@ -9,6 +9,9 @@ from quadriga.errors import ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# Key of tokenizer_config.json: the names of a GGUF's tokens for filling in the middle, by role.
+FILL_TOKENS_KEY = "fill_tokens"
+
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
     """Load `directory`/tokenizer.json, without truncation and padding.
