@@ -9,7 +9,7 @@ import msgspec
 from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
 from http_proc.chat.call import ChatCall, ToolMode
 from http_proc.chat.call_grammars import forced_calls, in_final_message, strict_calls
-from http_proc.chat.thinking import with_thinking
+from http_proc.chat.thinking import BUDGET, with_thinking
 from http_proc.gateway import Gateway
 from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
@@ -147,7 +147,7 @@ def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any
 
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
-    params = with_thinking(params, answer_format, call.reasoning.budget)
+    params = with_thinking(params, answer_format, call.reasoning.budget, call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)

@@ -6,33 +6,36 @@ from http_proc.protocol.errors import invalid
 from quadriga.answer_format import AnswerFormat
 from quadriga.sampling.params import SamplingParams
 
+BUDGET = "thinking_token_budget"
+
 
 def with_thinking(
-    params: SamplingParams, answer_format: AnswerFormat, budget: int | None = None
+    params: SamplingParams, answer_format: AnswerFormat, budget: int | None, name: str = BUDGET
 ) -> SamplingParams:
     """Return the parameters with the marks of the reasoning, if the model has any.
 
     Args:
         params: the parameters.
         answer_format: how the model writes.
-        budget: number of tokens after which a reasoning is closed, if the model reasons; None: as
-            `params` say.
+        budget: number of tokens after which the reasoning is closed; None: as `params` say.
+        name: the request's name of the budget, for error messages.
 
     Raises:
-        ApiError: `params` limit the reasoning, and no marks are known.
+        ApiError: the reasoning is limited, and no marks are known.
     """
-    reasoning, wanted = answer_format.reasoning, params.thinking_token_budget
+    budget = params.thinking_token_budget if budget is None else budget
+    reasoning = answer_format.reasoning
     if reasoning is None or not reasoning.open:
-        if wanted is not None:
+        if budget is not None:
             raise invalid(
-                f"thinking_token_budget is {wanted}: the model marks no reasoning that could be"
-                " limited; leave it out, or start with --reasoning-parser if the model reasons",
-                "thinking_token_budget",
+                f"{name} is {budget}: the model marks no reasoning that could be limited; leave it"
+                " out, or start with --reasoning-parser if the model reasons",
+                name,
             )
         return params
     return msgspec.structs.replace(
         params,
-        thinking_token_budget=wanted if budget is None else budget,
+        thinking_token_budget=budget,
         thinking_start=reasoning.open,
         thinking_end=_closing(reasoning.close),
     )

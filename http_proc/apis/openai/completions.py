@@ -59,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params, n = _params(sampling.params, call), sampling.params.n
     if params.thinking_token_budget is not None:
         answer_format = from_info((await gateway.static_info())["answer_format"])
-        params = with_thinking(params, answer_format)
+        params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if call.suffix:
         known = fill_format(await gateway.static_info(), gateway.model, "suffix")
