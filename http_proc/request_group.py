@@ -57,12 +57,15 @@ class RequestGroup:
         """Whether every prompt is tokenized."""
         return len(self._accepted) == len(self._handles)
 
-    @property
-    def known_stages(self) -> list[Stage]:
-        """Stages that are over, and their seconds by the clock of the gateway."""
+    def stages_until_now(self, stage: str) -> list[Stage]:
+        """Return tokenize and `stage`, which ends now, and their seconds by the gateway's clock.
+
+        The list is empty before the prompts are tokenized. `stage`: "" for none.
+        """
         if not self.is_accepted:
             return []
-        return [("tokenize", self._accepted_at - self._began_at)]
+        passed = [("tokenize", self._accepted_at - self._began_at)]
+        return [*passed, (stage, self._loop.time() - self._accepted_at)] if stage else passed
 
     @property
     def is_done(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from http_proc.gateway import GATEWAY
+from http_proc.gateway import GATEWAY, REQUEST_ID
 from http_proc.observe.request_log import RECORD
 from http_proc.progress.watch import StreamWatch
 from http_proc.protocol.errors import ApiError, from_ring
@@ -123,7 +123,10 @@ async def stream_events(
     poller = request.app[GATEWAY].progress
     with poller.watch(group) as watch:
         chunks = await watch.first_chunks()
-        response = web.StreamResponse(headers=_headers(renderer, group))
+        stage = "first_token" if chunks else "queue" if watch.is_admitted else ""
+        timing = server_timing(group.stages_until_now(stage))
+        headers = HEADERS | {"Content-Type": renderer.framing.content_type}
+        response = web.StreamResponse(headers=headers | ({SERVER_TIMING: timing} if timing else {}))
         await response.prepare(request)
         poller.on_headers(watch, renderer.framing.has_comments)
         stream = EventStream(request, response, group, renderer, watch)
@@ -132,15 +135,11 @@ async def stream_events(
         except QuadrigaError as error:
             request.app[GATEWAY].metrics.count_error(error.code)
             request[RECORD].error = f"{error.code}: {error}"
-            await response.write(renderer.error(from_ring(error, names)))
+            api_error = from_ring(error, names)
+            api_error.request_id = request[REQUEST_ID]
+            await response.write(renderer.error(api_error))
     await response.write_eof()
     return response
-
-
-def _headers(renderer: Renderer, group: RequestGroup) -> dict[str, str]:
-    headers = HEADERS | {"Content-Type": renderer.framing.content_type}
-    known = group.known_stages
-    return headers | ({SERVER_TIMING: server_timing(known)} if known else {})
 
 
 class EventStream:
@@ -189,7 +188,7 @@ class EventStream:
         for choice, chunk in chunks:
             pieces.append(self._renderer.render(choice, chunk))
             if chunk.completion is not None:
-                _record(self._request, chunk.completion)
+                record(self._request, chunk.completion)
         return b"".join(pieces)
 
 
@@ -197,10 +196,11 @@ async def collect(request: web.Request, group: RequestGroup) -> list[Completion]
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:
-        _record(request, completion)
+        record(request, completion)
     return completions
 
 
-def _record(request: web.Request, completion: Completion) -> None:
+def record(request: web.Request, completion: Completion) -> None:
+    """Count a completion, and note it for the request log."""
     request.app[GATEWAY].metrics.count_completion(completion)
     request[RECORD].completions.append(completion)

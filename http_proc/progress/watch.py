@@ -5,6 +5,7 @@ possible. A stream that gets its tokens is never asked about.
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,8 @@ from quadriga.client.types import StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.public import MAX_PROGRESS_IDS, RequestProgress, RequestState
 
-# The headers of a stream are sent after this time, admitted or not.
+# The headers of a stream are sent after this time, admitted or not, or after the interval of pings
+# where that is shorter.
 HEADERS_AFTER_S = 5.0
 # A stream without headers is asked about after the first time, and then at the interval.
 FIRST_POLL_S = 0.25
@@ -36,10 +38,10 @@ class StreamWatch:
         is_admitted: a request of the stream is known to be admitted.
     """
 
-    def __init__(self, group: RequestGroup, now: float) -> None:
+    def __init__(self, group: RequestGroup, now: float, headers_at: float) -> None:
         self._group = group
         self._loop = asyncio.get_running_loop()
-        self._headers_at = now + HEADERS_AFTER_S
+        self._headers_at = headers_at
         self._written_at = now
         self._comment = b""
         self.due_at = now + FIRST_POLL_S
@@ -53,7 +55,7 @@ class StreamWatch:
     async def first_chunks(self) -> list[tuple[int, StreamChunk]]:
         """Wait until the headers are due, and return the chunks that have arrived by then.
 
-        They are due with the first chunk, at the admission, or after HEADERS_AFTER_S. Raise the
+        They are due with the first chunk, at the admission, or when their time has come. Raise the
         error of a request that fails before.
         """
         timer = self._loop.call_at(self._headers_at, self._group.wake)
@@ -107,7 +109,10 @@ class ProgressPoller:
     @contextmanager
     def watch(self, group: RequestGroup) -> Iterator[StreamWatch]:
         """Watch a stream, whose requests are submitted, in a `with` block."""
-        watch = StreamWatch(group, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        watch = StreamWatch(
+            group, now, now + min(HEADERS_AFTER_S, self._ping_interval_s or math.inf)
+        )
         self._watches.add(watch)
         self._schedule(watch.due_at)
         try:

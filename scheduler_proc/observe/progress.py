@@ -86,7 +86,7 @@ def places_in_queue(
     holders = core.admission.holders.values()
     has_room = core.admission.can_admit(requests[0], core.admission.expected_tokens())
     num_free = core.admission.num_free_slots if has_room else 0
-    slot_wait_s = _slot_wait_s(lifecycle, now)
+    slot_wait_s = _slot_wait_s(lifecycle, requests, now)
     s_per_token = pipeline.prefill_s_per_token
     num_tokens = sum(
         r.num_uncomputed_tokens for r in holders if r.status is RequestStatus.PREFILLING
@@ -102,13 +102,16 @@ def places_in_queue(
     return places
 
 
-def _slot_wait_s(lifecycle: RequestLifecycle, now: float) -> Callable[[int], float | None]:
+def _slot_wait_s(
+    lifecycle: RequestLifecycle, waiting: list[Request], now: float
+) -> Callable[[int], float | None]:
     """Return a function of n: the seconds until n of the running requests have probably ended.
 
     It is n times the measured interval of ends, but no more than it takes n running requests to
     reach their max_new_tokens, each at its own speed up to now. None where neither is known.
     """
-    interval_s = lifecycle.slot_rate.interval_s(now)
+    new = (request.tokenized_at for request in waiting if not request.admitted_at)
+    interval_s = lifecycle.slot_rate.interval_s(now, min(new, default=now))
     longest_s = sorted(
         (request.max_total_tokens - len(request.tokens))
         * (now - request.first_token_at)

@@ -22,13 +22,23 @@ class SlotRate:
         else:
             self._ended_at.clear()
 
-    def interval_s(self, now: float) -> float | None:
-        """Return the seconds between two ends; None until ends of two moments are known.
+    def interval_s(self, now: float, waiting_since: float) -> float | None:
+        """Return the seconds between two ends; None without a measured one.
 
-        Without further ends it grows with the time since the last one.
+        Without further ends it grows with the time.
+
+        Args:
+            now: Unix time in seconds.
+            waiting_since: time at which the oldest waiting request came. The ends after it count;
+                if it came later than the first end, the time counts from that one.
         """
-        ended_at = self._ended_at
-        if not ended_at or ended_at[-1] == ended_at[0]:
+        if not self._ended_at:
             return None
-        first, num_ends = ended_at[0], len(ended_at)
-        return max((ended_at[-1] - first) / (num_ends - 1), (now - first) / num_ends)
+        first, last, num_ends = self._ended_at[0], self._ended_at[-1], len(self._ended_at)
+        if waiting_since < first:
+            first = waiting_since
+        else:
+            num_ends -= 1
+        if not num_ends:
+            return None
+        return max((last - first) / num_ends, (now - first) / (num_ends + 1))

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from http_proc.gateway import Gateway
@@ -63,7 +64,8 @@ def test_the_headers_come_when_a_request_is_admitted(state: RequestState) -> Non
         response = await ask(gateway, {})
         assert response.status == 200
         assert time.monotonic() - began_at < watch.HEADERS_AFTER_S - 0.1
-        assert response.headers["Server-Timing"].startswith("tokenize;dur=")
+        timing = response.headers["Server-Timing"]
+        assert [part.partition(";")[0] for part in timing.split(", ")] == ["tokenize", "queue"]
         await leave(response)
 
     run_at_gateway(ring, test)
@@ -131,6 +133,28 @@ def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> N
         await leave(response)
 
     run_at_gateway(ring, test, sse_ping_interval=0.4)
+
+
+def test_openais_client_skips_comments_and_keeps_the_timings() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": "x"}]
+            stream = await client.chat.completions.create(
+                model="tiny", messages=messages, stream=True
+            )
+            ring_answers = asyncio.get_running_loop().call_later(
+                0.5, ring.sinks[0], chunk("hello", ring._completion())
+            )
+            parts = [part async for part in stream]
+            ring_answers.cancel()
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == "hello"
+        assert parts[-1].timings["cached_tokens"] == 0  # type: ignore[attr-defined]
+        assert len(ring.questions) >= 2
+
+    run_at_gateway(ring, test, sse_ping_interval=0.1)
 
 
 def test_a_stream_that_is_not_silent_or_wants_no_pings_gets_no_comment() -> None:

@@ -101,14 +101,16 @@ def test_with_free_slots_a_request_waits_for_the_prompts_before_it() -> None:
 
 def test_ends_count_while_requests_wait_and_the_interval_grows_without_them() -> None:
     rate = SlotRate()
+    assert rate.interval_s(9.0, waiting_since=0.0) is None
     rate.on_end(1.0, has_waiting=True)
-    assert rate.interval_s(2.0) is None
+    assert rate.interval_s(2.0, waiting_since=1.5) is None
     rate.on_end(3.0, has_waiting=True)
     rate.on_end(5.0, has_waiting=True)
-    assert rate.interval_s(5.0) == 2.0
-    assert rate.interval_s(31.0) == 10.0
+    assert rate.interval_s(5.0, waiting_since=4.0) == 2.0
+    assert rate.interval_s(5.0, waiting_since=-4.0) == 3.0
+    assert rate.interval_s(31.0, waiting_since=4.0) == 10.0
     rate.on_end(32.0, has_waiting=False)
-    assert rate.interval_s(33.0) is None
+    assert rate.interval_s(33.0, waiting_since=4.0) is None
 
 
 def test_an_answer_with_a_thousand_waiting_requests_takes_less_than_2_ms() -> None:
