@@ -154,10 +154,14 @@ def _is_enabled(call: ChatCall) -> bool | None:
 
 
 def _budget(call: ChatCall, answer_format: AnswerFormat) -> int | None:
-    """Return the budget of the reasoning; 0 turns it off for a template without a switch."""
+    """Return the budget of the reasoning; 0 turns it off for a template without a switch.
+
+    A model that marks no reasoning has none: there the budget of the call says nothing.
+    """
     reasoning = answer_format.reasoning
-    has_no_switch = reasoning is not None and bool(reasoning.open) and not reasoning.switch
-    return 0 if has_no_switch and _is_enabled(call) is False else call.reasoning.budget
+    if reasoning is None or not reasoning.open:
+        return None
+    return 0 if not reasoning.switch and _is_enabled(call) is False else call.reasoning.budget
 
 
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
