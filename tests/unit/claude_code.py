@@ -14,7 +14,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli
 def _tool(name: str) -> dict[str, Any]:
     """Return a tool whose schema has the keywords of the client's own schemas."""
     properties = {
-        "command": {"type": "string", "description": "What to run. " * 40},
+        "command": {"type": "string", "description": "What to run. " * 20},
         "timeout": {"type": "number", "minimum": 0, "maximum": 600000},
         "mode": {"type": "string", "enum": ["content", "files_with_matches", "count"]},
         "replace_all": {"type": "boolean", "default": False},
@@ -39,7 +39,7 @@ def _tool(name: str) -> dict[str, Any]:
         "required": ["command"],
         "additionalProperties": False,
     }
-    description = f"{name}: a tool of the client. " * 20
+    description = f"{name}: a tool of the client. " * 10
     return {"name": name, "description": description, "input_schema": schema}
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from http_proc.apis.anthropic.blocks import OutputBlock
+from http_proc.protocol.timings import TimingsBody
 from quadriga.client.types import Completion
 from quadriga.wire.messages.public import Usage
 
@@ -35,6 +36,7 @@ class MessageBody(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokenCount(msgspec.Struct):

@@ -16,6 +16,7 @@ from http_proc.gateway import GATEWAY, ResponseHead
 from http_proc.protocol.chat_messages import check_counts
 from http_proc.protocol.errors import from_ring
 from http_proc.protocol.sampling import Sampling, take_sampling
+from http_proc.protocol.timings import timings_body
 from http_proc.responses import json_response
 from quadriga.client.async_client import RequestOptions
 from quadriga.errors import QuadrigaError
@@ -75,4 +76,5 @@ def _body(
         stop_reason=end.stop_reason,
         stop_sequence=end.stop_sequence,
         usage=MessageUsage.of(completion.usage),
+        timings=timings_body([completion]),
     )

@@ -10,6 +10,7 @@ from http_proc.apis.anthropic.blocks import BlockDelta, BlockStart, BlockStep, B
 from http_proc.apis.anthropic.errors import error_body
 from http_proc.gateway import ResponseHead
 from http_proc.protocol.errors import ApiError
+from http_proc.protocol.timings import timings_body
 from http_proc.responses import SERVER_SENT_EVENTS
 from quadriga.client.types import Completion, StreamChunk
 
@@ -50,13 +51,14 @@ class MessageStream:
         return b"".join(map(_step_event, steps))
 
     def finish(self) -> bytes:
-        """Return message_delta, with the reason of the end and all counts, and message_stop."""
+        """Return message_delta, with the reason of the end, counts, timings, and message_stop."""
         completion = self._completion
         assert completion is not None
         delta: dict[str, Any] = {
             "type": "message_delta",
             "delta": end_of(completion, self._writer.num_calls, self._max_tokens),
             "usage": MessageUsage.of(completion.usage),
+            "timings": timings_body([completion]),
         }
         return named_event(b"message_delta", _encode(delta)) + named_event(
             b"message_stop", b'{"type":"message_stop"}'

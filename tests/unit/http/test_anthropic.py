@@ -94,6 +94,7 @@ def test_an_answer_is_a_message_of_blocks() -> None:
     answer = ask(ScriptedRing(["Yes", "."]))
     body = answer.body
     assert body.pop("id") == f"msg_{answer.headers['Request-Id']}"
+    assert body.pop("timings")["cached_tokens"] == 0
     assert body == {
         "type": "message",
         "role": "assistant",
@@ -139,6 +140,7 @@ def test_a_stream_has_the_events_of_the_api_in_their_order() -> None:
     assert json.loads(arguments) == {"city": "Rome"}
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert events[-2]["usage"]["input_tokens"] == 3
+    assert events[-2]["timings"]["ttft_ms"] is not None
     assert events[-2]["usage"]["output_tokens"] == len(CALL) + 1
 
 
