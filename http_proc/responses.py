@@ -188,7 +188,7 @@ class EventStream:
         for choice, chunk in chunks:
             pieces.append(self._renderer.render(choice, chunk))
             if chunk.completion is not None:
-                _record(self._request, chunk.completion)
+                record(self._request, chunk.completion)
         return b"".join(pieces)
 
 
@@ -196,10 +196,11 @@ async def collect(request: web.Request, group: RequestGroup) -> list[Completion]
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:
-        _record(request, completion)
+        record(request, completion)
     return completions
 
 
-def _record(request: web.Request, completion: Completion) -> None:
+def record(request: web.Request, completion: Completion) -> None:
+    """Count a completion, and note it for the request log."""
     request.app[GATEWAY].metrics.count_completion(completion)
     request[RECORD].completions.append(completion)
