@@ -20,7 +20,6 @@ from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import FunctionSchema, Tool
-from quadriga.answer_format import AnswerFormat
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 TOOL_MODES = {
@@ -47,14 +46,8 @@ def display_of(thinking: ThinkingConfig | None) -> ThinkingDisplay:
     return ThinkingDisplay(thinking.type != "disabled", thinking.display != "omitted")
 
 
-def chat_call(
-    fields: CountTokensRequest, sampling: Sampling, answer_format: AnswerFormat
-) -> ChatCall:
-    """Return the chat of a request. Raise ApiError for a value that cannot be served.
-
-    A model that marks no reasoning has none to limit: clients such as Claude Code send a budget to
-    every model.
-    """
+def chat_call(fields: CountTokensRequest, sampling: Sampling) -> ChatCall:
+    """Return the chat of a request. Raise ApiError for a value that cannot be served."""
     _check_supported(fields)
     conversation = read_conversation(fields.messages, fields.system)
     choice = fields.tool_choice or ToolSelection(type="auto")
@@ -64,7 +57,7 @@ def chat_call(
         tools=[_tool(index, tool) for index, tool in enumerate(fields.tools)],
         tool_choice=_tool_choice(choice),
         is_parallel=not choice.disable_parallel_tool_use,
-        reasoning=_reasoning(fields, answer_format),
+        reasoning=_reasoning(fields),
         continues_message=conversation.continues_message,
         names={BUDGET: "thinking.budget_tokens"},
         stream=isinstance(fields, MessagesRequest) and fields.stream,
@@ -132,7 +125,7 @@ def _tool_choice(choice: ToolSelection) -> ToolChoice:
     return ToolChoice(TOOL_MODES[choice.type], (choice.name or "") if choice.type == "tool" else "")
 
 
-def _reasoning(fields: CountTokensRequest, answer_format: AnswerFormat) -> ReasoningOptions:
+def _reasoning(fields: CountTokensRequest) -> ReasoningOptions:
     """Return how much the model reasons; without `thinking` as much as it does by default."""
     config, thinking = fields.output_config, fields.thinking
     effort: str | None = config.effort if config is not None else None
@@ -144,10 +137,7 @@ def _reasoning(fields: CountTokensRequest, answer_format: AnswerFormat) -> Reaso
     if thinking.type == "adaptive":
         return ReasoningOptions(is_enabled=True, effort=effort)
     _check_budget(fields, thinking)
-    reasoning = answer_format.reasoning
-    has_marks = reasoning is not None and reasoning.open != ""
-    budget = thinking.budget_tokens if has_marks else None
-    return ReasoningOptions(is_enabled=True, effort=effort, budget=budget)
+    return ReasoningOptions(is_enabled=True, effort=effort, budget=thinking.budget_tokens)
 
 
 def _check_budget(fields: CountTokensRequest, thinking: ThinkingConfig) -> None:

@@ -12,13 +12,12 @@ from http_proc.apis.anthropic.stream import MessageStream
 from http_proc.chat.answers import ChatAnswer, collect_chat, stream_chat
 from http_proc.chat.prepare import prepare_chat
 from http_proc.endpoints.request_body import convert, read_object
-from http_proc.gateway import GATEWAY, Gateway, ResponseHead
+from http_proc.gateway import GATEWAY, ResponseHead
 from http_proc.protocol.chat_messages import check_counts
 from http_proc.protocol.errors import from_ring
 from http_proc.protocol.sampling import Sampling, take_sampling
 from http_proc.protocol.timings import timings_body
 from http_proc.responses import json_response
-from quadriga.answer_format import AnswerFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
@@ -32,8 +31,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     sampling = take_sampling(body, SAMPLING, {})
     fields = convert(body, MessagesRequest)
     gateway.check_model(fields.model)
-    sampling = with_max_tokens(sampling, fields.max_tokens)
-    call = chat_call(fields, sampling, await _answer_format(gateway))
+    call = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
     prepared = await prepare_chat(gateway, call)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
     options: RequestOptions = {**prepared.options, "clamp_max_new_tokens": True}
@@ -55,7 +53,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     check_counts(body)
     fields = convert(body, CountTokensRequest)
     gateway.check_model(fields.model)
-    call = chat_call(fields, Sampling(SamplingParams(), {}), await _answer_format(gateway))
+    call = chat_call(fields, Sampling(SamplingParams(), {}))
     prepared = await prepare_chat(gateway, call)
     prompt: Any = call.messages
     try:
@@ -63,10 +61,6 @@ async def count_tokens(request: web.Request) -> web.Response:
     except QuadrigaError as error:
         raise from_ring(error, prepared.names) from None
     return json_response(TokenCount(len(tokens)))
-
-
-async def _answer_format(gateway: Gateway) -> AnswerFormat:
-    return from_info((await gateway.static_info())["answer_format"])
 
 
 def _body(

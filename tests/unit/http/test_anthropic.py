@@ -255,12 +255,20 @@ def test_the_request_says_whether_and_how_long_the_model_reasons(
     thinking: Any, template_args: Any, budget: int | None, kinds: list[str]
 ) -> None:
     ring = ScriptedRing(["<think>Hm.</think>", "Yes"], **REASONING)
-    body = ask(ring, thinking=thinking, output_config={"effort": "max"}).body
+    body = ask(ring, thinking=thinking).body
     assert [block["type"] for block in body["content"]] == kinds
     assert body["content"][-1]["text"] == "Yes"
     params, options = ring.submitted[0][1:]
-    assert options["chat"].template_args == template_args | {"reasoning_effort": "high"}
+    assert options["chat"].template_args == template_args
     assert params.thinking_token_budget == budget
+
+
+@pytest.mark.parametrize(("effort", "level"), [("low", "low"), ("xhigh", "high"), ("max", "high")])
+def test_the_effort_is_a_variable_of_the_template(effort: str, level: str) -> None:
+    ring = ScriptedRing(["Yes"], **REASONING)
+    ask(ring, thinking={"type": "disabled"}, output_config={"effort": effort})
+    arguments = ring.submitted[0][2]["chat"].template_args
+    assert arguments == {"enable_thinking": False, "reasoning_effort": level}
 
 
 def test_a_budget_is_no_error_for_a_model_that_does_not_reason() -> None:
