@@ -15,6 +15,15 @@ WITHOUT = "comes with pip install -e '.[clients]'"
 anthropic: Any = pytest.importorskip("anthropic", reason=f"anthropic {WITHOUT}")
 
 BUILT_IN = "smollm2-135m"
+# The model's own template, and a switch by which the answer begins in the reasoning.
+TEMPLATE = """{% for message in messages %}{% if loop.first and message.role != 'system' %}
+{{- '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{{- '<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>' + message.role + '\n' }}{% if message.reasoning_content %}
+{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- message.content + '<|im_end|>' + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking %}{{ '<think>\n' }}{% endif %}{% endif %}"""
 # The package has no argument for it.
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 CAPITAL: Any = [{"role": "user", "content": "Name the capital of France."}]
@@ -33,8 +42,10 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("anthropic") / "log"
-    flags = ["--model", BUILT_IN, "--dtype", "float32"]
+    directory = tmp_path_factory.mktemp("anthropic")
+    (directory / "chat.jinja").write_text(TEMPLATE)
+    log = directory / "log"
+    flags = ["--model", BUILT_IN, "--chat-template", str(directory / "chat.jinja")]
     with (
         running_server(log, *flags) as server,
         running_gateway(server.endpoint, BUILT_IN) as address,
@@ -75,6 +86,25 @@ def test_a_last_message_of_the_assistant_is_continued(client: Any) -> None:
     messages = [*CAPITAL, {"role": "assistant", "content": "The capital of France is"}]
     message = client.messages.create(model=MODEL, max_tokens=20, messages=messages, **GREEDY)
     assert message.content[0].text == " Paris."
+
+
+def test_thinking_is_a_block_that_its_budget_closes_whole_and_streamed(client: Any) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 4}
+    asked = {"model": MODEL, "max_tokens": 60, "messages": CAPITAL, "thinking": thinking} | GREEDY
+    whole = client.messages.create(**asked)
+    reasoning, text = whole.content
+    assert reasoning.type == "thinking" and reasoning.thinking and reasoning.signature
+    assert text.type == "text" and "think>" not in text.text
+    assert len(reasoning.thinking.split()) <= 4
+    with client.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert kinds.index("thinking") < kinds.index("signature") < kinds.index("text")
+    assert [block.to_dict() for block in message.content] == [
+        block.to_dict() for block in whole.content
+    ]
+    disabled = client.messages.create(**asked | {"thinking": {"type": "disabled"}})
+    assert [block.type for block in disabled.content] == ["text"]
 
 
 def test_a_stop_sequence_is_reported(client: Any) -> None:
