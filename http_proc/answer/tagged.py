@@ -116,7 +116,7 @@ def _converted(text: str, types: frozenset[str]) -> str:
     value = to_json(text)
     if value is not None:
         kind = _KINDS.get(value[0], "number")
-        if kind == "number" and float(value).is_integer():
+        if kind == "number" and (value.isdigit() or float(value).is_integer()):
             kind = "integer"
         accepted = types or _UNTYPED
         if kind in accepted or (kind == "integer" and "number" in accepted):
