@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, Write
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, Write, marks_of
 
 # Objects and lists within each other. Decoders of JSON allow several hundred.
 MAX_DEPTH = 128
@@ -134,7 +134,7 @@ class ValueCopier:
         self._write = write
         self._types = types
         self._key = ""
-        self._quotes = Marks(syntax.quotes)
+        self._quotes = marks_of(*syntax.quotes)
 
     def value(self) -> Steps[None]:
         """Copy one value.
@@ -269,7 +269,7 @@ class ValueCopier:
         source.take(len(quote))
         write('"')
         if quote not in _PLAIN:
-            yield from Marks([quote]).copy_before(source, lambda text: write(escaped(text)))
+            yield from marks_of(quote).copy_before(source, lambda text: write(escaped(text)))
             source.take(len(quote))
             write('"')
             return
