@@ -38,11 +38,12 @@ class ResponseFormat(msgspec.Struct):
     """The grammar of an answer.
 
     type: text, json_object, json_schema or structural_tag. json_schema: {"name", "schema"}.
-    structures, triggers: the parts of a structural tag.
+    format, or structures and triggers: the parts of a structural tag.
     """
 
     type: str
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
@@ -86,8 +87,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions.
 
     prompt: a text, token ids, or a list of either. echo: put the prompt before the completion.
-    best_of: 1 or n. logprobs: number of top tokens for each token, with echo also for those of the
-    prompt.
+    best_of: 1 or n. suffix: the text after the completion, for models that fill in the middle.
+    logprobs: number of top tokens for each token, with echo also for those of the prompt.
     """
 
     prompt: str | list[str | int | list[int]]
