@@ -37,6 +37,11 @@ class AnswerReader:
     max_calls: int | None
     parses_reasoning: bool
 
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether the answers may have reasoning beside their text."""
+        return self.parses_reasoning and self.answer_format.reasoning is not None
+
     def parser(self, prompt_end: str) -> AnswerParser:
         """Return a parser for one answer to the prompt that ends with `prompt_end`."""
         return make_parser(

@@ -35,9 +35,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(gateway, call)
     head = gateway.head(request, "chatcmpl")
     with gateway.open_group(head.id, prepared.names) as group:
-        group.submit(call.messages, prepared.params, call.stream, prepared.options)
+        # The tokens of the reasoning are counted by chunks.
+        stream = call.stream or prepared.reader.separates_reasoning
+        group.submit(call.messages, prepared.params, stream, prepared.options)
         if call.stream:
-            usage = StreamUsage(fields.stream_options, prepared.params.n)
+            counts_reasoning = prepared.reader.separates_reasoning
+            usage = StreamUsage(fields.stream_options, prepared.params.n, counts_reasoning)
             renderer = ChatStream(head, usage, AnswerForm.of(fields))
             return await stream_chat(request, group, prepared, renderer)
         answers = await collect_chat(request, group, prepared)
@@ -58,6 +61,7 @@ def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> Ch
             )
         )
     usage = usage_body([answer.completion.usage for answer in answers], len(answers))
+    usage = usage.with_reasoning([answer.num_reasoning_tokens for answer in answers])
     timings = timings_body([answer.completion for answer in answers])
     body = ChatBody(head.id, head.created, head.model, choices, usage, timings)
     if (logprobs := answers[0].completion.prompt_logprobs) is not None:

@@ -351,3 +351,25 @@ def test_the_card_of_a_model_says_what_it_can_do() -> None:
 
     known = AnswerFormat(source="known", calls=HERMES, reasoning=ReasoningFormat())
     run(ScriptedRing([], answer_format=to_info(known)), test)
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
+    async def test(client: openai.AsyncOpenAI) -> None:
+        whole = (await client.chat.completions.create(**ASK)).usage
+        parts = await client.chat.completions.create(
+            **ASK, stream=True, stream_options={"include_usage": True}
+        )
+        *_, last = [part async for part in parts]
+        for usage in (whole, last.usage):
+            assert usage is not None and usage.completion_tokens_details is not None
+            # "<thi", "nk>\nHm, ", "<tool_call>?" and "\n</think>"
+            assert usage.completion_tokens_details.reasoning_tokens == 4
+        whole = (
+            await client.chat.completions.create(**ASK, extra_body={"separate_reasoning": False})
+        ).usage
+        assert whole is not None and whole.completion_tokens_details is None
+
+    run(thinking_ring(), test)
