@@ -1,5 +1,6 @@
 """The handler of POST /infill, llama.cpp's endpoint for editors: the text between two others."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.fill_format import ContextFile
 from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import Accepted, Usage
 
 # llama.cpp's names of the sampling fields -> SamplingParams' names. InfillRequest has those whose
 # values differ.
@@ -89,22 +91,22 @@ class InfillTimings(msgspec.Struct):
     predicted_per_second: float
 
 
-class InfillAnswer(msgspec.Struct):
-    """A text that fills the gap.
+class InfillAnswer(msgspec.Struct, kw_only=True):
+    """A text that fills the gap; the request may ask for some of the fields only.
 
     tokens_predicted: number of its tokens. tokens_evaluated: length of the prompt. tokens_cached:
     number of tokens of the prompt and of the text. stop_type: eos, word or limit.
     """
 
-    content: str
-    tokens: list[int]
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    tokens_cached: int
-    stop_type: Literal["eos", "word", "limit"]
-    stopping_word: str
-    timings: InfillTimings
+    content: str = ""
+    tokens: list[int] = []
+    model: str = ""
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    stop_type: Literal["eos", "word", "limit"] = "eos"
+    stopping_word: str = ""
+    timings: InfillTimings | msgspec.UnsetType = msgspec.UNSET
     completion_probabilities: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     truncated: bool = False
     has_new_line: bool = False
@@ -187,18 +189,17 @@ def infill_answer(
     usage, matched = completion.usage, completion.matched_stop
     word = matched if isinstance(matched, str) else ""
     answer = InfillAnswer(
-        content,
-        completion.token_ids,
-        model,
-        usage.completion_tokens,
-        usage.prompt_tokens,
-        usage.prompt_tokens + usage.completion_tokens,
-        "limit" if completion.finish_reason == "length" else "word" if word else "eos",
-        word,
-        _timings(completion.timings, usage.prompt_tokens, usage.cached_tokens,
-                 usage.completion_tokens),
-    )  # fmt: skip
-    answer.has_new_line = "\n" in completion.text
+        content=content,
+        tokens=completion.token_ids,
+        model=model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.prompt_tokens + usage.completion_tokens,
+        stop_type="limit" if completion.finish_reason == "length" else "word" if word else "eos",
+        stopping_word=word,
+        timings=_timings(completion.timings, usage),
+        has_new_line="\n" in completion.text,
+    )
     if params.logprobs is not None and completion.logprobs is not None:
         answer.completion_probabilities = _probabilities(completion)
     return answer
@@ -216,12 +217,12 @@ def _probabilities(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def _timings(timings: Timings, num_prompt: int, num_cached: int, num_new: int) -> InfillTimings:
+def _timings(timings: Timings, usage: Usage) -> InfillTimings:
     prompt_ms = max(0.0, timings.first_token - timings.admitted) * 1000
     predicted_ms = max(0.0, timings.detokenized - timings.first_token) * 1000
-    num_computed = num_prompt - num_cached
+    num_computed, num_new = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
     return InfillTimings(
-        num_cached,
+        usage.cached_tokens,
         num_computed,
         prompt_ms,
         prompt_ms / max(1, num_computed),
@@ -259,7 +260,7 @@ class InfillStream:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
 
-    def start(self, accepted: Any) -> bytes:
+    def start(self, accepted: Sequence[Accepted]) -> bytes:
         """Note the length of the prompt."""
         self._num_prompt_tokens = accepted[0].num_prompt_tokens
         return b""
