@@ -71,11 +71,8 @@ def _load(child: Child) -> Loaded:
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     check_tokenizer(model, num_ids)
-    if not chat.shows_calls:
-        logging.warning(
-            "the chat template takes tools, but does not show how the model writes calls: they are"
-            " read as hermes; choose another form with --tool-call-parser"
-        )
+    for note in chat.notes:
+        logging.warning(note)
     encoder = Encoder(tokenizer, chat)
     preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)

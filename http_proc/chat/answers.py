@@ -1,6 +1,6 @@
 """Read the answers to a chat: whole, or as a stream of parsed events."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,17 +11,22 @@ from http_proc.answer.parser import AnswerParser
 from http_proc.chat.prepare import AnswerReader, PreparedChat
 from http_proc.protocol.errors import ApiError
 from http_proc.request_group import RequestGroup
-from http_proc.responses import StreamFraming, collect, stream_events
+from http_proc.responses import StreamFraming, collect, record, stream_events
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.wire.messages.public import Accepted
 
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer: what it says, and the completion that it was parsed from."""
+    """One answer: what it says, and the completion that it was parsed from.
+
+    Attributes:
+        events: the parts of `parsed` in the order in which the model wrote them.
+    """
 
     parsed: ParsedAnswer
     completion: Completion
+    events: list[AnswerEvent]
 
     @property
     def finish_reason(self) -> str:
@@ -44,10 +49,31 @@ async def collect_chat(
     answers = []
     for completion in completions:
         parser, parsed = prepared.reader.parser(accepted.prompt_end), ParsedAnswer()
-        parsed.add(parser.push(completion.text))
-        parsed.add(parser.finish())
-        answers.append(ChatAnswer(parsed, completion))
+        events = parser.push(completion.text) + parser.finish()
+        parsed.add(events)
+        answers.append(ChatAnswer(parsed, completion, events))
     return answers
+
+
+async def read_chat(
+    request: web.Request, group: RequestGroup, prepared: PreparedChat
+) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
+    """Yield the chunks of a chat with one answer, each with the events that its text has.
+
+    Raises:
+        QuadrigaError: the request has failed.
+    """
+    parser: AnswerParser | None = None
+    while not group.is_done:
+        for _, chunk in await group.next_chunks():
+            if parser is None:
+                (accepted,) = await group.accepted()
+                parser = prepared.reader.parser(accepted.prompt_end)
+            events = parser.push(chunk.text) if chunk.text else []
+            if chunk.completion is not None:
+                record(request, chunk.completion)
+                events += parser.finish()
+            yield events, chunk
 
 
 class ChatRenderer(Protocol):

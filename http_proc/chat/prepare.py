@@ -8,15 +8,17 @@ import msgspec
 
 from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
 from http_proc.chat.call import ChatCall, ToolMode
-from http_proc.chat.call_grammars import FORCED_CALL, forced_call, strict_calls
+from http_proc.chat.call_grammars import forced_calls, in_final_message, strict_calls
+from http_proc.chat.thinking import BUDGET, with_thinking
 from http_proc.gateway import Gateway
 from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, from_info
+from quadriga.answer_format import AnswerFormat, CallStyle, ReasoningFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
     )
     options: RequestOptions = {
         "priority": call.priority,
-        "chat": template_options(call.visible_tools, _template_args(call, answer_format)),
+        "chat": _chat_options(call, answer_format),
     }
     names = {**NAMES, **call.names, **sampling.names}
     return PreparedChat(_params(sampling.params, call, answer_format), options, names, reader)
@@ -105,15 +107,16 @@ def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> N
 
 def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, AnswerFormat]:
     """Add the grammar of forced calls and of strict tools; return the format of the answer."""
-    sampling, name = call.sampling, call.name("tools")
+    sampling, calls, name = call.sampling, answer_format.calls, call.name("tools")
     if call.tool_choice.mode is ToolMode.REQUIRED:
-        grammar = forced_call(call)
-        forced = msgspec.structs.replace(answer_format, calls=FORCED_CALL)
-        return with_grammar(sampling, name, grammar), forced
-    may_call = call.tool_choice.mode is ToolMode.AUTO and answer_format.calls is not None
-    if may_call and any(tool.function.strict for tool in call.tools):
-        assert answer_format.calls is not None
-        return with_grammar(sampling, name, strict_calls(call, answer_format.calls)), answer_format
+        grammar = forced_calls(call, calls)
+        answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
+        return with_grammar(sampling, name, grammar.fields), answer_format
+    may_call = call.tool_choice.mode is ToolMode.AUTO
+    if may_call and calls is not None and any(tool.function.strict for tool in call.tools):
+        return with_grammar(sampling, name, strict_calls(call, calls).fields), answer_format
+    if calls is not None and calls.style is CallStyle.HARMONY:
+        return Sampling(in_final_message(sampling.params), sampling.names), answer_format
     return sampling, answer_format
 
 
@@ -121,6 +124,15 @@ def _schemas(call: ChatCall) -> ToolSchemas:
     return ToolSchemas(
         {tool.function.name: tool.function.parameters or {} for tool in call.visible_tools}
     )
+
+
+def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:
+    options = template_options(call.visible_tools, _template_args(call, answer_format))
+    if call.continues_message:
+        return msgspec.structs.replace(
+            options, continue_final_message=True, add_generation_prompt=False
+        )
+    return options
 
 
 def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any]:
@@ -135,6 +147,7 @@ def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any
 
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
+    params = with_thinking(params, answer_format, call.reasoning.budget, call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)

@@ -13,8 +13,12 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis import infill, sglang_generate
+from http_proc.apis.anthropic import answer, messages, request_types
+from http_proc.apis.anthropic import errors as anthropic_errors
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai import chat, completions
+from http_proc.apis.responses import create
+from http_proc.apis.responses import schema as responses_schema
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
 from http_proc.protocol import sampling, schema
@@ -136,6 +140,16 @@ ENDPOINTS = [
           sampling=sampling.OPENAI, streams=True),
     post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
           schema.ChatRequest, schema.ChatBody, sampling=sampling.CHAT, streams=True),
+    post("/v1/messages", messages.messages, "Answer a conversation, in Anthropic's format",
+          request_types.MessagesRequest, answer.MessageBody, sampling=request_types.SAMPLING,
+          streams=True, error_body=anthropic_errors.error_body,
+          error=anthropic_errors.MessageErrorBody),
+    post("/v1/messages/count_tokens", messages.count_tokens, "Number of tokens of a conversation",
+          request_types.CountTokensRequest, answer.TokenCount,
+          error_body=anthropic_errors.error_body, error=anthropic_errors.MessageErrorBody),
+    post("/v1/responses", create.create_response, "Answer a conversation with output items",
+         responses_schema.ResponsesRequest, responses_schema.ResponseObject,
+         sampling=responses_schema.RESPONSES, streams=True),
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",

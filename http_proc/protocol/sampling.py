@@ -34,6 +34,8 @@ OPENAI = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "seed",
+    "thinking_token_budget": "thinking_token_budget",
+    "logprob_token_ids": "logprob_token_ids",
 }
 CHAT = {**OPENAI, "max_completion_tokens": "max_new_tokens"}
 SGLANG = {

@@ -38,11 +38,12 @@ class ResponseFormat(msgspec.Struct):
     """The grammar of an answer.
 
     type: text, json_object, json_schema or structural_tag. json_schema: {"name", "schema"}.
-    structures, triggers: the parts of a structural tag.
+    format, or structures and triggers: the parts of a structural tag.
     """
 
     type: str
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 

@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis.openai.usage import StreamUsage
+from http_proc.chat.thinking import with_thinking
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import invalid
@@ -29,6 +30,7 @@ from http_proc.responses import (
     json_response,
     stream_events,
 )
+from quadriga.answer_format import from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.fill_format import FillFormat
@@ -55,6 +57,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     _check_supported(call, sampling.params)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
+    if params.thinking_token_budget is not None:
+        answer_format = from_info((await gateway.static_info())["answer_format"])
+        params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if call.suffix:
         known = fill_format(await gateway.static_info(), gateway.model, "suffix")
