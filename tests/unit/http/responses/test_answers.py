@@ -136,7 +136,8 @@ def test_calls_of_custom_tools_have_a_text() -> None:
 
 
 def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
-    ring = ScriptedRing(['{"name": "weather", "arg', 'uments": {"city": "Rome"}}'])
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    ring = ScriptedRing(["<tool_", f"call>\n{call}\n</tool_call>"])
     text: Any = {"format": {"type": "json_object"}}
 
     async def test(client: openai.AsyncOpenAI) -> None:
@@ -147,10 +148,11 @@ def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
             answer = await client.responses.create(
                 **ASK, tools=[WEATHER, PATCH], tool_choice=choice, text=text
             )
-            (call,) = answer.output
-            assert isinstance(call, ResponseFunctionToolCall)
-            assert call.arguments == '{"city": "Rome"}'
-        names = [len(submitted[1].json_schema["anyOf"]) for submitted in ring.submitted]
+            (item,) = answer.output
+            assert isinstance(item, ResponseFunctionToolCall)
+            assert item.arguments == '{"city": "Rome"}'
+        forms = [submitted[1].structural_tag["format"] for submitted in ring.submitted]
+        names = [len(form["content"]["tags"]) for form in forms]
         assert names == [2, 1, 1]
         assert len(answer.tools) == 2
 
