@@ -169,9 +169,20 @@ def _budget(call: ChatCall, answer_format: AnswerFormat) -> int | None:
     return 0 if not reasoning.switch and _is_enabled(call) is False else call.reasoning.budget
 
 
+def _is_switched_off(call: ChatCall, answer_format: AnswerFormat) -> bool:
+    """Return whether the template turns the reasoning off: then a grammar begins at once."""
+    reasoning = answer_format.reasoning
+    has_budget = call.sampling.params.thinking_token_budget is not None
+    if reasoning is None or not reasoning.switch or has_budget:
+        return False
+    return not _template_args(call, answer_format).get(reasoning.switch, reasoning.is_default)
+
+
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
-    params = with_thinking(params, answer_format, _budget(call, answer_format), call.name(BUDGET))
+    budget = _budget(call, answer_format)
+    if budget is not None or not _is_switched_off(call, answer_format):
+        params = with_thinking(params, answer_format, budget, call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)
