@@ -136,7 +136,7 @@ def test_calls_of_custom_tools_have_a_text() -> None:
 
 
 def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
-    ring = ScriptedRing(['{"name": "weather", "arg', 'uments": {"city": "Rome"}}'])
+    ring = ScriptedRing([CALL])
     text: Any = {"format": {"type": "json_object"}}
 
     async def test(client: openai.AsyncOpenAI) -> None:
@@ -150,8 +150,9 @@ def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
             (call,) = answer.output
             assert isinstance(call, ResponseFunctionToolCall)
             assert call.arguments == '{"city": "Rome"}'
-        names = [len(submitted[1].json_schema["anyOf"]) for submitted in ring.submitted]
-        assert names == [2, 1, 1]
+        tags = [str(submitted[1].structural_tag) for submitted in ring.submitted]
+        assert ["weather" in tag for tag in tags] == [True, True, True]
+        assert ["apply_patch" in tag for tag in tags] == [True, False, False]
         assert len(answer.tools) == 2
 
     run(ring, test)
@@ -190,6 +191,23 @@ def test_tools_made_of_pydantic_models_are_parsed() -> None:
         assert ring.submitted[0][1].structural_tag is not None
         final, _ = await stream(client, **ASK, tools=[flat])
         assert final.output[0].type == "function_call"
+
+    run(ring, test)
+
+
+def test_an_answer_with_tools_and_a_format_is_calls_or_the_format() -> None:
+    ring = ScriptedRing([CALL])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
+        assert [item.type for item in answer.output] == ["function_call"]
+        schema, calls = ring.submitted[0][1].structural_tag["format"]["elements"]
+        assert schema["json_schema"]["properties"]["city"]["type"] == "string"
+        assert ring.submitted[0][1].json_schema is None
+        assert '"weather", "arguments": ' in str(calls)
+        ring.pieces = ['{"city": "Rome"}']
+        answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
+        assert answer.output_parsed == Weather(city="Rome")
 
     run(ring, test)
 
