@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from http_proc.gateway import GATEWAY
+from http_proc.gateway import GATEWAY, REQUEST_ID
 from http_proc.observe.request_log import RECORD
 from http_proc.progress.watch import StreamWatch
 from http_proc.protocol.errors import ApiError, from_ring
@@ -135,7 +135,9 @@ async def stream_events(
         except QuadrigaError as error:
             request.app[GATEWAY].metrics.count_error(error.code)
             request[RECORD].error = f"{error.code}: {error}"
-            await response.write(renderer.error(from_ring(error, names)))
+            api_error = from_ring(error, names)
+            api_error.request_id = request[REQUEST_ID]
+            await response.write(renderer.error(api_error))
     await response.write_eof()
     return response
 

@@ -64,8 +64,7 @@ class CallsParser:
         except EndOfAnswer:
             if self._is_after_call or self._context.writer.is_in_call:
                 return ""
-            rest = len(self._source.text) - self._source.at
-            self._source.take(rest)
+            self._source.take_rest()
         return self._source.release()
 
     def _calls(self, needs_known_name: bool) -> Steps[None]:
@@ -125,9 +124,8 @@ class CallsParser:
             yield from self._source.skip_mark(mark or found)
             self._source.hold()
             return
-        rest = self._source.text[self._source.at :]
-        if self._source.is_ended and any(other.startswith(rest) for other in marks.all):
-            self._source.take(len(rest))
+        if self._source.is_ended and marks.can_begin_with_rest(self._source):
+            self._source.take_rest()
             self._source.hold()
 
 

@@ -3,7 +3,7 @@
 import json
 
 from http_proc.answer.call_context import MAX_NAME_LENGTH, CallContext
-from http_proc.answer.marks import AnswerInput, Steps
+from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, Write
 from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -85,6 +85,7 @@ class JsonCalls:
             nonlocal num_left
             num_left -= len(text)
             if num_left < 0:
+                self._source.give_back(None if "\\" in text else -num_left)
                 raise UnexpectedText
             pieces.append(text)
 
@@ -147,31 +148,23 @@ class _Arguments:
 
     def _unwrap(self) -> Steps[None]:
         """Copy arguments that are a string of JSON."""
-        inner = AnswerInput()
-        copying = self._copy_inner(inner)
-        next(copying)
-        is_done = False
+        inner = _UnwrappedObject(self._write)
 
-        def write(escapes: str) -> None:
-            nonlocal is_done
-            text = json.loads(f'"{escapes}"') if escapes != '"' else ""
-            inner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            if not is_done:
-                is_done = next(copying, True) is True
-            if is_done and inner.text[inner.at :].strip():
-                raise UnexpectedText
+        def write(piece: str) -> None:
+            if piece == '"':  # one of the quotes around the string
+                return
+            try:
+                inner.push(json.loads(f'"{piece}"'))
+            except UnexpectedText:
+                source.give_back(None if "\\" in piece else inner.num_left)
+                raise
 
-        yield from ValueCopier(self._context.source, JSON, write).string('"', write)
-        if not self._pieces and not self._context.writer.is_in_call:
+        source = self._context.source
+        yield from ValueCopier(source, JSON, write).string('"', write)
+        if inner.is_empty:
             self._write("{}")
-        elif not is_done:
-            raise UnexpectedText
-
-    def _copy_inner(self, inner: AnswerInput) -> Steps[None]:
-        if (yield from inner.skip_space()) != "{":
-            raise UnexpectedText
-        inner.take(1)
-        yield from ValueCopier(inner, JSON, self._write).arguments(OBJECT)
+        else:
+            inner.finish()
 
     def _write(self, text: str) -> None:
         if not self.name:
@@ -189,6 +182,62 @@ class _Arguments:
     def _end(self) -> None:
         self._context.writer.end_call()
         self.are_complete = True
+
+
+class _UnwrappedObject:
+    """Copy a JSON object whose text arrives in pieces.
+
+    Attributes:
+        is_empty: nothing has arrived.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self.is_empty = True
+        self._write = write
+        self._source = AnswerInput()
+        self._steps = self._copy()
+        self._is_done = next(self._steps, True) is True
+
+    @property
+    def num_left(self) -> int:
+        """Characters of the last piece that are not consumed."""
+        return len(self._source.text) - self._source.at
+
+    def push(self, text: str) -> None:
+        """Take the next piece.
+
+        Raises:
+            UnexpectedText: It is not part of an object.
+        """
+        self.is_empty = False
+        self._source.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        self._step()
+
+    def finish(self) -> None:
+        """End the text.
+
+        Raises:
+            UnexpectedText: The object has not ended.
+        """
+        self._source.is_ended = True
+        try:
+            self._step()
+        except EndOfAnswer:
+            raise UnexpectedText from None
+
+    def _step(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._steps, True) is True
+        if self._is_done:
+            self._source.take_match(SPACE)
+            if self._source.has_rest:
+                raise UnexpectedText
+
+    def _copy(self) -> Steps[None]:
+        if (yield from self._source.skip_space()) != "{":
+            raise UnexpectedText
+        self._source.take(1)
+        yield from ValueCopier(self._source, JSON, self._write).arguments(OBJECT)
 
 
 def _drop(_: str) -> None:

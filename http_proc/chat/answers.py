@@ -18,10 +18,15 @@ from quadriga.wire.messages.public import Accepted
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer: what it says, and the completion that it was parsed from."""
+    """One answer: what it says, and the completion that it was parsed from.
+
+    Attributes:
+        events: the parts of `parsed` in the order in which the model wrote them.
+    """
 
     parsed: ParsedAnswer
     completion: Completion
+    events: list[AnswerEvent]
 
     @property
     def finish_reason(self) -> str:
@@ -44,9 +49,9 @@ async def collect_chat(
     answers = []
     for completion in completions:
         parser, parsed = prepared.reader.parser(accepted.prompt_end), ParsedAnswer()
-        parsed.add(parser.push(completion.text))
-        parsed.add(parser.finish())
-        answers.append(ChatAnswer(parsed, completion))
+        events = parser.push(completion.text) + parser.finish()
+        parsed.add(events)
+        answers.append(ChatAnswer(parsed, completion, events))
     return answers
 
 

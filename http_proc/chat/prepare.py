@@ -24,6 +24,7 @@ from http_proc.protocol.sampling import Sampling
 from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
     )
     options: RequestOptions = {
         "priority": call.priority,
-        "chat": template_options(call.visible_tools, _template_args(call, answer_format)),
+        "chat": _chat_options(call, answer_format),
     }
     names = {**NAMES, **call.names, **sampling.names}
     return PreparedChat(_params(sampling.params, call, answer_format), options, names, reader)
@@ -143,6 +144,15 @@ def _schemas(call: ChatCall) -> ToolSchemas:
     return ToolSchemas(
         {tool.function.name: tool.function.parameters or {} for tool in call.visible_tools}
     )
+
+
+def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:
+    options = template_options(call.visible_tools, _template_args(call, answer_format))
+    if call.continues_message:
+        return msgspec.structs.replace(
+            options, continue_final_message=True, add_generation_prompt=False
+        )
+    return options
 
 
 def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any]:

@@ -24,18 +24,25 @@ def key_check(args: HttpArgs) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in PUBLIC_PATHS and request.method != "OPTIONS":
-            given = _as_bytes(request.headers.get("Authorization", "").removeprefix("Bearer "))
+            given = _given_keys(request)
             # All keys are compared, so that the response time does not depend on them.
-            if sum(hmac.compare_digest(given, key) for key in keys) == 0:
+            if sum(hmac.compare_digest(one, key) for one in given for key in keys) == 0:
                 raise ApiError(
                     401,
-                    "no valid API key: send one as 'Authorization: Bearer KEY'",
+                    "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'",
                     "authentication_error",
                     code="invalid_api_key",
                 )
         return await handler(request)
 
     return check
+
+
+def _given_keys(request: web.Request) -> list[bytes]:
+    """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
+    headers = request.headers
+    bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+    return [_as_bytes(bearer), _as_bytes(headers.get("X-API-Key", ""))]
 
 
 def _as_bytes(text: str) -> bytes:
@@ -58,12 +65,14 @@ def response_hook(args: HttpArgs) -> ResponseHook:
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "quadriga"
         response.headers["X-Request-Id"] = request.get(REQUEST_ID) or request_id(request)
+        # The name by which Anthropic's clients read it.
+        response.headers["Request-Id"] = response.headers["X-Request-Id"]
         origin = request.headers.get("Origin")
         if origin is None or not ("*" in origins or origin in origins):
             return
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
         response.headers["Vary"] = "Origin"
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Request-Id, Retry-After"
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             requested = request.headers.get("Access-Control-Request-Headers", "")

@@ -87,8 +87,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions.
 
     prompt: a text, token ids, or a list of either. echo: put the prompt before the completion.
-    best_of: 1 or n. logprobs: number of top tokens for each token, with echo also for those of the
-    prompt.
+    best_of: 1 or n. suffix: the text after the completion, for models that fill in the middle.
+    logprobs: number of top tokens for each token, with echo also for those of the prompt.
     """
 
     prompt: str | list[str | int | list[int]]

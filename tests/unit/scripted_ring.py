@@ -25,6 +25,8 @@ FACTS = {
     "context_length": 100,
     "chat": True,
     "answer_format": to_info(AnswerFormat(calls=HERMES, takes_tools=True)),
+    "fill_format": None,
+    "model_details": {"family": "llama"},
     "pids": {},
 }
 TIMEOUT_S = 60.0
@@ -97,6 +99,12 @@ class ScriptedRing:
         timings = Timings(now(), token_times=[now()])
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], self.finish_reason, usage, timings)
+
+    async def tokenize(self, prompt: Any, chat: Any) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append((prompt, None, {"chat": chat}))
+        return [1] * self.num_prompt_tokens
 
     async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
         self.questions.append(request_ids)

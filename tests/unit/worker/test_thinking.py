@@ -13,8 +13,18 @@ from llguidance import LLTokenizer
 
 from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
+from quadriga.wire.messages.worker import (
+    DECODE,
+    EXTEND,
+    NewSlot,
+    SlotSamplingParams,
+    StepPlan,
+)
 from tests.unit.tiny_vocabulary import tiny_vocabulary
+from tests.unit.worker_driver import prompts_of, runner_of
+from worker_proc.runner import Runner
 from worker_proc.sampling.compiled_grammar import compile_form
 from worker_proc.sampling.grammar_mask import (
     MASKED,
@@ -273,3 +283,45 @@ def test_every_rule_has_a_key_of_its_own() -> None:
     ]
     keys = sorted(form.key for form in forms)
     assert all(one != other for one, other in pairwise(keys))
+
+
+@pytest.mark.parametrize("regex", ["", "(Rome|Oslo), [0-9] quick brown foxes"])
+def test_every_engine_gives_the_same_tokens_with_jumps_and_without(
+    llama_dir: Path, regex: str
+) -> None:
+    vocabulary = tiny_vocabulary(llama_dir, 512)
+    grammar = to_library_form(Grammar("regex", regex), vocabulary) if regex else ""
+    form = GrammarForm.of(grammar, ThinkingForm(END, budget=6))
+    answers = []
+    for kernels in ("torch", "auto"):
+        for jumps in (True, False):
+            runner = runner_of(llama_dir, attention_backend=kernels)
+            runner.table.sampling.compiled = {form.key: compile_form(vocabulary, form)}
+            tokens, num_steps = generate(runner, form, jumps)
+            assert (num_steps < len(tokens)) == jumps
+            answers.append(tokens[:25])
+    closing = vocabulary.tokenize_str(END)
+    assert answers[0][6 : 6 + len(closing)] == closing
+    assert answers == [answers[0]] * 4
+
+
+def generate(runner: Runner, form: GrammarForm, jumps: bool) -> tuple[list[int], int]:
+    """Return at least 25 tokens of a drawn answer, and the number of steps that it took."""
+    prompt = prompts_of([5])[0]
+    rules = SlotSamplingParams(
+        num_prompt=len(prompt), stop_ids=pack_ids([STOP]), grammar=form.key, jumps=jumps
+    )
+    pages = pack_ids(range(20))
+    new = [NewSlot(0, pack_ids(prompt), 0, pages, 1.0, -1, 1.0, 3, rules)]
+    plan = StepPlan(0, EXTEND, pack_ids([0]), pack_ids([len(prompt)]), new, pack_ids([]))
+    tokens: list[int] = []
+    num_steps = 0
+    while len(tokens) < 25:
+        result = runner.run(plan)
+        assert result.failed == []
+        tokens += unpack_ids(result.token_ids)
+        for row in result.forced:
+            tokens += unpack_ids(row.token_ids)
+        num_steps += 1
+        plan = StepPlan(num_steps, DECODE, pack_ids([0]), pack_ids([1]), [], pack_ids([]))
+    return tokens, num_steps

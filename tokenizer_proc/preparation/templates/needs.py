@@ -10,7 +10,7 @@ from tokenizer_proc.preparation.templates.probes import (
     NAMES,
     RESULT,
     TOOLS,
-    USER,
+    VALUES,
     Message,
     Prober,
     assistant,
@@ -51,7 +51,7 @@ def find_needs(prober: Prober) -> TemplateNeeds:
     tools = TOOLS if (takes_tools := _takes_tools(prober)) else None
     as_text = json.dumps(ARGUMENTS)
     objects, texts = (_with_call(prober, arguments, tools) for arguments in (ARGUMENTS, as_text))
-    takes_calls = _holds(objects, NAMES[0]) or _holds(texts, NAMES[0])
+    takes_calls = _quality(objects) > 0 or _quality(texts) > 0
     is_text = takes_calls and _quality(texts) > _quality(objects)
     arguments = as_text if is_text else ARGUMENTS
     answered = [user(), _calling(arguments), *results(1), assistant()]
@@ -96,9 +96,6 @@ def _holds(text: str | None, word: str) -> bool:
 
 def _quality(text: str | None) -> int:
     """Return 2 for arguments as templates should write them, 1 for Python's or escaped, 0: none."""
-    if text is None or USER not in text:
+    if not _holds(text, str(VALUES[0])):
         return 0
-    tail = text[text.index(USER) :]
-    if KEYS[0] not in tail:
-        return 0
-    return 1 if f"'{KEYS[0]}': " in tail or f'\\"{KEYS[0]}\\"' in tail else 2
+    return 1 if _holds(text, f"'{KEYS[0]}': ") or _holds(text, f'\\"{KEYS[0]}\\"') else 2

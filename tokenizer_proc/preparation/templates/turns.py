@@ -31,7 +31,8 @@ def template_messages(
         form: how the model writes calls, for a template that does not write them.
     """
     values = [_as_template_value(message, needs) for message in messages]
-    if any(message.role == "tool" or message.tool_calls for message in messages):
+    has_calls = any(message.role == "tool" or message.tool_calls for message in messages)
+    if has_calls and not (needs.takes_calls and needs.takes_results):
         values = as_text_turns(values, needs, form)
     if tools and not needs.takes_tools:
         values = with_tools(values, tools, needs, form)

@@ -230,3 +230,23 @@ def test_reasoning_that_is_not_parsed_stays_in_the_text() -> None:
 @pytest.mark.parametrize("source", sorted(KNOWN_FORMATS))
 def test_formats_go_through_the_info_of_the_server(source: str) -> None:
     assert from_info(to_info(KNOWN_FORMATS[source])) == KNOWN_FORMATS[source]
+
+
+def test_broken_arguments_in_a_string_end_where_they_break() -> None:
+    whole = '<tool_call>{"name": "f", "arguments": "{me<tool_call>{\\"name\\": 1'
+    for text in (whole, f"{whole}</tool_call>"):
+        broken = meaning(parse("hermes", [text]))
+        assert broken[2][0] == ("f", "{me", False)
+        assert meaning(parse("hermes", list(text))) == broken
+
+
+@pytest.mark.parametrize("source", ["hermes", "mistral", "lfm2"])
+def test_what_is_too_long_for_a_name_is_text(source: str) -> None:
+    open_mark = {
+        "hermes": '<tool_call>{"',
+        "mistral": "[TOOL_CALLS]",
+        "lfm2": "<|tool_call_start|>",
+    }
+    text = open_mark[source] + "n" * 2000 + open_mark[source]
+    for pieces in ([text], list(text)):
+        assert meaning(parse(source, pieces)) == ("", text, [])
