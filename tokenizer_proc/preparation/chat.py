@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
+
 from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.config.answer_parsers import AUTO
 from quadriga.errors import InvalidRequest
@@ -34,7 +36,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A template renders a short chat in about a millisecond. Long chats have their time, because some
 # templates look at all turns for each turn.
 MIN_CPU_S = 0.5
-ITEM_CPU_S = 0.005
+ITEM_CPU_S = 0.01
 MEGABYTE_CPU_S = 2.0
 PROBE_CPU_S = 0.2
 # A longer prompt is refused by the encoder.
@@ -191,9 +193,9 @@ class ChatTemplate:
 
 def _max_cpu_s(messages: list[ChatMessage], options: ChatOptions) -> float:
     """Return the CPU time in which a template renders a chat, by a generous measure."""
-    num_characters = sum(len(message.content) for message in messages)
+    num_bytes = len(msgspec.msgpack.encode((messages, options)))
     num_items = len(messages) + len(options.tools)
-    return MIN_CPU_S + ITEM_CPU_S * num_items + MEGABYTE_CPU_S * num_characters / 2**20
+    return MIN_CPU_S + ITEM_CPU_S * num_items + MEGABYTE_CPU_S * num_bytes / 2**20
 
 
 def _check_continues(messages: list[ChatMessage], options: ChatOptions) -> None:

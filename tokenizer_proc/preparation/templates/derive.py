@@ -112,7 +112,7 @@ def has_special_marks(
 ) -> bool:
     """Return whether a mark has a special token in it."""
     marks = [mark for part in (calls, reasoning) if part is not None for mark in texts_of(part)]
-    return any(token in mark for mark in marks for token in special_tokens)
+    return any(token and token in mark for mark in marks for token in special_tokens)
 
 
 def _known_like(derived: CallFormat) -> AnswerFormat | None:
