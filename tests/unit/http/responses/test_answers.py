@@ -1,7 +1,9 @@
 """Answers of /v1/responses: the response object and its stream are the same."""
 
+import json
 from typing import Any
 
+import aiohttp
 import openai
 import pydantic
 import pytest
@@ -13,6 +15,11 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
+from http_proc.apis.responses.answer import ResponseAnswer
+from http_proc.apis.responses.output import ResponseOutput
+from http_proc.apis.responses.schema import ResponseObject
+from http_proc.apis.responses.stream import ResponseStream
+from http_proc.protocol.errors import ApiError
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
 from quadriga.errors import QueueFull, RequestFailed
 from tests.unit.http.responses.asking import (
@@ -26,7 +33,7 @@ from tests.unit.http.responses.asking import (
     stream,
     turns_of,
 )
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.scripted_ring import ScriptedRing, chunk
 
 REASONED = ["<think>", "\n", "It ", "may.", "\n", "</think>", "\n\n", "No", " rain.", ""]
 
@@ -328,6 +335,45 @@ def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
         assert failed.response.output[0].content[0].text == "No ra"
         assert failed.response.output[0].status == "incomplete"
         assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    run(ring, test)
+
+
+def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
+    response = ResponseObject(id="resp_1", created_at=1, model="tiny")
+    stream = ResponseStream(ResponseAnswer(response, ResponseOutput(frozenset())))
+    data = stream.error(ApiError(429, "the queue is full", code="queue_full")).decode()
+    events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: ")]
+    assert [(event["type"], event["sequence_number"]) for event in events] == [
+        ("response.created", 0),
+        ("response.in_progress", 1),
+        ("error", 2),
+        ("response.failed", 3),
+    ]
+    assert events[3]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("rid", ["resp_a-1", "a-1"])
+def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> None:
+    class AbortableRing(ScriptedRing):
+        async def abort(self, request_id: str) -> None:
+            self.sinks[0](chunk("", self._completion()))
+
+    ring = AbortableRing(["No"])
+    ring.leaves_open, ring.finish_reason = True, "abort"
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        events: list[Any] = []
+        headers = {"X-Request-Id": "a-1"}
+        async for event in await client.responses.create(**ASK, stream=True, extra_headers=headers):
+            events.append(event)
+            if event.type == "response.output_text.delta":
+                url = f"{client.base_url}".removesuffix("v1/")
+                async with aiohttp.ClientSession() as session:
+                    await session.post(f"{url}abort_request", json={"rid": rid})
+        assert events[0].response.id == "resp_a-1"
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.status == "cancelled"
 
     run(ring, test)
 
