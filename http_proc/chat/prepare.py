@@ -148,26 +148,45 @@ def _schemas(call: ChatCall) -> ToolSchemas:
 
 def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:
     options = template_options(call.visible_tools, _template_args(call, answer_format))
-    if call.continues_message:
+    if call.continues_message or not call.has_generation_prompt:
         return msgspec.structs.replace(
-            options, continue_final_message=True, add_generation_prompt=False
+            options,
+            continue_final_message=call.continues_message,
+            add_generation_prompt=False,
         )
     return options
 
 
 def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any]:
-    arguments = dict(call.template_args)
-    reasoning = answer_format.reasoning
-    if call.reasoning.is_enabled is not None and reasoning is not None and reasoning.switch:
-        arguments.setdefault(reasoning.switch, call.reasoning.is_enabled)
-    if call.reasoning.effort is not None:
+    arguments, reasoning = dict(call.template_args), answer_format.reasoning
+    if (is_enabled := _is_enabled(call)) is not None and reasoning is not None and reasoning.switch:
+        arguments.setdefault(reasoning.switch, is_enabled)
+    if call.reasoning.effort not in (None, "none"):
         arguments.setdefault("reasoning_effort", call.reasoning.effort)
     return arguments
 
 
+def _is_enabled(call: ChatCall) -> bool | None:
+    """Return whether the model shall reason; an effort, other than none, asks for it."""
+    if call.reasoning.is_enabled is not None or call.reasoning.effort is None:
+        return call.reasoning.is_enabled
+    return call.reasoning.effort != "none"
+
+
+def _budget(call: ChatCall, answer_format: AnswerFormat) -> int | None:
+    """Return the budget of the reasoning; 0 turns it off for a template without a switch.
+
+    A model that marks no reasoning has none: there the budget of the call says nothing.
+    """
+    reasoning = answer_format.reasoning
+    if reasoning is None or not reasoning.open:
+        return None
+    return 0 if not reasoning.switch and _is_enabled(call) is False else call.reasoning.budget
+
+
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
-    params = with_thinking(params, answer_format, call.reasoning.budget, call.name(BUDGET))
+    params = with_thinking(params, answer_format, _budget(call, answer_format), call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)

@@ -51,7 +51,7 @@ class MessageStream:
         return b"".join(map(_step_event, steps))
 
     def finish(self) -> bytes:
-        """Return message_delta, with the reason of the end, counts and timings, and message_stop."""
+        """Return message_delta (why it ended, counts, timings) and message_stop."""
         completion = self._completion
         assert completion is not None
         delta: dict[str, Any] = {

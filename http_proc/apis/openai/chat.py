@@ -5,10 +5,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from http_proc.apis.openai.answer_form import AnswerForm
 from http_proc.apis.openai.chat_stream import ChatStream
+from http_proc.apis.openai.tool_fields import tools_and_choice, with_tool_calls
 from http_proc.apis.openai.usage import StreamUsage
 from http_proc.chat.answers import ChatAnswer, collect_chat, stream_chat
-from http_proc.chat.call import ChatCall, ReasoningOptions, ToolChoice, ToolMode
+from http_proc.chat.call import ChatCall, ReasoningOptions
 from http_proc.chat.prepare import prepare_chat
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY, ResponseHead
@@ -18,12 +20,9 @@ from http_proc.protocol.logprobs import chat_logprobs, prompt_logprobs
 from http_proc.protocol.response_format import with_response_format
 from http_proc.protocol.sampling import CHAT, Sampling, check_prompt_logprobs, take_sampling
 from http_proc.protocol.schema import (
-    AnswerMessage,
     ChatBody,
     ChatChoice,
     ChatRequest,
-    FunctionCall,
-    ToolCall,
     usage_body,
 )
 from http_proc.protocol.timings import timings_body
@@ -36,7 +35,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_object(request)
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
-    fields = convert(body, ChatRequest)
+    fields = convert(body, ChatRequest, CHAT)
     gateway.check_model(fields.model)
     _check_supported(fields)
     call = _chat_call(fields, with_response_format(sampling, fields))
@@ -46,9 +45,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         group.submit(call.messages, prepared.params, call.stream, prepared.options)
         if call.stream:
             usage = StreamUsage(fields.stream_options, prepared.params.n)
-            return await stream_chat(request, group, prepared, ChatStream(head, usage))
+            renderer = ChatStream(head, usage, AnswerForm.of(fields))
+            return await stream_chat(request, group, prepared, renderer)
         answers = await collect_chat(request, group, prepared)
-    return json_response(_body(head, answers))
+    return json_response(_body(head, answers, AnswerForm.of(fields)))
 
 
 def _check_supported(fields: ChatRequest) -> None:
@@ -66,46 +66,48 @@ def _chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
     if fields.prompt_logprobs is not None:
         logprobs["prompt_logprobs"] = fields.prompt_logprobs
     params = msgspec.structs.replace(sampling.params, **logprobs)
+    tools, choice = tools_and_choice(fields)
+    is_older = fields.functions is not None
     return ChatCall(
-        messages=chat_prompt(fields.messages),
+        messages=chat_prompt(with_tool_calls(fields.messages)),
         sampling=Sampling(params, sampling.names),
-        tools=fields.tools,
-        tool_choice=_tool_choice(fields.tool_choice),
-        is_parallel=fields.parallel_tool_calls,
-        reasoning=ReasoningOptions(effort=fields.reasoning_effort),
+        tools=tools,
+        tool_choice=choice,
+        is_parallel=fields.parallel_tool_calls and not is_older,
+        reasoning=_reasoning(fields),
         template_args=fields.chat_template_kwargs,
+        continues_message=fields.continue_final_message,
+        has_generation_prompt=_adds_generation_prompt(fields),
+        names={"tools": "functions", "tool_choice": "function_call"} if is_older else {},
         priority=fields.priority,
         stream=fields.stream,
     )
 
 
-def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
-    """Return the choice: a mode, or a function by name. Raise ApiError."""
-    if choice in ("none", "auto", "required"):
-        return ToolChoice(ToolMode(choice))
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+def _reasoning(fields: ChatRequest) -> ReasoningOptions:
+    return ReasoningOptions(effort=fields.reasoning_effort, is_parsed=fields.separate_reasoning)
+
+
+def _adds_generation_prompt(fields: ChatRequest) -> bool:
+    """Return whether the prompt ends with the beginning of a turn. Raise ApiError."""
+    if fields.continue_final_message and fields.add_generation_prompt:
         raise invalid(
-            "tool_choice must be 'none', 'auto', 'required' or"
-            ' {"type": "function", "function": {"name": …}}',
-            "tool_choice",
+            "continue_final_message and add_generation_prompt are both true: the answer either"
+            " continues the last message or begins a new one; leave one out",
+            "add_generation_prompt",
         )
-    return ToolChoice(ToolMode.REQUIRED, name)
+    return not fields.continue_final_message and fields.add_generation_prompt is not False
 
 
-def _body(head: ResponseHead, answers: list[ChatAnswer]) -> ChatBody:
+def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> ChatBody:
     choices = []
     for index, answer in enumerate(answers):
-        parsed, completion = answer.parsed, answer.completion
-        calls = [
-            ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in parsed.calls
-        ]
+        completion = answer.completion
         choices.append(
             ChatChoice(
                 index,
-                AnswerMessage(parsed.text or (None if calls else ""), calls or msgspec.UNSET),
-                answer.finish_reason,
+                form.message(answer.parsed),
+                form.finish_reason(answer.finish_reason),
                 None if completion.logprobs is None else chat_logprobs(completion.logprobs),
                 completion.matched_stop,
             )

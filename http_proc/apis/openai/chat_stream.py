@@ -12,6 +12,7 @@ from http_proc.answer.events import (
     ReasoningDelta,
     TextDelta,
 )
+from http_proc.apis.openai.answer_form import AnswerForm
 from http_proc.apis.openai.usage import StreamUsage
 from http_proc.chat.answers import finish_reason
 from http_proc.gateway import ResponseHead
@@ -43,8 +44,9 @@ class ChatStream:
 
     framing = SERVER_SENT_EVENTS
 
-    def __init__(self, head: ResponseHead, usage: StreamUsage) -> None:
+    def __init__(self, head: ResponseHead, usage: StreamUsage, form: AnswerForm) -> None:
         self._head = head
+        self._form = form
         self._usage = usage
         self._choices: dict[int, ChatChoiceStream] = {}
 
@@ -95,15 +97,12 @@ class ChatStream:
         """Return the delta of an event that is no text, if it has one."""
         match part:
             case ReasoningDelta():
-                return {"reasoning_content": part.text, "reasoning": part.text}
+                return self._form.reasoning(part.text)
             case CallBegin():
                 choice.num_calls += 1
-                function = {"name": part.name, "arguments": ""}
-                call = {"id": part.id, "type": "function", "function": function}
-                return {"tool_calls": [{"index": choice.num_calls - 1, **call}]}
+                return self._form.call_begin(choice.num_calls - 1, part)
             case ArgumentsDelta():
-                function = {"arguments": part.text}
-                return {"tool_calls": [{"index": choice.num_calls - 1, "function": function}]}
+                return self._form.arguments(choice.num_calls - 1, part.text)
         return None
 
     def _full(
@@ -115,7 +114,8 @@ class ChatStream:
         if chunk.logprobs is not None:
             fields["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk.completion is not None:
-            fields["finish_reason"] = finish_reason(chunk.completion, choice.num_calls > 0)
+            reason = finish_reason(chunk.completion, choice.num_calls > 0)
+            fields["finish_reason"] = self._form.finish_reason(reason)
             fields["stop_reason"] = chunk.completion.matched_stop
             end = self._usage.at_end_of(index)
         return self._delta(index, {"content": text} if text else {}, usage, fields, end)

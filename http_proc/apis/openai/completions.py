@@ -51,7 +51,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_object(request)
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
-    call = convert(body, CompletionRequest)
+    call = convert(body, CompletionRequest, OPENAI)
     gateway.check_model(call.model)
     sampling = with_response_format(sampling, call)
     _check_supported(call, sampling.params)

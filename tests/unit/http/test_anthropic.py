@@ -397,7 +397,8 @@ def test_the_output_format_and_the_sampling_fields_reach_the_ring() -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_a_call_can_be_forced(choice: Any) -> None:
-    ring = ScriptedRing(['{"name": "weather", "arguments": {"city": "Rome"}}'])
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    ring = ScriptedRing([f"<tool_call>\n{call}\n</tool_call>"])
     body = ask(ring, tools=[WEATHER], tool_choice=choice).body
     assert body["stop_reason"] == "tool_use"
     assert body["content"][0]["input"] == {"city": "Rome"}
