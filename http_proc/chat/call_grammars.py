@@ -44,12 +44,14 @@ class CallGrammar(NamedTuple):
     calls: CallFormat
 
 
-def forced_calls(call: ChatCall, calls: CallFormat | None) -> CallGrammar:
+def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = True) -> CallGrammar:
     """Return the grammar of calls, and no text, that obey their tools.
 
     Args:
         call: the chat. A tool that it names is called once.
         calls: the model's own form; None: it has none.
+        is_trained: the model has learned to call tools. Otherwise it calls one, as it may not know
+            when to stop.
     """
     name = call.tool_choice.name
     tools = [
@@ -57,7 +59,7 @@ def forced_calls(call: ChatCall, calls: CallFormat | None) -> CallGrammar:
         for tool in call.tools
         if not name or tool.function.name == name
     ]
-    is_parallel = call.is_parallel and not name
+    is_parallel = call.is_parallel and is_trained and not name
     marks = calls or PLAIN_CALL
     try:
         form = only_calls(marks, tools, is_parallel)

@@ -43,6 +43,11 @@ class AnswerReader:
     max_calls: int | None
     parses_reasoning: bool
 
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether the answers may have reasoning beside their text."""
+        return self.parses_reasoning and self.answer_format.reasoning is not None
+
     def parser(self, prompt_end: str) -> AnswerParser:
         """Return a parser for one answer to the prompt that ends with `prompt_end`."""
         return make_parser(
@@ -115,7 +120,7 @@ def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, 
     """Add the grammar of forced calls and of strict tools; return the format of the answer."""
     sampling, calls, name = call.sampling, answer_format.calls, call.name("tools")
     if call.tool_choice.mode is ToolMode.REQUIRED:
-        grammar = forced_calls(call, calls)
+        grammar = forced_calls(call, calls, answer_format.takes_tools)
         answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
         return with_grammar(sampling, name, grammar.fields), answer_format
     may_call = call.tool_choice.mode is ToolMode.AUTO and bool(call.tools)

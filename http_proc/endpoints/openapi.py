@@ -16,7 +16,7 @@ from http_proc.apis import infill, sglang_generate
 from http_proc.apis.anthropic import answer, messages, request_types
 from http_proc.apis.anthropic import errors as anthropic_errors
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
-from http_proc.apis.openai import chat, completions
+from http_proc.apis.openai import chat, completions, render
 from http_proc.apis.responses import create
 from http_proc.apis.responses import schema as responses_schema
 from http_proc.endpoints import landing, metrics, service
@@ -161,6 +161,8 @@ ENDPOINTS = [
     *OLLAMA_ENDPOINTS,
     post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
+    post("/render", render.render, "The prompt of a text or a chat, as text and token ids",
+         render.RenderRequest, render.RenderAnswer, sampling=sampling.CHAT),
     post("/detokenize", service.detokenize, "Text of token ids",
           service.DetokenizeRequest, service.DetokenizeAnswer),
     post("/abort_request", service.abort_request, "End requests",

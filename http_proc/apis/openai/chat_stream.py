@@ -57,6 +57,8 @@ class ChatStream:
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
         """Return the events of a chunk of choice `index`."""
+        if self._usage.counts_reasoning:
+            self._usage.count_reasoning(index, events, chunk)
         usage = self._usage.of_chunk(index, chunk)
         choice, pieces = self._choices.get(index), []
         if choice is None:

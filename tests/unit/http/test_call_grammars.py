@@ -325,3 +325,9 @@ def test_calls_of_a_model_without_a_form_are_plain_json(vocabulary: LLTokenizer)
     text = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
     assert Obeys(vocabulary, grammar.fields)(text)
     assert read(PLAIN_CALL, text) == ("", [("weather", {"city": "Rome", "days": 3})])
+
+
+def test_a_model_that_has_not_learned_to_call_tools_calls_one(vocabulary: LLTokenizer) -> None:
+    grammar = forced_calls(chat_call(), MARKS["hermes"], is_trained=False)
+    obeys = Obeys(vocabulary, grammar.fields)
+    assert obeys(written("hermes", [ROME])) and not obeys(written("hermes", [ROME, ROME]))
