@@ -88,6 +88,20 @@ def test_an_answer_at_the_limit_is_incomplete() -> None:
     run(ring, test)
 
 
+def test_a_whole_answer_is_read_in_chunks_only_where_their_tokens_are_counted() -> None:
+    ring = ScriptedRing(["No"])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        await client.responses.create(**ASK)
+        await client.responses.create(**ASK, top_logprobs=1)
+        ring.facts["answer_format"] = THINKING
+        await client.responses.create(**ASK)
+        streamed = [options["stream"] for _, _, options in ring.submitted]
+        assert streamed == [False, True, True]
+
+    run(ring, test)
+
+
 def test_an_aborted_answer_is_cancelled() -> None:
     ring = ScriptedRing(["No", " rain"])
     ring.finish_reason = "abort"
