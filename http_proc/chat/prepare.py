@@ -8,14 +8,20 @@ import msgspec
 
 from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
 from http_proc.chat.call import ChatCall, ToolMode
-from http_proc.chat.call_grammars import forced_calls, in_final_message, strict_calls
+from http_proc.chat.call_grammars import (
+    forced_calls,
+    in_final_message,
+    json_schema_of,
+    strict_calls,
+    strict_calls_or_json,
+)
 from http_proc.chat.thinking import BUDGET, with_thinking
 from http_proc.gateway import Gateway
 from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
-from quadriga.answer_format import AnswerFormat, CallStyle, ReasoningFormat, from_info
+from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import ChatOptions
@@ -117,12 +123,26 @@ def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, 
         grammar = forced_calls(call, calls, answer_format.takes_tools)
         answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
         return with_grammar(sampling, name, grammar.fields), answer_format
-    may_call = call.tool_choice.mode is ToolMode.AUTO
+    may_call = call.tool_choice.mode is ToolMode.AUTO and bool(call.tools)
+    schema = json_schema_of(sampling.params)
+    if may_call and calls is not None and schema is not None:
+        return _with_calls_or_json(call, calls, schema), answer_format
     if may_call and calls is not None and any(tool.function.strict for tool in call.tools):
         return with_grammar(sampling, name, strict_calls(call, calls).fields), answer_format
     if calls is not None and calls.style is CallStyle.HARMONY:
         return Sampling(in_final_message(sampling.params), sampling.names), answer_format
     return sampling, answer_format
+
+
+def _with_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> Sampling:
+    """Replace a JSON schema, which would allow no call, by a grammar of calls or of its JSON."""
+    params, names = call.sampling
+    free = Sampling(msgspec.structs.replace(params, json_schema=None), names)
+    return with_grammar(
+        free,
+        names.get("json_schema", "json_schema"),
+        strict_calls_or_json(call, calls, schema).fields,
+    )
 
 
 def _schemas(call: ChatCall) -> ToolSchemas:
