@@ -28,8 +28,11 @@ ON, OFF = ({"chat_template_kwargs": {"enable_thinking": switch}} for switch in (
 
 
 @contextmanager
-def gateway_of(llama_dir: Path, template: str, directory: Path) -> Iterator[str]:
-    """Start a server of the tiny Llama with a template, in which the marks are tokens."""
+def gateway_of(llama_dir: Path, template: str, directory: Path, **changes: Any) -> Iterator[str]:
+    """Start a server of the tiny Llama with a template, in which the marks are tokens.
+
+    `changes` replace values of its config.json.
+    """
     model = directory / "model"
     shutil.copytree(llama_dir, model)
     shutil.copyfile(TEMPLATES / template, model / "chat_template.jinja")
@@ -37,6 +40,8 @@ def gateway_of(llama_dir: Path, template: str, directory: Path) -> Iterator[str]
     marks = (AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>"))
     tokenizer.add_tokens(list(marks))
     tokenizer.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
     flags = ["--model", str(model), "--dtype", "float32", "--worker-threads", "1"]
     with (
         running_server(directory / "log", *flags) as server,
@@ -45,8 +50,8 @@ def gateway_of(llama_dir: Path, template: str, directory: Path) -> Iterator[str]
         yield url
 
 
-def ask(url: str, **fields: Any) -> list[tuple[str, list[str]]]:
-    """Return the text and the tokens of each choice, the reasoning's tokens included."""
+def answer(url: str, **fields: Any) -> list[Any]:
+    """Return the choices of a chat."""
     messages = [{"role": "user", "content": "Where?"}]
     body: dict[str, Any] = {"model": "tiny", "messages": messages}
     body |= {"max_tokens": 80, "logprobs": True, **fields}
@@ -55,11 +60,16 @@ def ask(url: str, **fields: Any) -> list[tuple[str, list[str]]]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        choices = json.load(answer)["choices"]
+    with urllib.request.urlopen(request, timeout=60) as response:
+        choices: list[Any] = json.load(response)["choices"]
+    return choices
+
+
+def ask(url: str, **fields: Any) -> list[tuple[str, list[str]]]:
+    """Return the text and the tokens of each choice, the reasoning's tokens included."""
     return [
         (choice["message"]["content"], [item["token"] for item in choice["logprobs"]["content"]])
-        for choice in choices
+        for choice in answer(url, **fields)
     ]
 
 
@@ -98,6 +108,20 @@ def test_a_model_that_may_reason_does_or_answers_at_once(llama_dir: Path, tmp_pa
         for text, tokens in ask(url, **wanted, **OFF, n=4):
             check_json(text)
             assert tokens[0].startswith("{")
+
+
+def test_a_forced_call_follows_the_reasoning(llama_dir: Path, tmp_path: Path) -> None:
+    function = {"name": "visit", "parameters": SCHEMA}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    fields: dict[str, Any] = {**tools, **ON, "thinking_token_budget": BUDGET}
+    fields |= {"max_tokens": 300, "parallel_tool_calls": False}
+    with gateway_of(llama_dir, "qwq.jinja", tmp_path, max_position_embeddings=1024) as url:
+        for choice in answer(url, **fields, n=3):
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "visit"
+            check_json(call["function"]["arguments"])
+            assert choice["message"]["reasoning_content"]
+            assert choice["finish_reason"] == "tool_calls"
 
 
 def test_a_budget_is_refused_where_the_template_marks_no_reasoning(

@@ -10,6 +10,7 @@ from http_proc.protocol.logprobs import chat_logprobs
 from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
 from quadriga.client.types import StreamChunk
+from tests.unit.http.test_anthropic import ask as message
 from tests.unit.http.test_gateway import ASK, run
 from tests.unit.scripted_ring import ScriptedRing
 
@@ -88,3 +89,14 @@ def test_chosen_tokens_have_a_list_of_their_own_in_sglangs_answer() -> None:
     assert lists["output_token_ids_logprobs"] == [[[-0.25, 9, "nine"], [-8.0, 5, "five"]]]
     assert "input_token_ids_logprobs" not in lists
     assert "output_token_ids_logprobs" not in LogprobLists(0, 0).of(chunk)
+
+
+def test_a_budget_of_anthropics_api_is_a_limit_that_any_model_may_have() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    reasons = ScriptedRing(["a"], answer_format=REASONING)
+    assert message(reasons, thinking=thinking, max_tokens=20).status == 200
+    params = reasons.submitted[0][1]
+    assert (params.thinking_token_budget, params.thinking_end) == (5, "\n</think>\n\n")
+    plain = ScriptedRing(["a"])
+    assert message(plain, thinking=thinking, max_tokens=20).status == 200
+    assert plain.submitted[0][1].thinking_token_budget is None
