@@ -10,6 +10,7 @@ from openai.types.chat import completion_create_params
 
 from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.errors import InvalidRequest
+from quadriga.known_formats import KNOWN_FORMATS
 from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
@@ -373,3 +374,30 @@ def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
         assert whole is not None and whole.completion_tokens_details is None
 
     run(thinking_ring(), test)
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+
+def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    harmony = to_info(KNOWN_FORMATS["harmony"])
+    ring = ScriptedRing([thought, final, "{}"], answer_format=harmony)
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        body: Any = {**ASK, "response_format": {"type": "json_object"}}
+        message: Any = (await client.chat.completions.create(**body)).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", "{}")
+        params = ring.submitted[0][1]
+        assert params.json_schema is None and not params.skip_special_tokens
+        assert final in str(params.structural_tag)
+        call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a": 1}'
+        ring.pieces = [thought, call]
+        for choice in ("auto", "required"):
+            answer = await client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice)
+            (parsed,) = answer.choices[0].message.tool_calls or []
+            assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
+            assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
+
+    run(ring, test)
