@@ -19,8 +19,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import zmq
-import zmq.asyncio
 
 from bench.client.server import free_port
 from quadriga.answer_format import to_info
@@ -43,6 +41,7 @@ from quadriga.wire.messages.public import (
     StageTimes,
     Usage,
 )
+from quadriga.wire.sockets import AsyncPort, bind_public
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS, NUM_REPETITIONS = 32, 250, 5
@@ -78,33 +77,27 @@ class TextServer:
 
     def __init__(self, endpoint: str) -> None:
         self.tokens: list[str] = []
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.bind(endpoint)
+        self._port = AsyncPort(bind_public(endpoint), self._take)
         self._open: dict[str, tuple[bytes, int, int]] = {}
 
-    async def serve(self) -> None:
-        """Answer messages until the task is cancelled."""
-        steps = asyncio.create_task(self._step_forever())
-        try:
-            while True:
-                client, frame = await self._socket.recv_multipart()
-                await self._take(client, _decode(frame))
-        finally:
-            steps.cancel()
-            self._socket.close(0)
-
-    async def _take(self, client: bytes, message: ClientMessage) -> None:
-        match message:
+    def _take(self, frames: list[bytes]) -> None:
+        client, frame = frames
+        match message := _decode(frame):
             case Ping():
-                await self._send(client, Pong(PROTOCOL_VERSION, "bench", MAX_FRAME_BYTES))
+                self._send(client, Pong(PROTOCOL_VERSION, "bench", MAX_FRAME_BYTES))
             case GetInfo():
-                await self._send(client, Info(message.request_id, _info()))
+                self._send(client, Info(message.request_id, _info()))
             case Generate():
                 if message.acknowledge:
-                    await self._send(client, Accepted(message.request_id, 1))
+                    self._send(client, Accepted(message.request_id, 1))
                 self._open[message.request_id] = client, 0, 0
 
-    async def _step_forever(self) -> None:
+    def close(self) -> None:
+        """Close the socket."""
+        self._port.close(0)
+
+    async def serve(self) -> None:
+        """Send the next token of each open request, step by step, until the task is cancelled."""
         while True:
             await asyncio.sleep(STEP_S)
             of_client: dict[bytes, list[PlainChunk]] = {}
@@ -119,10 +112,10 @@ class TextServer:
                 else:
                     self._open[name] = client, number + 1, offset + len(text)
             for client, chunks in of_client.items():
-                await self._send(client, SentChunks(chunks))
+                self._send(client, SentChunks(chunks))
 
-    async def _send(self, client: bytes, message: msgspec.Struct) -> None:
-        await self._socket.send_multipart([client, _encode(message)])
+    def _send(self, client: bytes, message: msgspec.Struct) -> None:
+        self._port.send(client, _encode(message))
 
 
 def _end() -> End:
@@ -205,6 +198,7 @@ async def measure(checkouts: list[Path]) -> None:
         for checkout in checkouts:
             endpoint = f"tcp://127.0.0.1:{free_port()}"
             servers.append(server := TextServer(endpoint))
+            stack.callback(server.close)
             task = asyncio.create_task(server.serve())
             stack.callback(task.cancel)
             gateways.append(await stack.enter_async_context(running_gateway(checkout, endpoint)))

@@ -65,6 +65,8 @@ class ChatStream:
             choice = self._choices[index] = self._open(index)
             pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage))
         is_full = chunk.completion is not None or chunk.logprobs is not None
+        if len(events) == 1 and not (pieces or is_full) and type(events[0]) is TextDelta:
+            return choice.template.fill(_encode(events[0].text), usage)  # nearly every chunk
         text = ""
         if is_full and events and isinstance(last := events[-1], TextDelta):
             text = last.text
