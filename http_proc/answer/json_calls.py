@@ -7,6 +7,8 @@ from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, Write
 from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+# An object without a mark that begins with another key is text, which need not be held back.
+_OTHER_KEYS = frozenset(("type", "id"))
 
 
 class JsonCalls:
@@ -47,6 +49,8 @@ class JsonCalls:
             arguments.set_name((yield from self._short_string()))
         elif key in self._argument_keys and not arguments.has_begun:
             yield from arguments.copy()
+        elif arguments.needs_known_name and key not in _OTHER_KEYS:
+            raise UnexpectedText
         else:
             yield from ValueCopier(self._source, JSON, _drop).value()
 
@@ -97,6 +101,7 @@ class _Arguments:
     """The arguments of one call, which are held back until the name is known.
 
     Attributes:
+        needs_known_name: only the name of a tool of the request makes it a call.
         name: the name of the call; empty: it has not arrived.
         has_begun: the arguments have begun to arrive.
         are_complete: the call has ended.
@@ -107,13 +112,12 @@ class _Arguments:
         self.has_begun = False
         self.are_complete = False
         self._context = context
-        self._needs_known_name = needs_known_name
+        self.needs_known_name = needs_known_name
         self._pieces: list[str] = []
-        self._are_copied = False
 
     def set_name(self, name: str) -> None:
         """Take the name."""
-        if not name:
+        if not name or (self.needs_known_name and name not in self._context.tools):
             raise UnexpectedText
         self.name = name
         if self.has_begun:
@@ -142,7 +146,6 @@ class _Arguments:
             self._write("{}")
         else:
             raise UnexpectedText
-        self._are_copied = True
         if self.name:
             self._end()
 
@@ -175,7 +178,7 @@ class _Arguments:
         self._context.writer.arguments(text)
 
     def _begin(self) -> None:
-        self._context.begin(self.name, self._needs_known_name)
+        self._context.begin(self.name, self.needs_known_name)
         for piece in self._pieces:
             self._context.writer.arguments(piece)
 

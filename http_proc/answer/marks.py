@@ -5,6 +5,7 @@ The parsers are coroutines: they read an `AnswerInput` and yield when they need 
 
 import re
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -130,6 +131,12 @@ class AnswerInput:
                 return False
             self.take(len(part))
         return True
+
+
+@lru_cache(maxsize=256)
+def marks_of(*marks: str) -> "Marks":
+    """Return the marks, which many answers share, to look for them together."""
+    return Marks(marks)
 
 
 class Marks:

@@ -9,9 +9,10 @@ from aiohttp import web
 from http_proc.answer.events import AnswerEvent, ParsedAnswer
 from http_proc.answer.parser import AnswerParser
 from http_proc.chat.prepare import AnswerReader, PreparedChat
+from http_proc.chat.reasoning_tokens import ReasoningTokens
 from http_proc.protocol.errors import ApiError
 from http_proc.request_group import RequestGroup
-from http_proc.responses import StreamFraming, collect, record, stream_events
+from http_proc.responses import StreamFraming, record, stream_events
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.wire.messages.public import Accepted
 
@@ -22,11 +23,13 @@ class ChatAnswer:
 
     Attributes:
         events: the parts of `parsed` in the order in which the model wrote them.
+        num_reasoning_tokens: tokens of the reasoning; None: they are not counted.
     """
 
     parsed: ParsedAnswer
     completion: Completion
     events: list[AnswerEvent]
+    num_reasoning_tokens: int | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -43,16 +46,48 @@ def finish_reason(completion: Completion, has_calls: bool) -> str:
 async def collect_chat(
     request: web.Request, group: RequestGroup, prepared: PreparedChat
 ) -> list[ChatAnswer]:
-    """Return every answer, in order. Raise the first error."""
-    completions = await collect(request, group)
-    (accepted,) = await group.accepted()
-    answers = []
-    for completion in completions:
-        parser, parsed = prepared.reader.parser(accepted.prompt_end), ParsedAnswer()
-        events = parser.push(completion.text) + parser.finish()
-        parsed.add(events)
-        answers.append(ChatAnswer(parsed, completion, events))
-    return answers
+    """Return every answer, in order. Raise the first error.
+
+    The tokens of the reasoning are counted if the request was submitted as a stream.
+    """
+    answers: dict[int, _CollectedAnswer] = {}
+    while not group.is_done:
+        for choice, chunk in await group.next_chunks():
+            if choice not in answers:
+                (accepted,) = await group.accepted()
+                answers[choice] = _CollectedAnswer(prepared.reader.parser(accepted.prompt_end))
+            answers[choice].add(chunk)
+            if chunk.completion is not None:
+                record(request, chunk.completion)
+    return [answers[choice].answer(prepared.reader) for choice in sorted(answers)]
+
+
+class _CollectedAnswer:
+    """The chunks of one answer so far."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._events: list[AnswerEvent] = []
+        self._reasoning = ReasoningTokens()
+        self._completion: Completion | None = None
+
+    def add(self, chunk: StreamChunk) -> None:
+        """Add the next chunk."""
+        events = self._parser.push(chunk.text) if chunk.text else []
+        if chunk.completion is not None:
+            events += self._parser.finish()
+            self._completion = chunk.completion
+        self._reasoning.push(events, len(chunk.token_ids))
+        self._events += events
+
+    def answer(self, reader: AnswerReader) -> ChatAnswer:
+        """Return the answer, which is complete."""
+        assert self._completion is not None
+        parsed = ParsedAnswer()
+        parsed.add(self._events)
+        is_counted = reader.separates_reasoning and self._reasoning.is_exact
+        count = self._reasoning.count if is_counted else None
+        return ChatAnswer(parsed, self._completion, self._events, count)
 
 
 async def read_chat(

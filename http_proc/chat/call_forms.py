@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from http_proc.chat.argument_forms import (
+    Inexpressible,
     optional,
     pythonic_arguments,
     quoted_arguments,
@@ -85,6 +86,54 @@ def calls_in_text(marks: CallFormat, tools: list[CallableTool], is_parallel: boo
         leads.append((mark or marks.call_open + marks.name_open).strip())
     triggers = list(dict.fromkeys(leads))
     return TriggeredTags(triggers=triggers, tags=tags, stop_after_first=not is_parallel)
+
+
+def calls_or_json(
+    marks: CallFormat, tools: list[CallableTool], is_parallel: bool, schema: dict[str, Any]
+) -> Format:
+    """Return a text that consists of calls, or else is JSON of a schema.
+
+    Where calls are JSON without a mark, there is one call at most.
+
+    Raises:
+        Inexpressible: the style cannot be made to obey a schema.
+    """
+    if marks.style is CallStyle.HARMONY:
+        final = Tag(begin=_FINAL, content=JsonValue(json_schema=schema), end="")
+        last = [*(_call(marks, tool) for tool in tools), final]
+        return _harmony_message(last, [_ANALYSIS, _PREAMBLE])
+    if marks.style is CallStyle.JSON and not (marks.open or marks.call_open or marks.is_list):
+        return JsonValue(json_schema=_any_of([schema, *(_object(marks, tool) for tool in tools)]))
+    calls = only_calls(marks, tools, is_parallel)
+    return Alternatives(elements=[JsonValue(json_schema=schema), calls])
+
+
+def _object(marks: CallFormat, tool: CallableTool) -> dict[str, Any]:
+    """Return the schema of a call that is a JSON object; its $defs are those of its arguments."""
+    arguments = dict(tool.parameters or ANY_OBJECT)
+    definitions = {"$defs": arguments.pop("$defs")} if "$defs" in arguments else {}
+    properties: dict[str, Any] = {marks.name_key: {"const": tool.name}} if marks.name_key else {}
+    properties[marks.arguments_key if marks.name_key else tool.name] = arguments
+    closed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed, **definitions}
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of a value that obeys one of the schemas.
+
+    References point to the root of a schema, to which all `$defs` move.
+
+    Raises:
+        Inexpressible: two schemas define one name differently.
+    """
+    definitions: dict[str, Any] = {}
+    for schema in schemas:
+        own = schema.get("$defs", {})
+        if not isinstance(own, dict) or any(definitions.get(k, v) != v for k, v in own.items()):
+            raise Inexpressible
+        definitions.update(own)
+    rest = [{key: value for key, value in s.items() if key != "$defs"} for s in schemas]
+    return {"anyOf": rest} | ({"$defs": definitions} if definitions else {})
 
 
 def _has_inner_calls(marks: CallFormat) -> bool:

@@ -1,6 +1,8 @@
 """Grammars of tool calls: for calls that are forced, and for calls within free text."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +13,7 @@ from http_proc.chat.call_forms import (
     ANY_OBJECT,
     CallableTool,
     calls_in_text,
+    calls_or_json,
     harmony_answer,
     only_calls,
 )
@@ -41,12 +44,14 @@ class CallGrammar(NamedTuple):
     calls: CallFormat
 
 
-def forced_calls(call: ChatCall, calls: CallFormat | None) -> CallGrammar:
+def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = True) -> CallGrammar:
     """Return the grammar of calls, and no text, that obey their tools.
 
     Args:
         call: the chat. A tool that it names is called once.
         calls: the model's own form; None: it has none.
+        is_trained: the model has learned to call tools. Otherwise it calls one, as it may not know
+            when to stop.
     """
     name = call.tool_choice.name
     tools = [
@@ -54,7 +59,7 @@ def forced_calls(call: ChatCall, calls: CallFormat | None) -> CallGrammar:
         for tool in call.tools
         if not name or tool.function.name == name
     ]
-    is_parallel = call.is_parallel and not name
+    is_parallel = call.is_parallel and is_trained and not name
     marks = calls or PLAIN_CALL
     try:
         form = only_calls(marks, tools, is_parallel)
@@ -72,15 +77,38 @@ def strict_calls(call: ChatCall, calls: CallFormat) -> CallGrammar:
     Raises:
         ApiError: the model's form cannot be made to obey a strict tool.
     """
-    tools = [
+    with _inexpressible(call):
+        form = calls_in_text(calls, _callable_tools(call), call.is_parallel)
+        return CallGrammar(_fields(form), calls)
+
+
+def strict_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> CallGrammar:
+    """Return the grammar of an answer of calls, as in `strict_calls`, or of JSON of a schema.
+
+    Raises:
+        ApiError: the model's form cannot be made to obey a strict tool.
+    """
+    with _inexpressible(call):
+        form = calls_or_json(calls, _callable_tools(call), call.is_parallel, schema)
+        return CallGrammar(_fields(form), calls)
+
+
+def _callable_tools(call: ChatCall) -> list[CallableTool]:
+    """Return the tools; calls of those that are not strict may have any arguments."""
+    return [
         CallableTool(
             tool.function.name,
             (tool.function.parameters or ANY_OBJECT) if tool.function.strict else None,
         )
         for tool in call.tools
     ]
+
+
+@contextmanager
+def _inexpressible(call: ChatCall) -> Iterator[None]:
+    """Convert the error of a strict tool that the form of calls cannot be made to obey."""
     try:
-        return CallGrammar(_fields(calls_in_text(calls, tools, call.is_parallel)), calls)
+        yield
     except Inexpressible:
         field = call.name("tools")
         raise invalid(
@@ -96,12 +124,10 @@ def in_final_message(params: SamplingParams) -> SamplingParams:
     A grammar holds for the message to the user. One in EBNF is left as it is.
     """
     content: Format
-    if isinstance(schema := params.json_schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
+    if params.json_schema is not None:
+        schema = json_schema_of(params)
+        if schema is None:
             return params  # the ring refuses it
-    if isinstance(schema, dict):
         content = JsonValue(json_schema=schema)
     elif params.regex is not None:
         content = RegexMatch(pattern=params.regex)
@@ -111,6 +137,17 @@ def in_final_message(params: SamplingParams) -> SamplingParams:
         return params
     fields = {"json_schema": None, "regex": None, "choice": None}
     return msgspec.structs.replace(params, **{**fields, **_fields(harmony_answer(content))})
+
+
+def json_schema_of(params: SamplingParams) -> dict[str, Any] | None:
+    """Return the JSON schema that the text must obey; None if there is none that can be read."""
+    schema: Any = params.json_schema
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return None
+    return schema if isinstance(schema, dict) else None
 
 
 def _fields(form: Format) -> dict[str, Any]:

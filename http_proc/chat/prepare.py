@@ -8,14 +8,20 @@ import msgspec
 
 from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
 from http_proc.chat.call import ChatCall, ToolMode
-from http_proc.chat.call_grammars import forced_calls, in_final_message, strict_calls
+from http_proc.chat.call_grammars import (
+    forced_calls,
+    in_final_message,
+    json_schema_of,
+    strict_calls,
+    strict_calls_or_json,
+)
 from http_proc.chat.thinking import BUDGET, with_thinking
 from http_proc.gateway import Gateway
 from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
-from quadriga.answer_format import AnswerFormat, CallStyle, ReasoningFormat, from_info
+from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import ChatOptions
@@ -36,6 +42,11 @@ class AnswerReader:
     tools: ToolSchemas
     max_calls: int | None
     parses_reasoning: bool
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether the answers may have reasoning beside their text."""
+        return self.parses_reasoning and self.answer_format.reasoning is not None
 
     def parser(self, prompt_end: str) -> AnswerParser:
         """Return a parser for one answer to the prompt that ends with `prompt_end`."""
@@ -109,15 +120,29 @@ def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, 
     """Add the grammar of forced calls and of strict tools; return the format of the answer."""
     sampling, calls, name = call.sampling, answer_format.calls, call.name("tools")
     if call.tool_choice.mode is ToolMode.REQUIRED:
-        grammar = forced_calls(call, calls)
+        grammar = forced_calls(call, calls, answer_format.takes_tools)
         answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
         return with_grammar(sampling, name, grammar.fields), answer_format
-    may_call = call.tool_choice.mode is ToolMode.AUTO
+    may_call = call.tool_choice.mode is ToolMode.AUTO and bool(call.tools)
+    schema = json_schema_of(sampling.params)
+    if may_call and calls is not None and schema is not None:
+        return _with_calls_or_json(call, calls, schema), answer_format
     if may_call and calls is not None and any(tool.function.strict for tool in call.tools):
         return with_grammar(sampling, name, strict_calls(call, calls).fields), answer_format
     if calls is not None and calls.style is CallStyle.HARMONY:
         return Sampling(in_final_message(sampling.params), sampling.names), answer_format
     return sampling, answer_format
+
+
+def _with_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> Sampling:
+    """Replace a JSON schema, which would allow no call, by a grammar of calls or of its JSON."""
+    params, names = call.sampling
+    free = Sampling(msgspec.structs.replace(params, json_schema=None), names)
+    return with_grammar(
+        free,
+        names.get("json_schema", "json_schema"),
+        strict_calls_or_json(call, calls, schema).fields,
+    )
 
 
 def _schemas(call: ChatCall) -> ToolSchemas:
@@ -164,9 +189,20 @@ def _budget(call: ChatCall, answer_format: AnswerFormat) -> int | None:
     return 0 if not reasoning.switch and _is_enabled(call) is False else call.reasoning.budget
 
 
+def _is_switched_off(call: ChatCall, answer_format: AnswerFormat) -> bool:
+    """Return whether the template turns the reasoning off: then a grammar begins at once."""
+    reasoning = answer_format.reasoning
+    has_budget = call.sampling.params.thinking_token_budget is not None
+    if reasoning is None or not reasoning.switch or has_budget:
+        return False
+    return not _template_args(call, answer_format).get(reasoning.switch, reasoning.is_default)
+
+
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
-    params = with_thinking(params, answer_format, _budget(call, answer_format), call.name(BUDGET))
+    budget = _budget(call, answer_format)
+    if budget is not None or not _is_switched_off(call, answer_format):
+        params = with_thinking(params, answer_format, budget, call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)

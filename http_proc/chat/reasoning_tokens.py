@@ -8,12 +8,16 @@ class ReasoningTokens:
 
     The count is exact if the ring sends a chunk for each token. A chunk of several tokens in which
     the reasoning ends counts as reasoning.
+
+    Attributes:
+        is_exact: no chunk of several tokens had both reasoning and other parts.
     """
 
     def __init__(self) -> None:
         self._num_counted = 0
         self._num_undecided = 0
         self._is_open = False
+        self.is_exact = True
 
     @property
     def count(self) -> int:
@@ -31,5 +35,7 @@ class ReasoningTokens:
             self._num_counted += self._num_undecided
         if has_reasoning:
             self._num_counted += num_tokens
+            is_mixed = not all(isinstance(event, ReasoningDelta) for event in events)
+            self.is_exact = self.is_exact and (num_tokens <= 1 or not is_mixed)
         self._num_undecided = 0
         self._is_open = isinstance(events[-1], ReasoningDelta)

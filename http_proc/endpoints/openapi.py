@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.apis import infill, sglang_generate
+from http_proc.apis import sglang_generate
 from http_proc.apis.anthropic import answer, messages, request_types
 from http_proc.apis.anthropic import errors as anthropic_errors
 from http_proc.apis.batch.handlers import BATCH_ENDPOINTS
 from http_proc.apis.files.handlers import FILE_ENDPOINTS
+from http_proc.apis.llama_cpp import bodies as llama_cpp
+from http_proc.apis.llama_cpp import infill
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
-from http_proc.apis.openai import chat, completions
+from http_proc.apis.openai import chat, completions, render
 from http_proc.apis.responses import create
 from http_proc.apis.responses import schema as responses_schema
 from http_proc.endpoints import landing, metrics, service
@@ -168,11 +170,13 @@ ENDPOINTS = [
           sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
           streams=True, is_listed=True),
     post("/infill", infill.infill, "Fill the gap between two texts, in llama.cpp's format",
-          infill.InfillRequest, infill.InfillAnswer, sampling=infill.LLAMA_CPP, streams=True,
-          error_body=infill.error_body, error=infill.LlamaCppErrorAnswer),
+          llama_cpp.InfillRequest, llama_cpp.InfillAnswer, sampling=infill.LLAMA_CPP, streams=True,
+          error_body=llama_cpp.error_body, error=llama_cpp.LlamaCppErrorAnswer),
     *OLLAMA_ENDPOINTS,
     post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
+    post("/render", render.render, "The prompt of a text or a chat, as text and token ids",
+         render.RenderRequest, render.RenderAnswer, sampling=sampling.CHAT),
     post("/detokenize", service.detokenize, "Text of token ids",
           service.DetokenizeRequest, service.DetokenizeAnswer),
     post("/abort_request", service.abort_request, "End requests",

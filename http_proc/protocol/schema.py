@@ -200,13 +200,28 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """reasoning_tokens: number of tokens of the reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
-    """Token counts."""
+    """Token counts. completion_tokens_details: for chats of models that reason."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
+
+    def with_reasoning(self, num_tokens: list[int | None]) -> "UsageBody":
+        """Return the counts with the reasoning of all choices, unless one is not counted."""
+        counted = [count for count in num_tokens if count is not None]
+        if not counted or len(counted) < len(num_tokens):
+            return self
+        details = CompletionDetails(sum(counted))
+        return msgspec.structs.replace(self, completion_tokens_details=details)
 
 
 class CompletionChoice(msgspec.Struct):

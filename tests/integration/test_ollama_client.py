@@ -24,8 +24,7 @@ def imported() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    ollama = imported()
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         builtin_weights(show_progress=False)
     except ModelError as error:
@@ -34,9 +33,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     flags = ["--model", BUILTIN, "--dtype", "float32", "--max-total-tokens", "8192"]
     with (
         running_server(log, *flags) as server,
-        running_gateway(server.endpoint, BUILTIN) as url,
+        running_gateway(server.endpoint, BUILTIN) as address,
     ):
-        yield ollama.Client(url, timeout=60)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(request: pytest.FixtureRequest) -> Any:
+    ollama = imported()  # before the server is started
+    return ollama.Client(request.getfixturevalue("url"), timeout=60)
 
 
 def weather(city: str) -> str:
@@ -84,7 +89,9 @@ def test_the_model_calls_a_python_function_and_uses_its_answer(client: Any) -> N
 
 def test_an_answer_obeys_a_schema_and_has_logprobs(client: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-    answer = client.chat(MODEL, FRANCE, format=schema, logprobs=True, top_logprobs=2)
+    answer = client.chat(
+        MODEL, FRANCE, format=schema, logprobs=True, top_logprobs=2, options=GREEDY
+    )
     assert json.loads(answer.message.content) in ({"n": 1}, {"n": 2})
     assert len(answer.logprobs) == answer.eval_count
     assert len(answer.logprobs[0].top_logprobs) == 2
@@ -117,3 +124,19 @@ def test_errors_have_a_status_and_a_remedy(
     with pytest.raises(imported().ResponseError, match=said) as failed:
         getattr(client, method)(**{"model": MODEL} | arguments)
     assert failed.value.status_code == status
+
+
+@pytest.mark.parametrize("provider", ["ollama_chat", "ollama"])
+def test_litellm_speaks_this_api_too(
+    provider: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm: Any = pytest.importorskip(
+        "litellm", reason="litellm comes with pip install -e '.[clients]'"
+    )
+    asked = {"model": f"{provider}/{MODEL}", "api_base": request.getfixturevalue("url")}
+    asked |= {"messages": FRANCE, "temperature": 0, "max_tokens": 20, "timeout": 60}
+    whole = litellm.completion(**asked).choices[0].message.content
+    parts = litellm.completion(**asked, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    assert "Paris" in whole

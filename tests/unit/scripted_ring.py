@@ -10,7 +10,7 @@ from http_proc.gateway import Gateway
 from http_proc.listener import bind, listen, make_runner, tls_context
 from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
 from quadriga.client.logprobs import TokenLogprob
-from quadriga.client.types import Completion, StreamChunk, Timings
+from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
@@ -105,6 +105,12 @@ class ScriptedRing:
             raise self.error
         self.submitted.append((prompt, None, {"chat": chat}))
         return [1] * self.num_prompt_tokens
+
+    async def render(self, prompt: Any, chat: Any = None) -> RenderedPrompt:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append((prompt, None, {"chat": chat}))
+        return RenderedPrompt("rendered", [1] * self.num_prompt_tokens)
 
     async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
         self.questions.append(request_ids)

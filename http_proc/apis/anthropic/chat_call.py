@@ -15,6 +15,7 @@ from http_proc.apis.anthropic.request_types import (
     ToolSelection,
 )
 from http_proc.chat.call import ChatCall, ReasoningOptions, ToolChoice, ToolMode
+from http_proc.chat.thinking import BUDGET
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
@@ -58,6 +59,7 @@ def chat_call(fields: CountTokensRequest, sampling: Sampling) -> ChatCall:
         is_parallel=not choice.disable_parallel_tool_use,
         reasoning=_reasoning(fields),
         continues_message=conversation.continues_message,
+        names={BUDGET: "thinking.budget_tokens"},
         stream=isinstance(fields, MessagesRequest) and fields.stream,
     )
 

@@ -5,7 +5,7 @@ from aiohttp import web
 from http_proc.apis.ollama.lines import OllamaLines, chat_answer, loaded_answer, whole_answer
 from http_proc.apis.ollama.messages import ollama_chat
 from http_proc.apis.ollama.models import check_ollama_model
-from http_proc.apis.ollama.requests import OllamaChatRequest
+from http_proc.apis.ollama.requests import OllamaChatRequest, OllamaMessage
 from http_proc.apis.ollama.sampling import length_options, ollama_reasoning, ollama_sampling
 from http_proc.chat.answers import collect_chat, stream_chat
 from http_proc.chat.call import ChatCall
@@ -31,7 +31,7 @@ async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
         sampling=ollama_sampling(fields, info["context_length"]),
         tools=fields.tools,
         reasoning=ollama_reasoning(fields, info),
-        continues_message=fields.messages[-1].role == "assistant",
+        continues_message=_is_begun(fields.messages[-1]),
         stream=fields.stream,
     )
     prepared = await prepare_chat(gateway, call)
@@ -44,3 +44,8 @@ async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
             return await stream_chat(request, group, prepared, lines)
         (answer,) = await collect_chat(request, group, prepared)
     return json_response(whole_answer(fields.model, answer, chat_answer))
+
+
+def _is_begun(last: OllamaMessage) -> bool:
+    """Return whether the last message is the begin of the answer."""
+    return last.role == "assistant" and not last.tool_calls

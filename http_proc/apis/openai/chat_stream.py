@@ -57,12 +57,16 @@ class ChatStream:
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
         """Return the events of a chunk of choice `index`."""
+        if self._usage.counts_reasoning:
+            self._usage.count_reasoning(index, events, chunk)
         usage = self._usage.of_chunk(index, chunk)
         choice, pieces = self._choices.get(index), []
         if choice is None:
             choice = self._choices[index] = self._open(index)
             pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage))
         is_full = chunk.completion is not None or chunk.logprobs is not None
+        if len(events) == 1 and not (pieces or is_full) and type(events[0]) is TextDelta:
+            return choice.template.fill(_encode(events[0].text), usage)  # nearly every chunk
         text = ""
         if is_full and events and isinstance(last := events[-1], TextDelta):
             text = last.text

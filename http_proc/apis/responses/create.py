@@ -36,7 +36,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_object(request)
     sampling = take_sampling(body, RESPONSES, {})
-    fields = convert(body, ResponsesRequest)
+    fields = convert(body, ResponsesRequest, RESPONSES)
     gateway.check_model(fields.model)
     _check_supported(fields, sampling.params)
     items = _conversation(fields)
@@ -109,17 +109,13 @@ def _sampling(sampling: Sampling, fields: ResponsesRequest, tools: RequestTools)
 def _chat_call(
     fields: ResponsesRequest, turns: Chat, tools: RequestTools, sampling: Sampling
 ) -> ChatCall:
-    effort = fields.reasoning.effort
     return ChatCall(
         messages=turns,
         sampling=sampling,
         tools=tools.callable,
         tool_choice=tools.choice,
         is_parallel=fields.parallel_tool_calls,
-        reasoning=ReasoningOptions(
-            is_enabled=False if effort == "none" else None,
-            effort=None if effort == "none" else effort,
-        ),
+        reasoning=ReasoningOptions(effort=fields.reasoning.effort),
         template_args=fields.chat_template_kwargs,
         priority=fields.priority,
         stream=fields.stream,
@@ -138,6 +134,7 @@ def _submit(
     options = prepared.options
     if fields.truncation is not None:
         options = {**options, "truncate_prompt": fields.truncation == "auto"}
-    has_reasoning = prepared.reader.answer_format.reasoning is not None
-    in_chunks = call.stream or has_reasoning or prepared.params.logprobs is not None
-    group.submit(call.messages, prepared.params, in_chunks, options)
+    params = prepared.params
+    has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+    in_chunks = call.stream or has_logprobs or prepared.reader.separates_reasoning
+    group.submit(call.messages, params, in_chunks, options)

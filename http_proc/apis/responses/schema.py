@@ -5,14 +5,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from http_proc.protocol.sampling import OPENAI
-from http_proc.protocol.schema import Priority, RequestBody, Top
+from http_proc.protocol.schema import Priority, ReasoningEffort, RequestBody, Top
 from http_proc.protocol.timings import TimingsBody
 
 # The request's names of sampling fields; a response has one answer.
 RESPONSES = {name: field for name, field in OPENAI.items() if name not in ("n", "max_tokens")}
 RESPONSES["max_output_tokens"] = "max_new_tokens"
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
@@ -34,7 +33,7 @@ class ReasoningRequest(RequestBody, kw_only=True):
     other fields have no effect.
     """
 
-    effort: Effort | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: str | None = None

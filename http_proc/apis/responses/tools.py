@@ -146,13 +146,14 @@ def _named(tool: Any, name: str, names: dict[str, set[str]]) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in TYPES:
         raise invalid(f"{name}.type is {kind!r}: it must be 'function' or 'custom'", name)
-    if tool.get("name") not in names[kind]:
+    wanted = tool.get("name")
+    if not isinstance(wanted, str) or wanted not in names[kind]:
         raise invalid(
-            f"{name} names {tool.get('name')!r}, which is no tool of type {kind!r} in tools:"
+            f"{name} names {wanted!r}, which is no tool of type {kind!r} in tools:"
             f" {sorted(names[kind])}",
             name,
         )
-    return str(tool["name"])
+    return wanted
 
 
 def _wrong_choice() -> ApiError:

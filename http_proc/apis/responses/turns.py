@@ -112,8 +112,7 @@ def _reasoning(name: str, item: ReasoningItem) -> list[str]:
 def _turn(name: str, item: MessageItem | OutputItem) -> dict[str, Any]:
     """Return the turn of a message that is not the assistant's, or of a tool's output."""
     if isinstance(item, MessageItem):
-        role = "system" if item.role in SYSTEM_ROLES else item.role
-        return {"role": role, "content": text_of(item.content, f"{name}.content")}
+        return {"role": item.role, "content": text_of(item.content, f"{name}.content")}
     output = text_of(item.output, f"{name}.output")
     return {"role": "tool", "content": output, "tool_call_id": item.call_id}
 

@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from http_proc.gateway import Gateway
+from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -17,7 +18,7 @@ from quadriga.errors import (
     ServerFailed,
 )
 from tests.unit.claude_code import TOOL_NAMES, claude_code_request
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO: Any = [{"role": "user", "content": "Rain in Rome?"}]
@@ -213,6 +214,69 @@ def test_no_tokens_compute_the_prompt_alone() -> None:
     assert body["usage"]["output_tokens"] == 0
 
 
+# --- thinking -----------------------------------------------------------------------------------
+
+REASONING = {
+    "answer_format": to_info(
+        AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking"))
+    )
+}
+THOUGHT = ["<thi", "nk>\nIs it", " Rome?\n</think>", "\n\nI look.\n", *CALL]
+
+
+def test_thinking_text_and_calls_are_blocks_whole_and_streamed() -> None:
+    ring = ScriptedRing(THOUGHT, **REASONING)
+    body = ask(ring, tools=[WEATHER], thinking={"type": "adaptive"}).body
+    thinking, text, use = body["content"]
+    assert thinking["thinking"].strip() == "Is it Rome?" and thinking["signature"]
+    assert text["text"].strip() == "I look."
+    assert use["input"] == {"city": "Rome"}
+    events = ask(ScriptedRing(THOUGHT, **REASONING), tools=[WEATHER], stream=True).events
+    pieces = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    thoughts = [piece["thinking"] for piece in pieces if piece["type"] == "thinking_delta"]
+    assert "".join(thoughts) == thinking["thinking"]
+    (signature,) = [piece for piece in pieces if piece["type"] == "signature_delta"]
+    assert signature["signature"] == thinking["signature"]
+    stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert stops == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "template_args", "budget", "kinds"),
+    [
+        (None, {}, None, ["thinking", "text"]),
+        ({"type": "disabled"}, {"enable_thinking": False}, None, ["text"]),
+        ({"type": "adaptive"}, {"enable_thinking": True}, None, ["thinking", "text"]),
+        ({"type": "enabled", "budget_tokens": 7}, {"enable_thinking": True}, 7,
+         ["thinking", "text"]),
+    ],
+)  # fmt: skip
+def test_the_request_says_whether_and_how_long_the_model_reasons(
+    thinking: Any, template_args: Any, budget: int | None, kinds: list[str]
+) -> None:
+    ring = ScriptedRing(["<think>Hm.</think>", "Yes"], **REASONING)
+    body = ask(ring, thinking=thinking).body
+    assert [block["type"] for block in body["content"]] == kinds
+    assert body["content"][-1]["text"] == "Yes"
+    params, options = ring.submitted[0][1:]
+    assert options["chat"].template_args == template_args
+    assert params.thinking_token_budget == budget
+
+
+@pytest.mark.parametrize(("effort", "level"), [("low", "low"), ("xhigh", "high"), ("max", "high")])
+def test_the_effort_is_a_variable_of_the_template(effort: str, level: str) -> None:
+    ring = ScriptedRing(["Yes"], **REASONING)
+    ask(ring, thinking={"type": "disabled"}, output_config={"effort": effort})
+    arguments = ring.submitted[0][2]["chat"].template_args
+    assert arguments == {"enable_thinking": False, "reasoning_effort": level}
+
+
+def test_a_budget_is_no_error_for_a_model_that_does_not_reason() -> None:
+    ring = ScriptedRing(["Yes"])
+    assert ask(ring, thinking={"type": "enabled", "budget_tokens": 7}).status == 200
+    assert ring.submitted[0][1].thinking_token_budget is None
+
+
 # --- conversations --------------------------------------------------------------------------------
 
 
@@ -397,9 +461,9 @@ def test_the_output_format_and_the_sampling_fields_reach_the_ring() -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_a_call_can_be_forced(choice: Any) -> None:
-    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
-    ring = ScriptedRing([f"<tool_call>\n{call}\n</tool_call>"])
+    ring = ScriptedRing([CALL])
     body = ask(ring, tools=[WEATHER], tool_choice=choice).body
+    assert ring.submitted[0][1].structural_tag or ring.submitted[0][1].ebnf
     assert body["stop_reason"] == "tool_use"
     assert body["content"][0]["input"] == {"city": "Rome"}
 

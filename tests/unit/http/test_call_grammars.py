@@ -16,6 +16,7 @@ from http_proc.chat.call_grammars import (
     forced_calls,
     in_final_message,
     strict_calls,
+    strict_calls_or_json,
 )
 from http_proc.protocol.errors import ApiError
 from http_proc.protocol.sampling import Sampling
@@ -223,6 +224,23 @@ def test_calls_of_strict_tools_in_text_obey_them_and_are_read(
         assert one(before + written(name, [ROME])) and not one(written(name, [ROME, TIME]))
 
 
+@pytest.mark.parametrize("name", MARKS)
+def test_an_answer_is_calls_or_json_where_both_are_asked_for(
+    vocabulary: LLTokenizer, name: str
+) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    obeys = Obeys(vocabulary, strict_calls_or_json(chat_call(), MARKS[name], schema).fields)
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert obeys(final + '{"warm": true}')
+    for text in ("It is warm.", "", '{"warm": 5}', '{"warm": true} and text'):
+        assert not obeys(final + text)
+    for calls in cases_of(name):
+        # Calls that are JSON without a mark are one at most, lest they are taken for the text.
+        assert obeys(written(name, calls)) == (len(calls) == 1 or name != "llama3_json")
+    for wrong in WRONG:
+        assert not obeys(written(name, [wrong]))
+
+
 def with_city(schema: Any) -> list[Tool]:
     parameters = {"type": "object", "properties": {"city": schema}, "required": ["city"]}
     return [Tool(FunctionSchema("weather", parameters=parameters, strict=True))]
@@ -307,3 +325,9 @@ def test_calls_of_a_model_without_a_form_are_plain_json(vocabulary: LLTokenizer)
     text = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
     assert Obeys(vocabulary, grammar.fields)(text)
     assert read(PLAIN_CALL, text) == ("", [("weather", {"city": "Rome", "days": 3})])
+
+
+def test_a_model_that_has_not_learned_to_call_tools_calls_one(vocabulary: LLTokenizer) -> None:
+    grammar = forced_calls(chat_call(), MARKS["hermes"], is_trained=False)
+    obeys = Obeys(vocabulary, grammar.fields)
+    assert obeys(written("hermes", [ROME])) and not obeys(written("hermes", [ROME, ROME]))

@@ -146,6 +146,14 @@ def test_the_answer_of_a_tool_gets_the_id_of_its_call() -> None:
     ]  # fmt: skip
 
 
+def test_the_begin_of_an_answer_is_continued() -> None:
+    ring = ScriptedRing([" Rome."])
+    ask(ring, messages=[*HELLO, {"role": "assistant", "content": "It is"}])
+    assert ring.submitted[0][2]["chat"].continue_final_message
+    ask(ring)
+    assert not ring.submitted[1][2]["chat"].continue_final_message
+
+
 def test_reasoning_is_the_field_thinking() -> None:
     pieces = ["<think>", "Hm.", "</think>", "Yes."]
     parts = lines(ScriptedRing(pieces, **REASONS), think="high")

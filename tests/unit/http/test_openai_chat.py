@@ -9,6 +9,8 @@ import pytest
 from openai.types.chat import completion_create_params
 
 from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
+from quadriga.errors import InvalidRequest
+from quadriga.known_formats import KNOWN_FORMATS
 from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
@@ -311,5 +313,91 @@ def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None
     async def test(client: openai.AsyncOpenAI) -> None:
         await client.chat.completions.create(**{**ASK, **saying(calling, *answers)})
         assert [turn["role"] for turn in ring.submitted[0][0]][1:] == ["assistant", "tool", "tool"]
+
+    run(ring, test)
+
+
+# --- /render and /v1/models -----------------------------------------------------------------------
+
+
+def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
+    ring = ScriptedRing([])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        render = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+        body: Any = {**ASK, "tools": TOOLS, "reasoning_effort": "low", "temperature": 0}
+        answer: Any = await render.post("/render", cast_to=object, body=body)
+        assert answer == {"prompt": "rendered", "tokens": [1, 1, 1], "count": 3}
+        chat = ring.submitted[0][2]["chat"]
+        assert len(chat.tools) == 2 and chat.template_args == {"reasoning_effort": "low"}
+        answer = await render.post("/render", cast_to=object, body={"prompt": "Hi"})
+        assert answer["count"] == 3 and ring.submitted[1][0] == "Hi"
+        for wrong in ({}, {**ASK, "prompt": "Hi"}, {**ASK, "tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError):
+                await render.post("/render", cast_to=object, body=wrong)
+        ring.error = InvalidRequest("the model's chat template refused: no", "prompt")
+        with pytest.raises(openai.BadRequestError, match="refused") as refused:
+            await render.post("/render", cast_to=object, body=ASK)
+        assert refused.value.param == "messages"
+
+    run(ring, test)
+
+
+def test_the_card_of_a_model_says_what_it_can_do() -> None:
+    async def test(client: openai.AsyncOpenAI) -> None:
+        card: Any = (await client.models.list()).data[0]
+        assert card.id == card.root == "tiny" and card.parent is None
+        assert card.capabilities == {"chat": True, "tools": True, "reasoning": True}
+        assert card.answer_format == "known"
+
+    known = AnswerFormat(source="known", calls=HERMES, reasoning=ReasoningFormat())
+    run(ScriptedRing([], answer_format=to_info(known)), test)
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
+    async def test(client: openai.AsyncOpenAI) -> None:
+        whole = (await client.chat.completions.create(**ASK)).usage
+        parts = await client.chat.completions.create(
+            **ASK, stream=True, stream_options={"include_usage": True}
+        )
+        *_, last = [part async for part in parts]
+        for usage in (whole, last.usage):
+            assert usage is not None and usage.completion_tokens_details is not None
+            # "<thi", "nk>\nHm, ", "<tool_call>?" and "\n</think>"
+            assert usage.completion_tokens_details.reasoning_tokens == 4
+        whole = (
+            await client.chat.completions.create(**ASK, extra_body={"separate_reasoning": False})
+        ).usage
+        assert whole is not None and whole.completion_tokens_details is None
+
+    run(thinking_ring(), test)
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+
+def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    harmony = to_info(KNOWN_FORMATS["harmony"])
+    ring = ScriptedRing([thought, final, "{}"], answer_format=harmony)
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        body: Any = {**ASK, "response_format": {"type": "json_object"}}
+        message: Any = (await client.chat.completions.create(**body)).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", "{}")
+        params = ring.submitted[0][1]
+        assert params.json_schema is None and not params.skip_special_tokens
+        assert final in str(params.structural_tag)
+        call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a": 1}'
+        ring.pieces = [thought, call]
+        for choice in ("auto", "required"):
+            answer = await client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice)
+            (parsed,) = answer.choices[0].message.tool_calls or []
+            assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
+            assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
 
     run(ring, test)

@@ -52,6 +52,30 @@ def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not()
     run(ring, test)
 
 
+@pytest.mark.parametrize(
+    ("is_default", "arguments", "has_marks"),
+    [
+        (True, {}, True),
+        (True, {"enable_thinking": False}, False),
+        (False, {}, False),
+        (False, {"enable_thinking": True}, True),
+    ],
+)
+def test_a_grammar_begins_at_once_where_the_reasoning_is_off(
+    is_default: bool, arguments: Any, has_marks: bool
+) -> None:
+    reasoning = ReasoningFormat(switch="enable_thinking", is_default=is_default)
+    ring = ScriptedRing(["{}"], answer_format=to_info(AnswerFormat(reasoning=reasoning)))
+
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+        wanted: Any = {"type": "json_object"}
+        extra = {"chat_template_kwargs": arguments}
+        await client.chat.completions.create(**ASK, response_format=wanted, extra_body=extra)
+        assert (ring.submitted[0][1].thinking_end != "") == has_marks
+
+    run(ring, test)
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_a_budget_for_a_model_that_marks_no_reasoning_is_refused(endpoint: str) -> None:
     async def test(client: openai.AsyncOpenAI, _: Any) -> None:

@@ -264,3 +264,14 @@ def test_a_prompt_may_end_without_the_begin_of_an_answer(tmp_path: Path) -> None
 def test_the_docs_name_every_known_format() -> None:
     docs = (DIRECTORY.parents[2] / "docs" / "http.md").read_text()
     assert all(f"| `{name}` |" in docs for name in KNOWN_FORMATS)
+
+
+def test_a_developers_message_is_the_systems_where_the_template_has_no_form_for_it(
+    tmp_path: Path,
+) -> None:
+    chat = [ChatMessage("developer", "Be brief."), ChatMessage("user", "Hi")]
+    echoed = chat_template(tmp_path, PLAIN).render(chat, ChatOptions())
+    assert echoed == "<system>Be brief.</system><user>Hi</user><assistant>"
+    own = "{% if messages[0].role == 'developer' %}DEV: {% endif %}" + PLAIN
+    rendered = chat_template(tmp_path, own).render(chat, ChatOptions())
+    assert rendered.startswith("DEV: <developer>Be brief.")

@@ -32,6 +32,7 @@ class TemplateNeeds:
         takes_calls: it writes the calls of an assistant's turn.
         takes_results: it writes the answers of tools.
         takes_system: it writes a system message at the head of a chat.
+        takes_developer: it has a form of its own for a message of the developer.
         takes_repeated_roles: it takes several turns of one role in a row.
         arguments_are_text: it wants the arguments of calls as JSON text, and not as an object.
         ids_are_short: it takes ids of calls only if they are 9 letters and digits.
@@ -41,6 +42,7 @@ class TemplateNeeds:
     takes_calls: bool = False
     takes_results: bool = False
     takes_system: bool = True
+    takes_developer: bool = False
     takes_repeated_roles: bool = True
     arguments_are_text: bool = False
     ids_are_short: bool = False
@@ -63,10 +65,22 @@ def find_needs(prober: Prober) -> TemplateNeeds:
         takes_calls=takes_calls,
         takes_results=takes_results,
         takes_system=_holds(prober.text(system, asks=True), _SYSTEM),
+        takes_developer=_takes_developer(prober),
         takes_repeated_roles=_holds(prober.text([user(), user(), assistant()]), CONTENT),
         arguments_are_text=is_text,
         ids_are_short=takes_results and prober.text(renamed, tools) is None,
     )
+
+
+def _takes_developer(prober: Prober) -> bool:
+    """Return whether a developer's message differs from a system message, but for the role."""
+    of_developer, of_system = (
+        prober.text([{"role": role, "content": _SYSTEM}, user()], asks=True)
+        for role in ("developer", "system")
+    )
+    if of_developer is None or _SYSTEM not in of_developer:
+        return False
+    return of_developer.replace("developer", "system") != of_system
 
 
 def _takes_tools(prober: Prober) -> bool:

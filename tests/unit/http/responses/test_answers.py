@@ -1,7 +1,9 @@
 """Answers of /v1/responses: the response object and its stream are the same."""
 
+import json
 from typing import Any
 
+import aiohttp
 import openai
 import pydantic
 import pytest
@@ -13,6 +15,11 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
+from http_proc.apis.responses.answer import ResponseAnswer
+from http_proc.apis.responses.output import ResponseOutput
+from http_proc.apis.responses.schema import ResponseObject
+from http_proc.apis.responses.stream import ResponseStream
+from http_proc.protocol.errors import ApiError
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
 from quadriga.errors import QueueFull, RequestFailed
 from tests.unit.http.responses.asking import (
@@ -26,7 +33,7 @@ from tests.unit.http.responses.asking import (
     stream,
     turns_of,
 )
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.scripted_ring import ScriptedRing, chunk
 
 REASONED = ["<think>", "\n", "It ", "may.", "\n", "</think>", "\n\n", "No", " rain.", ""]
 
@@ -77,6 +84,20 @@ def test_an_answer_at_the_limit_is_incomplete() -> None:
         (message,) = answer.output
         assert isinstance(message, ResponseOutputMessage) and message.status == "incomplete"
         assert ring.submitted[0][1].max_new_tokens == 2 and answer.max_output_tokens == 2
+
+    run(ring, test)
+
+
+def test_a_whole_answer_is_read_in_chunks_only_where_their_tokens_are_counted() -> None:
+    ring = ScriptedRing(["No"])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        await client.responses.create(**ASK)
+        await client.responses.create(**ASK, top_logprobs=1)
+        ring.facts["answer_format"] = THINKING
+        await client.responses.create(**ASK)
+        streamed = [options["stream"] for _, _, options in ring.submitted]
+        assert streamed == [False, True, True]
 
     run(ring, test)
 
@@ -136,8 +157,7 @@ def test_calls_of_custom_tools_have_a_text() -> None:
 
 
 def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
-    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
-    ring = ScriptedRing(["<tool_", f"call>\n{call}\n</tool_call>"])
+    ring = ScriptedRing([CALL])
     text: Any = {"format": {"type": "json_object"}}
 
     async def test(client: openai.AsyncOpenAI) -> None:
@@ -148,12 +168,12 @@ def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
             answer = await client.responses.create(
                 **ASK, tools=[WEATHER, PATCH], tool_choice=choice, text=text
             )
-            (item,) = answer.output
-            assert isinstance(item, ResponseFunctionToolCall)
-            assert item.arguments == '{"city": "Rome"}'
-        forms = [submitted[1].structural_tag["format"] for submitted in ring.submitted]
-        names = [len(form["content"]["tags"]) for form in forms]
-        assert names == [2, 1, 1]
+            (call,) = answer.output
+            assert isinstance(call, ResponseFunctionToolCall)
+            assert call.arguments == '{"city": "Rome"}'
+        tags = [str(submitted[1].structural_tag) for submitted in ring.submitted]
+        assert ["weather" in tag for tag in tags] == [True, True, True]
+        assert ["apply_patch" in tag for tag in tags] == [True, False, False]
         assert len(answer.tools) == 2
 
     run(ring, test)
@@ -192,6 +212,23 @@ def test_tools_made_of_pydantic_models_are_parsed() -> None:
         assert ring.submitted[0][1].structural_tag is not None
         final, _ = await stream(client, **ASK, tools=[flat])
         assert final.output[0].type == "function_call"
+
+    run(ring, test)
+
+
+def test_an_answer_with_tools_and_a_format_is_calls_or_the_format() -> None:
+    ring = ScriptedRing([CALL])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
+        assert [item.type for item in answer.output] == ["function_call"]
+        schema, calls = ring.submitted[0][1].structural_tag["format"]["elements"]
+        assert schema["json_schema"]["properties"]["city"]["type"] == "string"
+        assert ring.submitted[0][1].json_schema is None
+        assert '"weather", "arguments": ' in str(calls)
+        ring.pieces = ['{"city": "Rome"}']
+        answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
+        assert answer.output_parsed == Weather(city="Rome")
 
     run(ring, test)
 
@@ -312,6 +349,45 @@ def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
         assert failed.response.output[0].content[0].text == "No ra"
         assert failed.response.output[0].status == "incomplete"
         assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    run(ring, test)
+
+
+def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
+    response = ResponseObject(id="resp_1", created_at=1, model="tiny")
+    stream = ResponseStream(ResponseAnswer(response, ResponseOutput(frozenset())))
+    data = stream.error(ApiError(429, "the queue is full", code="queue_full")).decode()
+    events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: ")]
+    assert [(event["type"], event["sequence_number"]) for event in events] == [
+        ("response.created", 0),
+        ("response.in_progress", 1),
+        ("error", 2),
+        ("response.failed", 3),
+    ]
+    assert events[3]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("rid", ["resp_a-1", "a-1"])
+def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> None:
+    class AbortableRing(ScriptedRing):
+        async def abort(self, request_id: str) -> None:
+            self.sinks[0](chunk("", self._completion()))
+
+    ring = AbortableRing(["No"])
+    ring.leaves_open, ring.finish_reason = True, "abort"
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        events: list[Any] = []
+        headers = {"X-Request-Id": "a-1"}
+        async for event in await client.responses.create(**ASK, stream=True, extra_headers=headers):
+            events.append(event)
+            if event.type == "response.output_text.delta":
+                url = f"{client.base_url}".removesuffix("v1/")
+                async with aiohttp.ClientSession() as session:
+                    await session.post(f"{url}abort_request", json={"rid": rid})
+        assert events[0].response.id == "resp_a-1"
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.status == "cancelled"
 
     run(ring, test)
 

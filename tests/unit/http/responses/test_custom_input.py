@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from http_proc.apis.responses.custom_input import CustomInputReader
@@ -14,6 +14,7 @@ def read(pieces: list[str]) -> str:
     return "".join([*(reader.push(piece) for piece in pieces), reader.finish()])
 
 
+@settings(deadline=None)
 @given(st.text(), st.booleans(), st.data())
 def test_the_text_is_decoded_for_every_cut(text: str, is_ascii: bool, data: st.DataObject) -> None:
     arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)

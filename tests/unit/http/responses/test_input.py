@@ -142,6 +142,8 @@ def test_wrong_requests_are_refused_by_the_field() -> None:
         await refused(client, "tool_choice", "requires a call", tool_choice="required")
         wrong: Any = {"type": "function", "name": "wether"}
         await refused(client, "tool_choice", "no tool", tool_choice=wrong, tools=[WEATHER])
+        listed: Any = {"type": "function", "name": ["weather"]}
+        await refused(client, "tool_choice", "no tool", tool_choice=listed, tools=[WEATHER])
         custom: Any = {"type": "custom", "name": "weather"}
         await refused(client, "tool_choice", "no tool", tool_choice=custom, tools=[WEATHER])
         some: Any = {"type": "allowed_tools", "mode": "auto", "tools": [wrong]}
