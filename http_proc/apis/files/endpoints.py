@@ -1,4 +1,4 @@
-"""The handlers of /v1/files."""
+"""The handlers and the table of /v1/files."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The handlers of /v1/batches."""
+"""The handlers and the table of /v1/batches."""
 
 from aiohttp import web
 
