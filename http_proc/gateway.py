@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -51,13 +52,21 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        data_dir: directory of what is kept for clients; None: nothing is kept.
+        run_dir: private directory for sockets; None: one below the directory for temporary files.
+        max_batch_size: requests in one decode step.
         progress: the poller of streams that wait.
         log_level: which requests are logged.
         body_bytes: bytes of request bodies that are being received.
     """
 
-    def __init__(self, config: ServerConfig, ring: AsyncClient) -> None:
+    def __init__(
+        self, config: ServerConfig, ring: AsyncClient, run_dir: Path | None = None
+    ) -> None:
         self.args = config.http
+        self.data_dir = config.data_dir
+        self.run_dir = run_dir
+        self.max_batch_size = config.scheduler.max_batch_size
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
@@ -121,6 +130,11 @@ class Gateway:
     def num_open(self) -> int:
         """Number of web requests that are being answered."""
         return len(self._groups)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all web requests that the ring has not finished."""
+        return sum(group.num_unfinished for group in self._groups.values())
 
     def is_open(self, rid: str) -> bool:
         """Return whether a request of this id is being answered."""

@@ -7,6 +7,7 @@ import time
 
 import uvloop
 
+from http_proc.apis.batch.service import BATCHES, BatchService
 from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from quadriga.client.async_client import AsyncClient
@@ -36,7 +37,7 @@ async def serve(child: Child) -> None:
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
     )
     async with ring:
-        gateway = Gateway(child.config, ring)
+        gateway = Gateway(child.config, ring, child.endpoints.run_dir)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
@@ -44,12 +45,14 @@ async def serve(child: Child) -> None:
             await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
-        await _serve_until_stopped(child, gateway, server)
+        await _serve_until_stopped(child, gateway, server, runner.app[BATCHES])
         await runner.cleanup()
 
 
-async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
-    """Wait for a command to stop, then answer the open requests.
+async def _serve_until_stopped(
+    child: Child, gateway: Gateway, server: asyncio.Server, batches: BatchService
+) -> None:
+    """Wait for a command to stop, then interrupt batches and answer the open requests.
 
     The ring finishes every accepted request, so that only slow clients need a time limit.
     """
@@ -68,4 +71,5 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
     child.control.fail_clients_at_launcher_death()
     await stopping.wait()
     server.close()
+    await batches.stop()
     await gateway.drain(FLUSH_TIMEOUT_S)

@@ -68,6 +68,11 @@ class RequestGroup:
         return [*passed, (stage, self._loop.time() - self._accepted_at)] if stage else passed
 
     @property
+    def num_unfinished(self) -> int:
+        """Number of choices that the ring has not finished."""
+        return self._num_unfinished
+
+    @property
     def is_done(self) -> bool:
         """True if every choice has finished and all its chunks were taken."""
         return not self._num_unfinished and not self._chunks

@@ -19,6 +19,7 @@ class Endpoint(NamedTuple):
         handler: answers the requests.
         response: type of the response's body; None: the endpoint is not in the document.
         body: type of the request's body, if it has one.
+        body_type: content type of the request's body.
         sampling: the sampling fields beside those of `body`: name -> SamplingParams' name.
         streams: the response may be a stream instead.
         stream_type: content type of the stream.
@@ -39,6 +40,7 @@ class Endpoint(NamedTuple):
     error_body: Callable[[ApiError], bytes] = ApiError.body
     error: Any = ErrorAnswer
     stream_type: str = STREAM
+    body_type: str = "application/json"
 
 
 def post(

@@ -5,6 +5,7 @@ are used instead because they cost less CPU time per event of a stream, on cores
 shares with the worker: docs/dependencies.md has the figures for aiohttp and for ASGI servers.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from aiohttp import web
 
 from http_proc.apis import sglang_generate
 from http_proc.apis.anthropic.endpoints import ANTHROPIC_ENDPOINTS
+from http_proc.apis.batch.endpoints import BATCH_ENDPOINTS
+from http_proc.apis.files.endpoints import FILE_ENDPOINTS
 from http_proc.apis.llama_cpp.endpoints import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
@@ -24,6 +27,7 @@ from http_proc.protocol import sampling
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
+_PATH_NAME = re.compile(r"\{(\w+)\}")
 PAGE = Path(__file__).with_name("docs.html")
 
 
@@ -45,7 +49,9 @@ def document() -> bytes:
     _add_sampling(sglang, sampling.SGLANG, params)
     properties = components["GenerateRequest"]["properties"]
     properties["sampling_params"] = {"anyOf": [sglang, {"type": "null"}]}
-    paths = {endpoint.path: {endpoint.method: _operation(endpoint)} for endpoint in _DOCUMENTED}
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in _DOCUMENTED:
+        paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -96,17 +102,21 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         },
     }
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": _json(_ref(endpoint.body))}
-    if "{name}" in endpoint.path:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {endpoint.body_type: {"schema": _ref(endpoint.body)}},
+        }
+    if names := _PATH_NAME.findall(endpoint.path):
         operation["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     return operation
 
 
 def _response(endpoint: Endpoint) -> dict[str, Any]:
-    if endpoint.response == PLAIN:
-        return {PLAIN: {"schema": {"type": "string"}}}
+    if isinstance(endpoint.response, str):  # a content type
+        return {endpoint.response: {"schema": {"type": "string"}}}
     schema = _ref(endpoint.response) if isinstance(endpoint.response, type) else {"type": "object"}
     if endpoint.is_listed:
         schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
@@ -139,6 +149,8 @@ ENDPOINTS = [
     *ANTHROPIC_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *LLAMA_CPP_ENDPOINTS,
+    *FILE_ENDPOINTS,
+    *BATCH_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",

@@ -43,12 +43,39 @@ class HttpArgs:
         " share of its prompt that is computed; 0: never",
         unit="SECONDS",
     )
+    data_dir: str = flag(
+        "",
+        "directory of /v1/files and /v1/batches, which only one server may use (default: data in"
+        " the directory of --journal; without either they are not served)",
+        unit="DIR",
+    )
+    max_file_bytes: int = flag(
+        200 * 1024 * 1024, "bytes of an uploaded file; a larger one is refused", unit="BYTES"
+    )
+    max_files_bytes: int = flag(
+        10 * 1024 * 1024 * 1024,
+        "bytes of all files together, from which uploads are refused",
+        unit="BYTES",
+    )
+    max_open_batches: int = flag(100, "batches that have not ended; further ones are refused")
+    batch_concurrency: int = flag(
+        16, "lines of batches that run at one time while no other request is open"
+    )
+    batch_concurrency_beside: int = flag(
+        1, "lines of batches that run at one time beside other requests; 0: none"
+    )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_body_bytes", "max_http_connections")
+        check_positive(self, "max_file_bytes", "max_files_bytes")
+        check_positive(self, "max_open_batches", "batch_concurrency")
+        if self.batch_concurrency_beside < 0:
+            raise ConfigError(
+                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
+            )
         if not 0 <= self.sse_ping_interval < math.inf:
             raise ConfigError(
                 f"sse_ping_interval is {self.sse_ping_interval}: it must be a number of seconds,"

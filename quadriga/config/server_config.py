@@ -234,6 +234,14 @@ class ServerConfig:
         for group in self.groups():
             group.validate()
 
+    @property
+    def data_dir(self) -> Path | None:
+        """Directory of what the gateway keeps for its clients; None: nothing is kept."""
+        if self.http.data_dir:
+            return Path(self.http.data_dir)
+        journal = self.scheduler.journal
+        return Path(journal) / "data" if journal and not self.scheduler.no_journal else None
+
     def groups(self) -> list[Any]:
         """Return the groups of flags, one per process."""
         return [getattr(self, field.name) for field in dataclasses.fields(self)]

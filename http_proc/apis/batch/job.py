@@ -1,0 +1,256 @@
+"""BatchJob: run one batch from where it stands to its end."""
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import aiohttp
+import msgspec
+
+from http_proc.apis.batch.batch_types import (
+    BatchStatus,
+    LineError,
+    LineErrors,
+    OutputLine,
+    StoredBatch,
+)
+from http_proc.apis.batch.input_lines import InputLine, check_file, read_lines
+from http_proc.apis.batch.line_gate import LineGate
+from http_proc.apis.batch.line_log import LineLog
+from http_proc.apis.batch.line_server import LineAnswer, LineServer
+from http_proc.apis.files.file_store import FileStore
+from quadriga.clock import now
+
+DISK_RETRY_S = 10.0
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+# The queue is full, or a process is being replaced: the line is tried again.
+TRANSIENT = (429, 503)
+EXPIRED = LineError(
+    "batch_expired", "This request could not be executed before the completion window expired."
+)
+
+T = TypeVar("T")
+
+
+class JobTools(NamedTuple):
+    """What all jobs share.
+
+    Attributes:
+        save: writes the state of a batch durably; raises OSError.
+        max_line_bytes: length of the longest line of an input file.
+        num_lines: lines by outcome, for the metrics.
+    """
+
+    files: FileStore
+    gate: LineGate
+    server: LineServer
+    save: Callable[[StoredBatch], None]
+    max_line_bytes: int
+    num_lines: Counter[str]
+
+
+class BatchJob:
+    """A batch that has not ended."""
+
+    def __init__(self, stored: StoredBatch, tools: JobTools) -> None:
+        self._stored = stored
+        self._batch = stored.batch
+        self._tools = tools
+        self._input = tools.files.path(stored.batch.input_file_id)
+        self._log = LineLog(
+            tools.files.path(stored.answers_id), tools.files.path(stored.failures_id)
+        )
+        self._is_cancelled = asyncio.Event()
+        self._is_closed = False
+
+    def cancel(self) -> None:
+        """End the batch soon; what is answered stays."""
+        self._is_cancelled.set()
+
+    def update_counts(self) -> None:
+        """Set the counts of the batch to those of its output."""
+        counts = self._batch.request_counts
+        counts.completed, counts.failed = self._log.num_completed, self._log.num_failed
+
+    async def run(self) -> None:
+        """Run the batch to its end."""
+        batch = self._batch
+        if batch.status is BatchStatus.CANCELLING:
+            self.cancel()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logging.error("batch %s failed", batch.id, exc_info=error)
+            failure = LineError("server_error", "the server failed on this batch; its log says why")
+            await self._finish(BatchStatus.FAILED, [failure])
+        finally:
+            self._is_closed = True
+            self._log.close()
+
+    async def _run(self) -> None:
+        batch = self._batch
+        await _until_written(self._log.open)
+        if batch.status is BatchStatus.VALIDATING and not await self._validate():
+            return
+        outcome = await self._run_lines()
+        if batch.status is BatchStatus.IN_PROGRESS:
+            batch.enter(BatchStatus.FINALIZING)
+        if outcome is BatchStatus.EXPIRED:
+            await asyncio.to_thread(self._expire_lines)
+        await self._finish(outcome)
+
+    async def _validate(self) -> bool:
+        """Check the input file, and return whether the batch runs."""
+        batch = self._batch
+        total, errors = await asyncio.to_thread(
+            check_file, self._input, batch.endpoint, self._tools.max_line_bytes, self._has_ended
+        )
+        batch.request_counts.total = total
+        if errors:
+            await self._finish(BatchStatus.FAILED, errors)
+            return False
+        if batch.status is BatchStatus.VALIDATING:
+            batch.enter(BatchStatus.IN_PROGRESS)
+            await self._save()
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._is_cancelled.is_set()
+
+    async def _run_lines(self) -> BatchStatus:
+        """Answer lines until all have their answers, the batch is cancelled, or its time is over.
+
+        Returns:
+            COMPLETED, CANCELLED or EXPIRED.
+        """
+        work = asyncio.create_task(self._answer_all())
+        cancelled = asyncio.create_task(self._is_cancelled.wait())
+        timeout_s = max(self._batch.expires_at - now(), 0)
+        try:
+            await asyncio.wait(
+                (work, cancelled), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if work.done():
+                work.result()
+                return BatchStatus.COMPLETED
+            return BatchStatus.CANCELLED if cancelled.done() else BatchStatus.EXPIRED
+        finally:
+            cancelled.cancel()
+            work.cancel()
+            await asyncio.gather(work, cancelled, return_exceptions=True)
+
+    async def _answer_all(self) -> None:
+        """Answer every line that has no answer, as many at a time as the gate admits."""
+        tasks: set[asyncio.Task[None]] = set()
+        lines = self._unanswered()
+
+        def release(task: "asyncio.Task[None]") -> None:
+            self._tools.gate.release()
+            if task.cancelled() or task.exception() is None:
+                tasks.discard(task)
+
+        try:
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                await self._tools.gate.acquire()
+                task = asyncio.create_task(self._answer(line))
+                tasks.add(task)
+                task.add_done_callback(release)
+                _raise_first(tasks)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _unanswered(self) -> Iterator[InputLine]:
+        lines = read_lines(self._input, self._batch.endpoint, self._tools.max_line_bytes)
+        return (line for line in lines if not self._log.has(line.custom_id))
+
+    async def _answer(self, line: InputLine) -> None:
+        """Answer a line, and write the answer."""
+        line_id = f"batch_req_{uuid.uuid4().hex}"
+        answer = await self._ask(line, line_id)
+        response = {
+            "status_code": answer.status,
+            "request_id": line_id,
+            "body": msgspec.Raw(answer.body),
+        }
+        is_failure = answer.status != 200
+        output = msgspec.json.encode(OutputLine(line_id, line.custom_id, response, None))
+        written = await _until_written(lambda: self._log.append(line.custom_id, output, is_failure))
+        if written:
+            self._tools.num_lines["failed" if is_failure else "completed"] += 1
+
+    async def _ask(self, line: InputLine, line_id: str) -> LineAnswer:
+        """Return the answer of the endpoint, asked again while it cannot serve."""
+        wait_s = MIN_RETRY_S
+        while True:
+            retry_after = 0.0
+            try:
+                answer = await self._tools.server.answer(self._batch.endpoint, line.body, line_id)
+                if answer.status not in TRANSIENT:
+                    return answer
+                retry_after = answer.retry_after
+            except aiohttp.ClientError as error:
+                logging.debug("line %d of %s: %s", line.number, self._batch.id, error)
+            await asyncio.sleep(max(wait_s, retry_after))
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+    def _expire_lines(self) -> None:
+        """Write an error for each line without an answer."""
+        for line in self._unanswered():
+            line_id = f"batch_req_{uuid.uuid4().hex}"
+            output = msgspec.json.encode(OutputLine(line_id, line.custom_id, None, EXPIRED))
+            self._tools.num_lines["failed"] += self._log.append(line.custom_id, output, True)
+
+    async def _finish(self, status: BatchStatus, errors: list[LineError] | None = None) -> None:
+        """Make files of the output, and save the end of the batch."""
+        await _until_written(self._log.sync)
+        self._log.close()
+        self.update_counts()
+        batch, stored = self._batch, self._stored
+        batch.output_file_id = await self._publish(stored.answers_id, "output")
+        batch.error_file_id = await self._publish(stored.failures_id, "error")
+        batch.errors = LineErrors(errors) if errors else None
+        batch.enter(status)
+        await self._save()
+        counts = batch.request_counts
+        logging.info("batch %s %s: %d of %d lines answered, %d failed", batch.id, status.value,
+                     counts.completed, counts.total, counts.failed)  # fmt: skip
+
+    async def _publish(self, file_id: str, kind: str) -> str | None:
+        """Make a file of an output, and return its id; None for an empty one, which is removed."""
+        path, files = self._tools.files.path(file_id), self._tools.files
+        if not path.exists() or not path.stat().st_size:
+            path.unlink(missing_ok=True)
+            return None
+        name = f"{self._batch.id}_{kind}.jsonl"
+        return (await _until_written(lambda: files.adopt(file_id, name, "batch_output"))).id
+
+    async def _save(self) -> None:
+        await _until_written(lambda: self._tools.save(self._stored))
+
+
+def _raise_first(tasks: "set[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+async def _until_written(write: Callable[[], T]) -> T:
+    """Return what `write` returns, tried again in a thread while the disk refuses it."""
+    has_logged = False
+    while True:
+        try:
+            return await asyncio.to_thread(write)
+        except OSError as error:
+            if not has_logged:
+                logging.error("a batch waits for its disk: %s; it tries again every %g s",
+                              error, DISK_RETRY_S)  # fmt: skip
+            has_logged = True
+            await asyncio.sleep(DISK_RETRY_S)

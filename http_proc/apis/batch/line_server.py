@@ -1,0 +1,86 @@
+"""LineServer: answer lines by the code of the HTTP endpoints.
+
+The handlers are served a second time, over a Unix socket in a directory that only the server's user
+can enter: without TLS, API keys and the limit of connections, which are for clients. The handlers
+need an aiohttp request, which aiohttp's own server makes.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from http_proc.apis.openai.chat import chat_completions
+from http_proc.apis.openai.completions import completions
+from http_proc.apis.responses.create import create_response
+from http_proc.gateway import GATEWAY, Gateway
+from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from quadriga.sampling.limits import LIMITS
+
+ENDPOINTS = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/responses": create_response,
+}
+# The end of a body; the last of several fields of one name counts.
+_PRIORITY = f'"priority":{LIMITS["priority"].minimum}}}'.encode()
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+
+
+class LineAnswer(NamedTuple):
+    """The answer of an endpoint. retry_after: seconds, 0 without the header; body: JSON."""
+
+    status: int
+    body: bytes
+    retry_after: float
+
+
+def with_lowest_priority(body: bytes) -> bytes:
+    """Return the JSON of a request with the lowest priority."""
+    fields = body.rstrip()[:-1].rstrip()
+    return fields + (b"" if fields == b"{" else b",") + _PRIORITY
+
+
+class LineServer:
+    """The endpoints for lines of batches."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def start(self) -> None:
+        """Listen, and connect."""
+        gateway = self._gateway
+        max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
+        app = web.Application(middlewares=[request_scope], client_max_size=max_bytes)
+        app[GATEWAY], app[ERROR_BODIES] = gateway, {}
+        app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
+        self._directory = tempfile.TemporaryDirectory(prefix="batch-", dir=gateway.run_dir)
+        path = str(Path(self._directory.name) / "lines")
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, handle_signals=False
+        )
+        await self._runner.setup()
+        await web.UnixSite(self._runner, path).start()
+        connector = aiohttp.UnixConnector(path, limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=NO_TIMEOUT)
+
+    async def answer(self, endpoint: str, body: bytes, request_id: str) -> LineAnswer:
+        """Return the answer to the body of a line.
+
+        Raises:
+            aiohttp.ClientError: the server is stopping.
+        """
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        data = with_lowest_priority(body)
+        url = f"http://lines{endpoint}"
+        async with self._session.post(url, data=data, headers=headers) as response:
+            retry_after = float(response.headers.get("Retry-After", 0))
+            return LineAnswer(response.status, await response.read(), retry_after)
+
+    async def stop(self) -> None:
+        """Disconnect, which ends the requests, and close the socket."""
+        await self._session.close()
+        await self._runner.cleanup()
+        self._directory.cleanup()

@@ -1,0 +1,288 @@
+"""BatchService: the batches and files of one directory, and the jobs that run.
+
+One gateway owns the directory by a lock that ends with its process.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from http_proc.apis.batch.batch_types import (
+    BatchObject,
+    BatchStatus,
+    CreateBatchRequest,
+    StoredBatch,
+)
+from http_proc.apis.batch.job import BatchJob, JobTools
+from http_proc.apis.batch.line_gate import LineGate
+from http_proc.apis.batch.line_server import LineServer
+from http_proc.apis.files import durable
+from http_proc.apis.files.file_store import FileStore, new_file_id
+from http_proc.gateway import GATEWAY, Gateway
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
+from quadriga.clock import now
+
+WINDOW_S = 24 * 3600
+# Ended batches beyond these are forgotten, the oldest first. Their files stay.
+MAX_KEPT_BATCHES = 10_000
+
+
+class BatchService:
+    """The batches of one gateway. It is closed, and refuses every call, until `open` succeeds.
+
+    Attributes:
+        files: the uploaded files and those that batches have written.
+        num_lines: lines by outcome since the start.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        args = gateway.args
+        self._gateway = gateway
+        self._directory: Path | None = gateway.data_dir
+        self.files = FileStore(
+            (self._directory or Path()) / "files", args.max_file_bytes, args.max_files_bytes
+        )
+        self.num_lines: Counter[str] = Counter()
+        self._batches: dict[str, StoredBatch] = {}
+        self._jobs: dict[str, BatchJob] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = LineServer(gateway)
+        self._lock_fd = -1
+        self._opening = asyncio.Lock()
+        self._is_stopped = False
+
+    # --- start and stop ---------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Take the directory and go on with its batches, unless that is done.
+
+        Raises:
+            ApiError: there is no directory, or it cannot be used now.
+        """
+        async with self._opening:
+            if self._is_stopped:
+                raise _unavailable("the server is stopping")
+            if self._lock_fd >= 0:
+                return
+            if self._directory is None:
+                raise ApiError(
+                    501,
+                    "this server keeps no files: start it with --data-dir DIR, or with --journal",
+                    "server_error",
+                    code="no_data_dir",
+                )
+            try:
+                self._lock_fd = _lock(self._directory)
+                self._read()
+            except BlockingIOError:
+                raise _unavailable(f"another server uses {self._directory}") from None
+            except OSError as error:
+                self._unlock()
+                raise _unavailable(f"{self._directory} cannot be used: {error}") from None
+            await self._server.start()
+            self._start_jobs()
+
+    async def stop(self) -> None:
+        """End the jobs, which go on at the next start."""
+        self._is_stopped = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._opening:
+            if self._lock_fd >= 0:
+                await self._server.stop()
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _read(self) -> None:
+        """Read the states of all batches, and the files."""
+        durable.make_directory(self._states)
+        for path in self._states.glob("batch_*.json"):
+            try:
+                stored = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
+            except msgspec.DecodeError as error:
+                logging.error("%s is not the state of a batch and is ignored: %s", path, error)
+                continue
+            self._batches[stored.batch.id] = stored
+        opened = [stored for stored in self._batches.values() if stored.batch.status.is_open]
+        kept = {name for stored in opened for name in (stored.answers_id, stored.failures_id)}
+        self.files.open(kept)
+
+    def _start_jobs(self) -> None:
+        server, num_lines = self._server, self.num_lines
+        max_bytes, gate = self._gateway.args.max_body_bytes, LineGate(self._gateway)
+        self._tools = JobTools(self.files, gate, server, self._save, max_bytes, num_lines)
+        for stored in sorted(self._batches.values(), key=_age):
+            if stored.batch.status.is_open:
+                logging.info("batch %s goes on", stored.batch.id)
+                self._start(stored)
+
+    @property
+    def _states(self) -> Path:
+        assert self._directory is not None
+        return self._directory / "batches"
+
+    def _save(self, stored: StoredBatch) -> None:
+        durable.replace(self._states / f"{stored.batch.id}.json", msgspec.json.encode(stored))
+
+    def _start(self, stored: StoredBatch) -> None:
+        job = self._jobs[stored.batch.id] = BatchJob(stored, self._tools)
+        task = asyncio.create_task(job.run())
+        self._tasks.add(task)
+
+        def forget(task: "asyncio.Task[None]") -> None:
+            self._tasks.discard(task)
+            del self._jobs[stored.batch.id]
+
+        task.add_done_callback(forget)
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def create(self, call: CreateBatchRequest) -> BatchObject:
+        """Start a batch. Raise ApiError if too many are open; OSError if it cannot be kept."""
+        max_open = self._gateway.args.max_open_batches
+        if len(self._jobs) >= max_open:
+            raise ApiError(
+                429,
+                f"{max_open} batches are open, the limit of this server (--max-open-batches): wait"
+                " until one has ended, or cancel one",
+                "rate_limit_error",
+                code="too_many_batches",
+                retry_after=RETRY_AFTER_S,
+            )
+        created_at = int(now())
+        batch = BatchObject(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=call.endpoint,
+            input_file_id=call.input_file_id,
+            completion_window=call.completion_window,
+            created_at=created_at,
+            expires_at=created_at + WINDOW_S,
+            model=self._gateway.model,
+            metadata=call.metadata,
+        )
+        stored = StoredBatch(batch=batch, answers_id=new_file_id(), failures_id=new_file_id())
+        self._save(stored)
+        self._batches[batch.id] = stored
+        self._start(stored)
+        self._forget_old()
+        return batch
+
+    def get(self, batch_id: str) -> BatchObject:
+        """Return a batch with its current counts. Raise a 404 for an unknown id."""
+        stored = self._batches.get(batch_id)
+        if stored is None:
+            raise ApiError(
+                404, f"there is no batch {batch_id!r}", param="id", code="batch_not_found"
+            )
+        if (job := self._jobs.get(batch_id)) is not None:
+            job.update_counts()
+        return stored.batch
+
+    def newest_first(self) -> list[BatchObject]:
+        """Return all batches."""
+        return [self.get(s.batch.id) for s in sorted(self._batches.values(), key=_age)[::-1]]
+
+    def cancel(self, batch_id: str) -> BatchObject:
+        """End a batch soon. Raise ApiError if it has ended; OSError if that cannot be kept."""
+        batch = self.get(batch_id)
+        job = self._jobs.get(batch_id)
+        if job is None or batch.status not in (
+            BatchStatus.VALIDATING,
+            BatchStatus.IN_PROGRESS,
+            BatchStatus.CANCELLING,
+        ):
+            raise ApiError(
+                409,
+                f"batch {batch_id} is {batch.status.value}: it cannot be cancelled any more",
+                param="id",
+                code="batch_ended",
+            )
+        if batch.status is not BatchStatus.CANCELLING:
+            batch.enter(BatchStatus.CANCELLING)
+            self._save(self._batches[batch_id])
+        job.cancel()
+        return batch
+
+    def check_unused(self, file_id: str) -> None:
+        """Raise a 409 for the input file of an open batch."""
+        for stored in self._batches.values():
+            if stored.batch.status.is_open and stored.batch.input_file_id == file_id:
+                raise ApiError(
+                    409,
+                    f"file {file_id} is the input of batch {stored.batch.id}, which is"
+                    f" {stored.batch.status.value}: cancel it first",
+                    param="id",
+                    code="file_in_use",
+                )
+
+    def num_by_status(self) -> dict[str, int]:
+        """Return the number of batches in each state."""
+        counts = Counter(stored.batch.status for stored in self._batches.values())
+        return {status.value: counts[status] for status in BatchStatus}
+
+    def _forget_old(self) -> None:
+        num_old = len(self._batches) - MAX_KEPT_BATCHES
+        if num_old <= 0:
+            return
+        ended = [s for s in self._batches.values() if not s.batch.status.is_open]
+        for stored in sorted(ended, key=_age)[:num_old]:
+            (self._states / f"{stored.batch.id}.json").unlink(missing_ok=True)
+            del self._batches[stored.batch.id]
+
+
+BATCHES = web.AppKey("batches", BatchService)
+
+
+async def batch_lifetime(app: web.Application) -> AsyncIterator[None]:
+    """Run the batches while the application runs."""
+    service = app[BATCHES] = BatchService(app[GATEWAY])
+    if app[GATEWAY].data_dir is not None:
+        try:
+            await service.open()
+        except ApiError as error:
+            logging.error("batches and files are not served: %s", error)
+    yield
+    await service.stop()
+
+
+async def service_of(request: web.Request) -> BatchService:
+    """Return the open service. Raise an ApiError that says why it is not open."""
+    service = request.app[BATCHES]
+    await service.open()
+    return service
+
+
+def _age(stored: StoredBatch) -> tuple[int, str]:
+    return stored.batch.created_at, stored.batch.id
+
+
+def _lock(directory: Path) -> int:
+    """Return the descriptor that holds the lock of a directory, which is made if it is missing."""
+    durable.make_directory(directory)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unavailable(reason: str) -> ApiError:
+    return ApiError(
+        503, f"{reason}; try again", "server_error", code="no_storage", retry_after=RETRY_AFTER_S
+    )

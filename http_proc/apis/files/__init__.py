@@ -1,0 +1,1 @@
+"""OpenAI's /v1/files: files that a client uploads, and that batches write."""

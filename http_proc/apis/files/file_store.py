@@ -1,0 +1,208 @@
+"""FileStore: contents and descriptions of files in one directory.
+
+`ID.content` holds the bytes, `ID.json` the description. A file exists when its description does,
+which is written last and removed first; contents without one are removed at the start.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from http_proc.apis.files import durable
+from http_proc.protocol.errors import ApiError, invalid
+from quadriga.clock import now
+
+_ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
+
+ReadPiece = Callable[[], Awaitable[bytes]]
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """A stored file. bytes: its size; created_at: in Unix seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+
+
+def new_file_id() -> str:
+    """Return an unused id."""
+    return f"file-{uuid.uuid4().hex}"
+
+
+class FileStore:
+    """The files of one directory, which only one process may use.
+
+    Args:
+        max_file_bytes: size of the largest file that may be uploaded.
+        max_total_bytes: size of all files from which uploads are refused.
+
+    Attributes:
+        num_bytes: size of all files, with those that are being received.
+    """
+
+    def __init__(self, directory: Path, max_file_bytes: int, max_total_bytes: int) -> None:
+        self._directory = directory
+        self._max_file_bytes = max_file_bytes
+        self._max_total_bytes = max_total_bytes
+        self._files: dict[str, FileObject] = {}
+        self.num_bytes = 0
+
+    def open(self, kept: Collection[str] = ()) -> None:
+        """Read the descriptions, and remove contents that have none.
+
+        Args:
+            kept: ids of contents whose description comes later: the output of open batches.
+        """
+        durable.make_directory(self._directory)
+        for path in self._directory.glob("file-*.json"):
+            with suppress(msgspec.DecodeError):
+                file = msgspec.json.decode(path.read_bytes(), type=FileObject)
+                self._files[file.id] = file
+        for path in self._directory.iterdir():
+            name, _, ending = path.name.partition(".")
+            is_known = name in self._files or name in kept
+            if ending != "json" and not (ending == "content" and is_known):
+                logging.info("%s is an upload that did not end: it is removed", path)
+                path.unlink()
+        self.num_bytes = sum(file.bytes for file in self._files.values())
+
+    def path(self, file_id: str) -> Path:
+        """Return the path of a file's content."""
+        return self._directory / f"{file_id}.content"
+
+    def get(self, file_id: str) -> FileObject:
+        """Return a file. Raise a 404 for an unknown id."""
+        file = self._files.get(file_id)
+        if file is None:
+            reason = "" if _ID.fullmatch(file_id) else ": an id is file- and 32 hexadecimal digits"
+            raise ApiError(404, f"there is no file {file_id!r}{reason}", param="id",
+                           code="file_not_found")  # fmt: skip
+        return file
+
+    def newest_first(self) -> list[FileObject]:
+        """Return all files, the newest first."""
+        return sorted(self._files.values(), key=lambda f: (f.created_at, f.id), reverse=True)
+
+    def delete(self, file_id: str) -> None:
+        """Remove a file. Raise a 404 for an unknown id."""
+        file = self.get(file_id)
+        (self._directory / f"{file_id}.json").unlink(missing_ok=True)
+        durable.sync_directory(self._directory)
+        self.path(file_id).unlink(missing_ok=True)
+        del self._files[file_id]
+        self.num_bytes -= file.bytes
+
+    async def receive(self, read: ReadPiece) -> tuple[str, int]:
+        """Write an upload to the disk, durably, and return its id and its size.
+
+        It becomes a file by `add`; `discard` removes it.
+
+        Args:
+            read: returns the next bytes, and none at the end.
+
+        Raises:
+            ApiError: the upload is over a limit.
+            OSError: the disk refuses it.
+        """
+        file_id, size = new_file_id(), 0
+        fd = await asyncio.to_thread(durable.create, self.path(file_id))
+        try:
+            while piece := await read():
+                size += len(piece)
+                self.num_bytes += len(piece)
+                self._check_limits(size)
+                await asyncio.to_thread(durable.write_all, fd, piece)
+            await asyncio.to_thread(os.fsync, fd)
+        except BaseException:
+            self.discard(file_id, size)
+            raise
+        finally:
+            os.close(fd)
+        return file_id, size
+
+    def discard(self, file_id: str, size: int) -> None:
+        """Remove an upload that does not become a file."""
+        self.num_bytes -= size
+        self.path(file_id).unlink(missing_ok=True)
+
+    def add(self, file_id: str, size: int, filename: str, purpose: str) -> FileObject:
+        """Make a file of a received upload, durably."""
+        file = FileObject(
+            id=file_id, bytes=size, created_at=int(now()), filename=filename, purpose=purpose
+        )
+        durable.replace(self._directory / f"{file_id}.json", msgspec.json.encode(file))
+        self._files[file_id] = file
+        return file
+
+    def adopt(self, file_id: str, filename: str, purpose: str) -> FileObject:
+        """Make a file of a content that a batch has written, or return the file that it is."""
+        if file_id in self._files:
+            return self._files[file_id]
+        size = self.path(file_id).stat().st_size
+        file = self.add(file_id, size, filename, purpose)
+        self.num_bytes += size
+        return file
+
+    def check_length(self, num_bytes: int) -> None:
+        """Raise a 413 for an upload of which so many bytes are announced."""
+        # A multipart body is a little larger than its file.
+        if num_bytes > self._max_file_bytes + 64 * 1024:
+            raise self._too_large()
+
+    def _check_limits(self, size: int) -> None:
+        if size > self._max_file_bytes:
+            raise self._too_large()
+        if self.num_bytes > self._max_total_bytes:
+            raise _no_space(
+                f"all files together would have more than {self._max_total_bytes} bytes"
+                " (--max-files-bytes)"
+            )
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the file is over {self._max_file_bytes} bytes: split it, or start the server with a"
+            " larger --max-file-bytes",
+            param="file",
+            code="file_too_large",
+        )
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise a 400 unless files of this purpose are taken."""
+    if purpose != "batch":
+        raise invalid(f"purpose is {purpose[:100]!r}: only 'batch' is supported", "purpose")
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Convert an OSError of a `with` block to an ApiError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space("the disk is full") from None
+        logging.error("a file cannot be kept: %s", error)
+        raise ApiError(
+            500, "the disk refuses the file; the server's log says why", "server_error",
+            code="disk_error",
+        ) from None  # fmt: skip
+
+
+def _no_space(reason: str) -> ApiError:
+    return ApiError(
+        507, f"{reason}: delete files that are not needed", "server_error", code="no_space"
+    )

@@ -1,0 +1,106 @@
+"""Batches with OpenAI's client, and what kills leave of them."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from bench.client.server import free_port
+from tests.server import kill_tree, launch, running_server, wait_until, wait_until_ready
+
+NUM_LINES = 200
+URL: Any = "/v1/completions"
+
+
+def input_file(path: Path, count: int = NUM_LINES) -> Path:
+    body = {"prompt": [5, 6, 7], "max_tokens": 48, "ignore_eos": True, "temperature": 0}
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": body}
+        for number in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def flags(llama_dir: Path, data: Path, port: int) -> list[str]:
+    return ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
+            "--max-total-tokens", "8192", "--port", str(port), "--data-dir", str(data),
+            "--served-model-name", "tiny", "--batch-concurrency", "4"]  # fmt: skip
+
+
+def connect(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=20)
+
+
+def start(client: openai.OpenAI, path: Path) -> str:
+    with path.open("rb") as file:
+        uploaded = client.files.create(file=file, purpose="batch")
+    return client.batches.create(
+        input_file_id=uploaded.id, endpoint=URL, completion_window="24h"
+    ).id
+
+
+def num_completed(client: openai.OpenAI, batch_id: str) -> int:
+    try:
+        counts = client.batches.retrieve(batch_id).request_counts
+    except openai.APIError:  # the gateway is being replaced
+        return 0
+    return counts.completed if counts else 0
+
+
+def wait_for_lines(client: openai.OpenAI, batch_id: str, count: float) -> None:
+    """Wait until so many lines are answered, and check that others are not."""
+    wait_until(lambda: num_completed(client, batch_id) >= count, 60)
+    assert num_completed(client, batch_id) < NUM_LINES, "the batch was to be interrupted"
+
+
+def wait_for_every_line_once(client: openai.OpenAI, batch_id: str) -> None:
+    wait_until(lambda: num_completed(client, batch_id) == NUM_LINES, 90)
+    wait_until(lambda: client.batches.retrieve(batch_id).status == "completed", 10)
+    batch = client.batches.retrieve(batch_id)
+    assert batch.output_file_id and not batch.error_file_id
+    lines: list[Any] = [
+        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
+    ]
+    assert Counter(line["custom_id"] for line in lines) == Counter(
+        f"line-{number}" for number in range(NUM_LINES)
+    )
+    texts = {line["response"]["body"]["choices"][0]["text"] for line in lines}
+    assert len(texts) == 1, "greedy answers to one prompt"
+
+
+@pytest.mark.timeout(240)
+def test_a_batch_survives_the_death_of_the_gateway(llama_dir: Path, tmp_path: Path) -> None:
+    port, data = free_port(), tmp_path / "data"
+    with running_server(tmp_path / "log", *flags(llama_dir, data, port)) as server:
+        client = connect(port)
+        batch_id = start(client, input_file(tmp_path / "in.jsonl"))
+        for share in (0.1, 0.4, 0.7):
+            wait_for_lines(client, batch_id, share * NUM_LINES)
+            os.kill(server.pid_of("http_proc"), signal.SIGKILL)
+        wait_for_every_line_once(client, batch_id)
+
+
+@pytest.mark.timeout(240)
+def test_a_batch_survives_the_death_of_everything(llama_dir: Path, tmp_path: Path) -> None:
+    port, data = free_port(), tmp_path / "data"
+    batch_id = ""
+    for share in (0.1, 0.5, 1.0):
+        log = tmp_path / f"log-{share}"
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        process = launch(endpoint, *flags(llama_dir, data, port), log=log)
+        try:
+            wait_until_ready(process, log)
+            client = connect(port)
+            batch_id = batch_id or start(client, input_file(tmp_path / "in.jsonl"))
+            if share == 1.0:
+                wait_for_every_line_once(client, batch_id)
+            else:
+                wait_for_lines(client, batch_id, share * NUM_LINES)
+        finally:
+            kill_tree(process)

@@ -1,0 +1,333 @@
+"""Files and batches by HTTP, before a scripted ring."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from http_proc.apis.batch import service
+from http_proc.gateway import Gateway
+from quadriga.errors import QueueFull
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, run_at_gateway
+
+CHAT = "/v1/chat/completions"
+
+
+def ring(**facts: Any) -> ScriptedRing:
+    return ScriptedRing(["Hel", "lo"], **{"running": 0, "waiting": 0, **facts})
+
+
+class StallingRing(ScriptedRing):
+    """A ring that answers so many requests and leaves the others open."""
+
+    num_answers = 5
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        self.leaves_open = len(self.handles) > self.num_answers
+        super()._answer(handle, sink)
+
+
+def input_file(count: int, **body: Any) -> bytes:
+    fields = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **body}
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": fields}
+        for number in range(count)
+    ]
+    return b"\n".join(json.dumps(line).encode() for line in lines)
+
+
+class Http:
+    """The endpoints of one gateway."""
+
+    def __init__(self, gateway: Gateway, session: aiohttp.ClientSession) -> None:
+        self.url = gateway.args.url
+        self.session = session
+
+    async def upload(self, data: bytes, purpose: str = "batch") -> tuple[int, Any]:
+        form = aiohttp.FormData()
+        form.add_field("purpose", purpose)
+        form.add_field("file", data, filename="in.jsonl")
+        return await self.call("post", "/v1/files", data=form)
+
+    async def call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, **options) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def content(self, file_id: str) -> bytes:
+        async with self.session.get(f"{self.url}/v1/files/{file_id}/content") as answer:
+            assert answer.status == 200
+            return await answer.read()
+
+    async def start(self, data: bytes, **fields: Any) -> Any:
+        _, file = await self.upload(data)
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        status, batch = await self.call("post", "/v1/batches", json={**body, **fields})
+        assert status == 200, batch
+        return batch
+
+    async def until(self, batch: Any, *statuses: str) -> Any:
+        while batch["status"] not in statuses:
+            await asyncio.sleep(0.01)
+            _, batch = await self.call("get", f"/v1/batches/{batch['id']}")
+        return batch
+
+
+def run(test: Any, scripted: ScriptedRing, **flags: Any) -> None:
+    async def with_session(gateway: Gateway) -> None:
+        async with aiohttp.ClientSession() as session:
+            await test(Http(gateway, session))
+
+    run_at_gateway(scripted, with_session, **flags)
+
+
+def ids(data: bytes) -> Counter[str]:
+    return Counter(json.loads(line)["custom_id"] for line in data.splitlines())
+
+
+def test_a_file_is_kept_listed_and_deleted(tmp_path: Path) -> None:
+    async def store(http: Http) -> None:
+        status, file = await http.upload(b"one\ntwo")
+        assert (status, file["bytes"], file["filename"]) == (200, 7, "in.jsonl")
+
+    async def read(http: Http) -> None:
+        _, files = await http.call("get", "/v1/files")
+        (file,) = files["data"]
+        assert await http.content(file["id"]) == b"one\ntwo"
+        path = f"/v1/files/{file['id']}"
+        assert await http.call("get", path) == (200, file)
+        assert (await http.call("delete", path))[1]["deleted"]
+        for method, of in (("get", path), ("delete", path), ("get", f"{path}/content")):
+            assert (await http.call(method, of))[0] == 404
+        assert list((tmp_path / "files").iterdir()) == []
+
+    run(store, ring(), data_dir=str(tmp_path))
+    assert {path.stat().st_mode & 0o77 for path in tmp_path.rglob("*")} == {0}
+    run(read, ring(), data_dir=str(tmp_path))
+
+
+def test_uploads_over_a_limit_or_of_another_form_are_refused_and_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    async def test(http: Http) -> None:
+        assert (await http.upload(b"x" * 101))[0] == 413
+        assert (await http.upload(b"x" * 200_000))[0] == 413
+        assert (await http.upload(b"x", purpose="vision"))[0] == 400
+        assert (await http.upload(b"x" * 90))[0] == 200
+        assert (await http.upload(b"x" * 90))[0] == 507
+        assert (await http.call("post", "/v1/files", json={}))[0] == 400
+        broken = {"Content-Type": "multipart/form-data; boundary=x"}
+        assert (await http.call("post", "/v1/files", data=b"--x\r\nno", headers=broken))[0] == 400
+        status, answer = await http.call("post", "/v1/files", data=b"", headers=broken)
+        assert status == 400, answer
+        assert len(list((tmp_path / "files").iterdir())) == 2
+
+    run(test, ring(), data_dir=str(tmp_path), max_file_bytes=100, max_files_bytes=150)
+
+
+def test_without_a_directory_the_endpoints_say_what_they_need() -> None:
+    async def test(http: Http) -> None:
+        for path in ("/v1/files", "/v1/batches"):
+            status, answer = await http.call("get", path)
+            assert status == 501 and "--data-dir" in answer["error"]["message"]
+
+    run(test, ring())
+
+
+def test_a_batch_answers_each_line_once(tmp_path: Path) -> None:
+    scripted = ring()
+
+    async def test(http: Http) -> None:
+        batch = await http.start(input_file(40), metadata={"a": "b"})
+        batch = await http.until(batch, "completed", "failed")
+        assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        assert batch["error_file_id"] is None and batch["metadata"] == {"a": "b"}
+        data = await http.content(batch["output_file_id"])
+        assert ids(data) == Counter(f"line-{number}" for number in range(40))
+        line = json.loads(data.splitlines()[0])
+        assert line["response"]["body"]["choices"][0]["message"]["content"] == "Hello"
+        assert {options["priority"] for _, _, options in scripted.submitted} == {-1000}
+        _, found = await http.call("get", "/v1/batches?limit=1")
+        assert found["data"][0]["id"] == batch["id"] and not found["has_more"]
+        status, answer = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        assert status == 409 and "completed" in answer["error"]["message"]
+        scripted.facts["ready"] = False  # without the metrics of the ring
+        async with http.session.get(f"{http.url}/metrics") as metrics:
+            text = await metrics.text()
+        assert 'batches{model_name="tiny",status="completed"} 1.0' in text
+        assert 'batch_lines_total{model_name="tiny",outcome="completed"} 40.0' in text
+
+    run(test, scripted, data_dir=str(tmp_path))
+
+
+def test_what_the_endpoint_refuses_is_a_line_of_the_error_file(tmp_path: Path) -> None:
+    async def test(http: Http) -> None:
+        data = input_file(1, model="other") + b"\n" + input_file(3).partition(b"\n")[2]
+        batch = await http.until(await http.start(data), "completed", "failed")
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        (line,) = (await http.content(batch["error_file_id"])).splitlines()
+        response = json.loads(line)["response"]
+        assert response["status_code"] == 404
+        assert response["body"]["error"]["code"] == "model_not_found"
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+def test_a_broken_file_fails_the_batch_with_the_lines(tmp_path: Path) -> None:
+    async def test(http: Http) -> None:
+        data = input_file(2) + b"\n{\n" + input_file(1)
+        batch = await http.until(await http.start(data), "completed", "failed")
+        assert batch["status"] == "failed"
+        errors = [(error["code"], error["line"]) for error in batch["errors"]["data"]]
+        assert errors == [("invalid_json_line", 3), ("duplicate_custom_id", 4)]
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
+        ({"input_file_id": "file-../../x"}, 404, "input_file_id"),
+        ({"metadata": {"a": "b" * 513}}, 400, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata"),
+        ({"output_expires_after": {"seconds": 1}}, 400, "output_expires_after"),
+    ],
+)
+def test_a_bad_request_for_a_batch_names_its_field(
+    tmp_path: Path, changes: Any, status: int, param: str
+) -> None:
+    async def test(http: Http) -> None:
+        _, file = await http.upload(input_file(1))
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        answer = await http.call("post", "/v1/batches", json={**body, **changes})
+        assert (answer[0], answer[1]["error"]["param"]) == (status, param)
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    scripted = StallingRing(["Hi"], running=0, waiting=0)
+
+    async def start(http: Http) -> None:
+        batch = await http.start(input_file(20))
+        while batch["request_counts"]["completed"] < 5:
+            await asyncio.sleep(0.005)
+            _, batch = await http.call("get", f"/v1/batches/{batch['id']}")
+        assert batch["status"] == "in_progress"
+        status, _ = await http.call("delete", f"/v1/files/{batch['input_file_id']}")
+        assert status == 409
+
+    async def go_on(http: Http) -> None:
+        _, found = await http.call("get", "/v1/batches")
+        batch = await http.until(found["data"][0], "completed")
+        data = await http.content(batch["output_file_id"])
+        assert ids(data) == Counter(f"line-{number}" for number in range(20))
+        assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+    run(start, scripted, data_dir=str(tmp_path), batch_concurrency=4)
+    assert all(handle.done for handle in scripted.handles), "no request goes on without its batch"
+    run(go_on, ring(), data_dir=str(tmp_path))
+
+
+def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
+    scripted = StallingRing(["Hi"], running=0, waiting=0)
+
+    async def test(http: Http) -> None:
+        batch = await http.start(input_file(20))
+        while batch["request_counts"]["completed"] < 5:
+            await asyncio.sleep(0.005)
+            _, batch = await http.call("get", f"/v1/batches/{batch['id']}")
+        status, batch = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        assert (status, batch["status"]) == (200, "cancelling")
+        batch = await http.until(batch, "cancelled")
+        data = await http.content(batch["output_file_id"])
+        assert len(ids(data)) == batch["request_counts"]["completed"] == 5
+        assert all(handle.done for handle in scripted.handles)
+
+    run(test, scripted, data_dir=str(tmp_path), batch_concurrency=2)
+
+
+def test_lines_without_an_answer_at_the_end_of_the_window_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "WINDOW_S", 1)
+    scripted = ring()
+    scripted.leaves_open = True
+
+    async def test(http: Http) -> None:
+        batch = await http.until(await http.start(input_file(5)), "expired")
+        assert batch["request_counts"] == {"total": 5, "completed": 0, "failed": 5}
+        lines = (await http.content(batch["error_file_id"])).splitlines()
+        assert {json.loads(line)["error"]["code"] for line in lines} == {"batch_expired"}
+        assert len(ids(b"\n".join(lines))) == 5
+
+    run(test, scripted, data_dir=str(tmp_path))
+
+
+def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+    scripted = ring()
+    scripted.error = QueueFull("full")
+
+    async def test(http: Http) -> None:
+        batch = await http.start(input_file(2))
+        while not scripted.handles:
+            await asyncio.sleep(0.01)
+        scripted.error = None
+        batch = await http.until(batch, "completed")
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+    run(test, scripted, data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("load", "beside", "expected"),
+    [
+        ({"running": 0, "waiting": 0}, 1, 3),
+        ({"running": 9, "waiting": 0}, 1, 1),
+        ({"running": 9, "waiting": 0}, 0, 0),
+        ({"running": 9, "waiting": 2}, 1, 0),
+        ({"running": 64, "waiting": 0}, 1, 0),
+        ({"ready": False}, 1, 0),
+    ],
+)
+def test_lines_run_as_the_load_allows(
+    tmp_path: Path, load: dict[str, Any], beside: int, expected: int
+) -> None:
+    scripted = ring(**load)
+    scripted.leaves_open = True
+
+    async def test(http: Http) -> None:
+        batch = await http.until(await http.start(input_file(9)), "in_progress")
+        await asyncio.sleep(0.6)  # more than two samples of the load
+        assert len(scripted.handles) == expected
+        _, batch = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        await http.until(batch, "cancelled")
+
+    flags = {"batch_concurrency": 3, "batch_concurrency_beside": beside}
+    run(test, scripted, data_dir=str(tmp_path), **flags)
+
+
+def test_a_second_gateway_of_a_directory_is_refused_until_the_first_is_gone(
+    tmp_path: Path,
+) -> None:
+    async def second(http: Http) -> None:
+        async def inner(other: Http) -> None:
+            status, answer = await other.call("get", "/v1/batches")
+            assert status == 503 and "another server" in answer["error"]["message"]
+
+        async with aiohttp.ClientSession() as session:
+
+            async def with_session(gateway: Gateway) -> None:
+                await inner(Http(gateway, session))
+
+            async with gateway_before(ring(), data_dir=str(tmp_path)) as (_, gateway):
+                await with_session(gateway)
+        assert (await http.call("get", "/v1/batches"))[0] == 200
+
+    run(second, ring(), data_dir=str(tmp_path))
+    run(second, ring(), data_dir=str(tmp_path))
