@@ -32,6 +32,7 @@ from quadriga.runtime.child import (
     EXIT_USAGE,
     Command,
 )
+from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
@@ -62,7 +63,8 @@ class Launcher:
         self._owner = owner
         self._config = config
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
-        self._quiet = config.launch.no_status_line or not terminal.is_foreground()
+        hides_status = config.launch.no_status_line or config.launch.log_format == JSON
+        self._quiet = hides_status or not terminal.is_foreground()
         self._flags = config.replace(**location, no_status_line=self._quiet).to_argv()
         self._supervisor = Supervisor(
             self._flags,
@@ -127,7 +129,10 @@ class Launcher:
             for text in first_screen.start_details(self._model_seconds, self._supervisor):
                 say(text)
         seconds = time.monotonic() - STARTED_AT
-        say(first_screen.ready_line(self._config, worker.info, seconds, endpoint))
+        say(
+            first_screen.ready_line(self._config, worker.info, seconds, endpoint),
+            **first_screen.ready_fields(self._config, worker.info, seconds, endpoint),
+        )
         say(first_screen.start_summary(self._model_seconds, worker))
         has_chat = self._supervisor["tokenizer_proc"].info.get("chat", True)
         for text in first_screen.usage_lines(self._config, has_chat, endpoint):
@@ -153,7 +158,11 @@ class Launcher:
         if death.restart_delay_s is None:
             return False
         fate = "by ZeroMQ go on, those by HTTP are lost" if death.name == GATEWAY else "go on"
-        say(f"{death.name} died ({death.reason}) and is restarted; requests {fate}")
+        say(
+            f"{death.name} died ({death.reason}) and is restarted; requests {fate}",
+            event="process_died", child=death.name, reason=death.reason,
+            restart_delay_s=death.restart_delay_s,
+        )  # fmt: skip
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 
@@ -172,7 +181,10 @@ class Launcher:
         """Report to the clients which process died for good, and stop."""
         message = f"{death.name} died ({death.reason}); all open requests are lost"
         self._notify_clients(f"{message}; the server is stopping, start it again")
-        say(f"error: {message}. Start the server again; its log above may say why.")
+        say(
+            f"error: {message}. Start the server again; its log above may say why.",
+            event="process_died", child=death.name, reason=death.reason, restart_delay_s=None,
+        )  # fmt: skip
         return EXIT_CHILD_DIED
 
     def _notify_clients(self, message: str, names: Iterable[str] = CLIENT_FACING) -> None:
@@ -282,7 +294,7 @@ def report(error: QuadrigaError, owner: OwnerChannel) -> None:
     if owner:
         owner.report_failure(error.code, str(error))
     else:
-        say(f"error: {error}")
+        say(f"error: {error}", event="failed", code=error.code)
 
 
 def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
@@ -308,13 +320,15 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         config = configuration.from_namespace(namespace)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE, owner)
+    if config.launch.log_format == JSON:
+        set_up_logging("launcher", "info", JSON)
     packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         reason = f"{', '.join(missing)} not installed; {programs.install_command('serve')}"
         fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
-        model = resolve_model(config.model, show_progress=True)
+        model = resolve_model(config.model, show_progress=config.launch.log_format != JSON)
         check_servable(model, config.worker.quantization)
         check_flags(config.worker, choose_model_impl(model))
     except QuadrigaError as error:

@@ -134,7 +134,7 @@ async def stream_events(
             await stream.send(chunks)
         except QuadrigaError as error:
             request.app[GATEWAY].metrics.count_error(error.code)
-            request[RECORD].error = f"{error.code}: {error}"
+            request[RECORD].code, request[RECORD].error = error.code, f"{error.code}: {error}"
             api_error = from_ring(error, names)
             api_error.request_id = request[REQUEST_ID]
             await response.write(renderer.error(api_error))

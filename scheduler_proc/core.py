@@ -20,6 +20,7 @@ from scheduler_proc.state.request import (
     Request,
     RequestFailure,
     RequestStatus,
+    WaitReason,
     priority_retraction_key,
     retraction_key,
 )
@@ -57,6 +58,9 @@ class SchedulerCore:
         self._preempts = by_priority and not args.fair_clients
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
         self._last_step_prefilled = False
+        # What the last step that left requests waiting lacked, and when that was.
+        self._lacked = WaitReason.BUDGET
+        self._lacked_at = 0.0
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -214,8 +218,11 @@ class SchedulerCore:
         if self._running.chunked is not None:
             budget -= self._add_prefill(self._running.chunked, self._chunk, plan)
         if self._running.chunked is not None or plan.has_retracted:
-            return
-        if budget > 0 and len(self.waiting):
+            lacked = WaitReason.PAGES if plan.has_retracted else WaitReason.BUDGET
+            self._note_lack(lacked, now)
+        elif budget <= 0:
+            self._note_lack(WaitReason.BUDGET, now)
+        elif len(self.waiting):
             self._add_waiting(budget, plan, now)
 
     def _add_prefill(self, request: Request, limit: int, plan: Plan) -> int:
@@ -260,6 +267,7 @@ class SchedulerCore:
         """
         num_admissible = self._num_admissible()
         if num_admissible <= 0:
+            self._note_lack(WaitReason.SLOTS, now)
             return
         expected = self.admission.expected_tokens()
         lookahead = self.waiting.lookahead
@@ -269,6 +277,7 @@ class SchedulerCore:
         for request in candidates:
             count = self._num_tokens_for(request, plan.batch, budget)
             if count == 0 or not self._can_admit(request, expected, plan):
+                self._note_lack(self._lack_of(count), now)
                 lookahead -= 1
                 if lookahead < 0:
                     return
@@ -278,10 +287,24 @@ class SchedulerCore:
             budget -= self._admit(request, count, plan, now)
             num_admissible -= 1
             if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:
+                has_budget = budget > 0 and self._running.chunked is None
+                self._note_lack(WaitReason.SLOTS if has_budget else WaitReason.BUDGET, now)
                 return
+
+    def _note_lack(self, reason: WaitReason, now: float) -> None:
+        """Note what a step lacked for the requests that still wait."""
+        self._lacked, self._lacked_at = reason, now
+
+    def _lack_of(self, count: int) -> WaitReason:
+        """Return why a request whose next `count` tokens fit into the step is not admitted."""
+        if count == 0:
+            return WaitReason.BUDGET
+        return WaitReason.PAGES if self.admission.num_free_slots else WaitReason.SLOTS
 
     def _admit(self, request: Request, limit: int, plan: Plan, now: float) -> int:
         """Give slot and pages to a request and add its first tokens. Return their number."""
+        if not request.admitted_at and self._lacked_at > request.tokenized_at:
+            request.waited_for += (self._lacked,)
         self.admission.admit(request, now)
         plan.admitted.append(request)
         plan.batch.new.append(request.new_slot())
@@ -370,6 +393,7 @@ class SchedulerCore:
         """
         self._running.remove(request)
         self.num_retractions += 1
+        request.num_retractions += 1
         plan.has_retracted = True
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED

@@ -26,7 +26,7 @@ from scheduler_proc.planning.quarantine import poison_error
 from scheduler_proc.request_table import RequestTable
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.plan import Capacity
-from scheduler_proc.state.request import FinishReason, Request, RequestFailure
+from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
 from scheduler_proc.static_core import make_core
 
 
@@ -132,6 +132,7 @@ class RequestLifecycle:
             if ready.error:
                 self.fail(request, RequestFailed(ready.error))
             else:
+                request.waited_for = (WaitReason.GRAMMAR,)
                 self._add_to_core(request)
 
     def _add_to_core(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from quadriga.errors import QuadrigaError, SlowReader
+from quadriga.runtime.logs import log_fields
 from quadriga.runtime.request_line import MAX_REASON_CHARS, in_a_line
 from quadriga.wire.client_address import is_gateway, short_address
 from quadriga.wire.messages.public import ErrorInfo, Probe, Refused, ServerGone
@@ -122,8 +123,16 @@ class Clients:
         self.num_refused += 1
         if self._logs_refusals and not is_gateway(client):
             reason = in_a_line(str(error), MAX_REASON_CHARS)
-            name = f"{in_a_line(request_id)} · client {short_address(client)}"
-            logging.info("%s · refused · %s: %s", name, error.code, reason)
+            address = short_address(client)
+            log_fields(
+                logging.INFO,
+                f"{in_a_line(request_id)} · client {address} · refused · {error.code}: {reason}",
+                event="refused",
+                request_id=request_id,
+                client=address,
+                code=error.code,
+                error=str(error)[:MAX_REASON_CHARS],
+            )
         self.answer(client, Refused(request_id, ErrorInfo.of(error)))
 
     def broadcast(self, error: QuadrigaError) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import msgspec
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
 from quadriga.runtime.cpu_affinity import format_cpus
+from quadriga.runtime.logs import log_exception
 from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (
     ResetWorker,
@@ -98,7 +98,7 @@ def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSend
         return ResultSender(outbox.send)
 
     def fail(error: Exception) -> None:
-        traceback.print_exc()
+        log_exception()
         _die(child, f"{type(error).__name__}: {error}")
 
     return AsyncResultSender(outbox.send, fail)

@@ -205,7 +205,7 @@ class Collector:
 
 
 def _processes(pids: dict[str, int]) -> Iterable[Metric]:
-    """Return CPU time and memory of each process of the ring that runs on this machine."""
+    """Return CPU time, memory and start of each process that runs on this machine."""
     cpu = CounterMetricFamily(
         PREFIX + "process_cpu_seconds", "CPU time of the process in seconds", labels=["process"]
     )
@@ -214,15 +214,21 @@ def _processes(pids: dict[str, int]) -> Iterable[Metric]:
         "Resident memory of the process in bytes",
         labels=["process"],
     )
+    started = GaugeMetricFamily(
+        PREFIX + "process_start_time_seconds",
+        "Start of the process in Unix time; it changes with a restart",
+        labels=["process"],
+    )
     for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
         try:
             process = psutil.Process(pid)
             times = process.cpu_times()
             memory.add_metric([name], process.memory_info().rss)
+            started.add_metric([name], process.create_time())
             cpu.add_metric([name], times.user + times.system)
         except psutil.Error:
             continue
-    return cpu, memory
+    return cpu, memory, started
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -25,7 +25,7 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
     """Run a handler and return after the client has received the whole answer."""
     gateway = request.app[GATEWAY]
     request[REQUEST_ID] = request_id(request)
-    request[RECORD] = RequestLogRecord()
+    request[RECORD] = RequestLogRecord(request_id=request[REQUEST_ID])
     outcome = "the client left"
     try:
         with SlowClientGuard(request, gateway.metrics):
@@ -49,6 +49,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
     """Return the answer, or an error in the API's format, and the outcome for the log."""
     try:
         response = await handler(request)
+        request[RECORD].status = response.status
         return response, str(response.status)
     except (asyncio.CancelledError, ConnectionError):
         raise
@@ -58,7 +59,9 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         api_error = _api_error(request, error)
         api_error.request_id = request[REQUEST_ID]
     code = api_error.answer.error.code
-    request[RECORD].error = str(api_error)
+    record = request[RECORD]
+    record.status, record.code = api_error.status, code or ""
+    record.error = str(api_error)
     request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
     response = web.Response(
         body=_error_body(request, api_error),

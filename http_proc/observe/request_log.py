@@ -4,16 +4,20 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
 from http_proc.protocol.timings import stages
 from quadriga.client.types import Completion
+from quadriga.runtime.logs import log_fields
 from quadriga.runtime.request_line import (
+    MAX_LOGGED_CHARS,
     MAX_REASON_CHARS,
     RequestLogLevel,
     first_token_times,
     in_a_line,
+    seconds_of,
     stages_text,
     token_counts,
 )
@@ -25,11 +29,17 @@ class RequestLogRecord:
 
     Attributes:
         id: of the answer; empty if the request has none.
-        error: message of the error that the client got; empty without one.
+        request_id: the X-Request-Id.
+        status: of the answer; None if the client left before it was known.
+        code: of the error that the client got; empty without one.
+        error: its message; empty without one.
         began_at: time.monotonic() of its first byte.
     """
 
     id: str = ""
+    request_id: str = ""
+    status: int | None = None
+    code: str = ""
     error: str = ""
     began_at: float = field(default_factory=time.monotonic)
     completions: list[Completion] = field(default_factory=list)
@@ -52,9 +62,40 @@ def log_request(request: web.Request, outcome: str, level: RequestLogLevel) -> N
     seconds = time.monotonic() - record.began_at
     if level.is_slow(seconds):
         texts = [stages_text(stages(completion.timings)) for completion in record.completions[:1]]
-        logging.warning("slow: %s", " · ".join([_line(request, outcome, seconds), *texts]))
+        text = f"slow: {' · '.join([_line(request, outcome, seconds), *texts])}"
+        log_fields(logging.WARNING, text, **_fields(request, seconds))
     elif level.logs_all:
-        logging.info("%s", _line(request, outcome, seconds))
+        log_fields(logging.INFO, _line(request, outcome, seconds), **_fields(request, seconds))
+
+
+def _fields(request: web.Request, seconds: float) -> dict[str, Any]:
+    """Return the fields of a line in JSON, as docs/logs.md lists them."""
+    record = request[RECORD]
+    fields: dict[str, Any] = {
+        "event": "request",
+        "id": record.id or None,
+        "request_id": record.request_id,
+        "method": request.method[:MAX_LOGGED_CHARS],
+        "path": request.path[:MAX_LOGGED_CHARS],
+        "status": record.status,
+        "code": record.code or None,
+        "error": record.error[:MAX_REASON_CHARS] or None,
+        "seconds": round(seconds, 6),
+    }
+    if record.completions:
+        completions = record.completions
+        usage, times = completions[0].usage, completions[0].timings
+        first_s = times.token_times[0] - times.submitted if times.token_times else None
+        fields |= {
+            "ring_ids": sorted({completion.request_id for completion in completions}),
+            "finish_reasons": [completion.finish_reason for completion in completions],
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "generated_tokens": sum(c.usage.completion_tokens for c in completions),
+            "first_token_s": None if first_s is None else round(first_s, 6),
+            "stages_s": seconds_of(stages(times)),
+        }
+    return fields
 
 
 def _line(request: web.Request, outcome: str, seconds: float) -> str:

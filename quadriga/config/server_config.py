@@ -190,6 +190,10 @@ class LaunchArgs:
         unit="SECONDS",
     )
     log_level: str = flag("info", "smallest severity to log", ("debug", "info", "warning", "error"))
+    log_format: str = flag(
+        "text", "format of the log; json: one JSON object a line, without a status line",
+        ("text", "json"),
+    )  # fmt: skip
     log_requests: bool = flag(
         False, "log a line for each request at its end, or why it was refused; so does debug"
     )

@@ -83,6 +83,7 @@ class ServerFlags(TypedDict, total=False):
     max_restarts: int
     watchdog_timeout: float
     log_level: Literal["debug", "info", "warning", "error"]
+    log_format: Literal["text", "json"]
     log_requests: bool
     log_slow_requests: float | None
     log_stats_interval: float

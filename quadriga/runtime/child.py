@@ -16,10 +16,8 @@ import pkgutil
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +30,8 @@ from quadriga.config import server_config as configuration
 from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
-from quadriga.runtime.terminal import drop_unwritten, line_start
+from quadriga.runtime.logs import log_exception, set_up_logging
+from quadriga.runtime.terminal import drop_unwritten
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.sockets import close_all
 
@@ -214,7 +213,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     control = ControlChannel(connection, Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
-        _set_up_logging(name, config.launch.log_level)
+        set_up_logging(name, config.launch.log_level, config.launch.log_format)
         if connection is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -231,7 +230,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _fatal(control, f"{type(error).__name__}: {error}", error.code)
     except Exception as error:
         with suppress(OSError):  # the log is on a full disk
-            traceback.print_exc()
+            log_exception()
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
@@ -279,12 +278,3 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()
-
-
-def _set_up_logging(name: str, level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"{line_start()}%(asctime)s {name} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quadriga.config.server_config import LaunchArgs
+from quadriga.runtime.logs import JSON
 
 # Longest part of a line that a client can choose, such as the path.
 MAX_LOGGED_CHARS = 120
@@ -22,15 +23,18 @@ class RequestLogLevel:
     Attributes:
         logs_all: every request.
         slow_s: seconds from which a request is logged as slow, with its stages; None: never.
+        is_json: the log is JSON, which has the scheduler's part of requests by HTTP, too.
     """
 
     logs_all: bool = False
     slow_s: float | None = None
+    is_json: bool = False
 
     @classmethod
     def of(cls, args: LaunchArgs) -> "RequestLogLevel":
         """Return what the flags ask for."""
-        return cls(args.log_requests or args.log_level == "debug", args.log_slow_requests)
+        logs_all = args.log_requests or args.log_level == "debug"
+        return cls(logs_all, args.log_slow_requests, args.log_format == JSON)
 
     @property
     def is_off(self) -> bool:
@@ -55,6 +59,11 @@ def token_counts(num_prompt: int, num_cached: int, num_generated: int) -> list[s
 def first_token_times(queued_s: float, first_token_s: float) -> list[str]:
     """Return the parts of a line with the seconds in the queue and to the first token."""
     return [f"queued {max(0.0, queued_s):.3f} s", f"first token {first_token_s:.3f} s"]
+
+
+def seconds_of(stages: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the seconds of each stage, as the JSON log has them."""
+    return {name: round(max(0.0, seconds), 6) for name, seconds in stages}
 
 
 def stages_text(stages: Iterable[tuple[str, float]]) -> str:

@@ -72,6 +72,21 @@ def ready_line(config: ServerConfig, worker: dict[str, Any], seconds: float, end
     return " · ".join(parts if config.http.no_http else [*parts, config.http.url])
 
 
+def ready_fields(
+    config: ServerConfig, worker: dict[str, Any], seconds: float, endpoint: str
+) -> dict[str, Any]:
+    """Return the fields of the ready line in JSON; the arguments are those of `ready_line`."""
+    return {
+        "event": "ready",
+        "seconds": round(seconds, 3),
+        "model": config.model.shown_name,
+        "dtype": worker.get("dtype"),
+        "device": worker.get("device"),
+        "endpoint": endpoint,
+        "url": None if config.http.no_http else config.http.url,
+    }
+
+
 def start_summary(model_seconds: float, worker: ChildProcess) -> str:
     """Return the phases of a start and what they made, in one line.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import logging
 import os
 import selectors
 import shutil
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
 from quadriga.errors import ConfigError, ServerFailed
 from quadriga.runtime.child import EXIT_OK, Command
+from quadriga.runtime.logs import is_json, log_fields
 from quadriga.runtime.terminal import line_start
 from quadriga.supervisor.child_process import ChildProcess, ChildState, Exit, start_child
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
@@ -199,7 +202,11 @@ class Supervisor:
             self._selector.unregister(child.control)
             return self._death_of(child.name, child.close())
         if child.is_ready and not was_ready and child.is_restart:
-            say(f"{child.name} is ready again after {time.monotonic() - child.started_at:.1f} s")
+            seconds = time.monotonic() - child.started_at
+            say(
+                f"{child.name} is ready again after {seconds:.1f} s",
+                event="process_restarted", child=child.name, seconds=round(seconds, 3),
+            )  # fmt: skip
             self._children[self._notify_on_restart].send(Command.RESTARTED, child.name)
         for report in reports:
             if self._children[report.process].is_ready:
@@ -207,7 +214,10 @@ class Supervisor:
         return None
 
     def _kill_hung(self, child: ChildProcess, reason: str) -> None:
-        say(f"{child.name} hangs: {reason}. It is killed; the stacks of its threads, if it can:")
+        say(
+            f"{child.name} hangs: {reason}. It is killed; the stacks of its threads, if it can:",
+            event="process_hung", child=child.name, reason=reason,
+        )  # fmt: skip
         child.kill_hung(reason)
 
     def _death_of(self, name: str, exit_: Exit) -> Death:
@@ -256,11 +266,19 @@ def _has_terminal() -> bool:
     return True
 
 
-def say(text: str) -> None:
+def say(text: str, **fields: Any) -> None:
     """Print a line on standard error; a full disk or a closed pipe must not end the server.
 
     Off a terminal it has the time, process and severity of the other processes' log lines.
+
+    Args:
+        text: the line; an error begins with `error: `.
+        fields: what the line has beside its message in JSON.
     """
+    if is_json():
+        level = logging.ERROR if text.startswith("error: ") else logging.INFO
+        log_fields(level, text.removeprefix("error: ").strip(), **fields)
+        return
     with contextlib.suppress(OSError):
         if not sys.stderr.isatty():
             severity = "ERROR" if text.startswith("error: ") else "INFO"

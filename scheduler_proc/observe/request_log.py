@@ -1,12 +1,18 @@
-"""The request log of the ring: one line for each choice at its end. The gateway logs its own."""
+"""The request log of the ring: one line for each choice at its end.
+
+The gateway logs its own requests. In JSON the scheduler's part of them is a line, too.
+"""
 
 import logging
+from typing import Any
 
+from quadriga.runtime.logs import log_fields
 from quadriga.runtime.request_line import (
     MAX_REASON_CHARS,
     RequestLogLevel,
     first_token_times,
     in_a_line,
+    seconds_of,
     stages_text,
     token_counts,
 )
@@ -23,14 +29,39 @@ class RequestLog:
 
     def on_finish(self, request: Request, now: float) -> None:
         """Log a request that has ended, if it is to be logged. `now`: Unix time in seconds."""
-        if is_gateway(request.client):
+        if is_gateway(request.client) and not self._level.is_json:
             return
         seconds = now - request.received_at
         if self._level.is_slow(seconds):
             stages = stages_text(stage_seconds(request, now))
-            logging.warning("slow: %s · %s", _line(request, seconds), stages)
+            text = f"slow: {_line(request, seconds)} · {stages}"
+            log_fields(logging.WARNING, text, **_fields(request, now))
         elif self._level.logs_all:
-            logging.info("%s", _line(request, seconds))
+            log_fields(logging.INFO, _line(request, seconds), **_fields(request, now))
+
+
+def _fields(request: Request, now: float) -> dict[str, Any]:
+    """Return the fields of a line in JSON, as docs/logs.md lists them."""
+    assert request.finish_reason is not None
+    error, first_at = request.error, request.first_token_at
+    return {
+        "event": "scheduled" if is_gateway(request.client) else "request",
+        "request_id": request.request_id,
+        "client": short_address(request.client),
+        "choice": request.index,
+        "finish_reason": request.finish_reason.value,
+        "seconds": round(now - request.received_at, 6),
+        "prompt_tokens": request.num_prompt,
+        "cached_tokens": request.cached_tokens,
+        "generated_tokens": request.num_generated,
+        "first_token_s": round(first_at - request.received_at, 6) if first_at else None,
+        "stages_s": seconds_of(stage_seconds(request, now)),
+        "waited_for": list(request.waited_for),
+        "retractions": request.num_retractions,
+        "priority": request.priority,
+        "code": None if error is None else error.code,
+        "error": None if error is None else error.message[:MAX_REASON_CHARS],
+    }
 
 
 def _line(request: Request, seconds: float) -> str:

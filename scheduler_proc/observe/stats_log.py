@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from quadriga.runtime.logs import log_fields
 from quadriga.wire.messages.public import InfoValues
 from scheduler_proc.observe.status_line import StatusValues, status_values
 
@@ -36,20 +37,33 @@ class StatsLog:
         info: dict[str, Any] = self._info()
         values = status_values(info)
         if self.wake_at is not None:
-            logging.info("%s", self._line(values, info, now - self._began_at))
+            self._log(values, info, now - self._began_at)
         has_work = bool(values.running or values.waiting)
         self.wake_at = now + self._interval_s if has_work else None
         self._began_at, self._values = now, values
 
-    def _line(self, values: StatusValues, info: dict[str, Any], seconds: float) -> str:
+    def _log(self, values: StatusValues, info: dict[str, Any], seconds: float) -> None:
         prompted = values.prompted - self._values.prompted
-        cached = values.cached - self._values.cached
-        return (
+        generated = values.generated - self._values.generated
+        kv_share = values.held / max(1, info.get("pages_total", 0))
+        hit_share = (values.cached - self._values.cached) / max(1, prompted)
+        text = (
             f"{values.running} running · {values.waiting} waiting"
             f" · prompt {prompted / seconds:.0f} tok/s"
-            f" · generated {(values.generated - self._values.generated) / seconds:.0f} tok/s"
-            f" · KV {100 * values.held / max(1, info.get('pages_total', 0)):.0f} %"
-            f" · hits {100 * cached / max(1, prompted):.0f} %"
+            f" · generated {generated / seconds:.0f} tok/s"
+            f" · KV {100 * kv_share:.0f} %"
+            f" · hits {100 * hit_share:.0f} %"
+        )
+        log_fields(
+            logging.INFO,
+            text,
+            event="throughput",
+            running=values.running,
+            waiting=values.waiting,
+            prompt_tokens_per_s=round(prompted / seconds, 3),
+            generated_tokens_per_s=round(generated / seconds, 3),
+            kv_share=round(kv_share, 4),
+            hit_share=round(hit_share, 4),
         )
 
     def close(self) -> None:

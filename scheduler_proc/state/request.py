@@ -33,6 +33,15 @@ class RequestStatus(enum.IntEnum):
     FINISHED = 4
 
 
+class WaitReason(str, enum.Enum):
+    """What kept requests in the waiting queue."""
+
+    GRAMMAR = "grammar"
+    SLOTS = "slots"
+    PAGES = "pages"
+    BUDGET = "budget"
+
+
 class FinishReason(str, enum.Enum):
     """Why a request ended, as the wire and the journal have it."""
 
@@ -69,6 +78,9 @@ class Request:
         cached_tokens: prompt tokens that came from the prefix cache at the first admission.
         prompt_logprobs: logprobs of the prompt, as far as they are computed.
         logprobs: one block for each generated token, where the client wants them.
+        waited_for: what the request waited for before its first admission: a compiled grammar, and
+            what the last step before it lacked (`WaitReason`).
+        num_retractions: number of times that the request lost its pages to others.
         worker_crashes: consecutive worker crashes while the request was in a step.
         cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
     """
@@ -110,6 +122,8 @@ class Request:
     error: ErrorInfo | None = None
     prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
     logprobs: list[LogprobBlock] = field(default_factory=list)
+    waited_for: tuple[WaitReason, ...] = ()
+    num_retractions: int = 0
     worker_crashes: int = 0
     cleared_at: int = 0
 

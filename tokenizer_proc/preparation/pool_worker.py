@@ -13,11 +13,11 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import BinaryIO
 
+from quadriga.runtime.logs import log_exception
 from quadriga.runtime.parent_death import signal_at_parents_death
 
 LENGTH = struct.Struct(">I")
@@ -67,7 +67,7 @@ def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
         main()
         os._exit(0)
     except BaseException:
-        traceback.print_exc()
+        log_exception()
         os._exit(1)
 
 
