@@ -17,6 +17,9 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         bad_words: token ids (int32 bytes) of each.
         client_retry: the client has sent the request before (Generate.resent).
         frontend_retry: the frontend has sent it to a scheduler before, perhaps not to this one.
+        tenant: name of its tenant, with its user where there is one; "" without tenants.
+        weight: the tenant's share, in proportion to the weights of the others.
+        cache_salt: what cached prefixes are kept apart by; "" for the common ones.
     """
 
     client: bytes
@@ -33,6 +36,9 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     grammar: GrammarForm | None = None
     client_retry: bool = False
     frontend_retry: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
 
 
 # Who aborts a request.

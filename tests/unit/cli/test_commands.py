@@ -178,7 +178,8 @@ def test_help_is_in_groups(
         ("serv", "there is no command serv; did you mean serve?"),
         (
             "xyz",
-            "there is no command xyz; the commands are serve, bench, chat, ask, models, keygen",
+            "there is no command xyz; the commands are serve, bench, chat, ask, models, keygen,"
+            " keys",
         ),
     ],
 )
