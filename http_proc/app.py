@@ -22,8 +22,9 @@ def make_app(gateway: Gateway) -> web.Application:
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.on_response_prepare.append(auth.response_hook(args))
+    routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:
-        route = web.post if endpoint.method == "post" else web.get
+        route = routes[endpoint.method]
         # A model's name may contain slashes.
         path = endpoint.path.replace("{name}", "{name:.+}")
         app.router.add_routes([route(path, endpoint.handler, expect_handler=expect_continue)])

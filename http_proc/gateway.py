@@ -27,6 +27,7 @@ INFO_TIMEOUT_S = 2.0
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 
+_ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
@@ -77,9 +78,9 @@ class Gateway:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def head(self, request: web.Request, prefix: str) -> ResponseHead:
+    def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
-        answer_id = request[RECORD].id = f"{prefix}-{request[REQUEST_ID]}"
+        answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
         return ResponseHead(answer_id, int(time.time()), self.model)
 
     def check_model(self, name: str | None) -> None:
@@ -206,7 +207,7 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return name == rid or name.partition("-")[2] == rid
+    return rid in (name, _ID_PREFIX.sub("", name))
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from http_proc.gateway import GATEWAY
+from http_proc.gateway import GATEWAY, REQUEST_ID
 from http_proc.observe.request_log import RECORD
 from http_proc.progress.watch import StreamWatch
 from http_proc.protocol.errors import ApiError, from_ring
@@ -135,7 +135,9 @@ async def stream_events(
         except QuadrigaError as error:
             request.app[GATEWAY].metrics.count_error(error.code)
             request[RECORD].error = f"{error.code}: {error}"
-            await response.write(renderer.error(from_ring(error, names)))
+            api_error = from_ring(error, names)
+            api_error.request_id = request[REQUEST_ID]
+            await response.write(renderer.error(api_error))
     await response.write_eof()
     return response
 
@@ -186,7 +188,7 @@ class EventStream:
         for choice, chunk in chunks:
             pieces.append(self._renderer.render(choice, chunk))
             if chunk.completion is not None:
-                _record(self._request, chunk.completion)
+                record(self._request, chunk.completion)
         return b"".join(pieces)
 
 
@@ -194,10 +196,11 @@ async def collect(request: web.Request, group: RequestGroup) -> list[Completion]
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:
-        _record(request, completion)
+        record(request, completion)
     return completions
 
 
-def _record(request: web.Request, completion: Completion) -> None:
+def record(request: web.Request, completion: Completion) -> None:
+    """Count a completion, and note it for the request log."""
     request.app[GATEWAY].metrics.count_completion(completion)
     request[RECORD].completions.append(completion)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.to_detok import StepOutput, StreamReplay
@@ -9,6 +10,8 @@ from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
 from scheduler_proc.streams import stream_end, stream_start
+
+MAX_TOP_LOGPROBS = int(LIMITS["logprobs"].maximum or 0)
 
 
 @dataclass(slots=True)
@@ -52,7 +55,10 @@ class StepEvents:
         self.logprobs = SampledLogprobs(pack_ids(kept), sampled.block)
         for index, row in enumerate(rows):
             if kept[index] >= 0:
-                requests[row].logprobs.append(_entry(sampled.block, index))
+                width = sampled.block.width
+                if width > MAX_TOP_LOGPROBS:  # another request has chosen ids
+                    width = requests[row].sampling.params.num_top_logprobs or 0
+                requests[row].logprobs.append(_entry(sampled.block, index, width))
                 self.logprob_requests.append(requests[row])
 
     @property
@@ -80,8 +86,8 @@ class StepEvents:
         )
 
 
-def _entry(block: LogprobBlock, index: int) -> LogprobBlock:
-    """Return the logprobs of one token of a block."""
+def _entry(block: LogprobBlock, index: int, width: int) -> LogprobBlock:
+    """Return the logprobs of one token of a block, with the first `width` further tokens."""
     value = slice(4 * index, 4 * index + 4)
-    top = slice(4 * index * block.width, 4 * (index + 1) * block.width)
-    return LogprobBlock(block.values[value], block.width, block.top_ids[top], block.top_values[top])
+    top = slice(4 * index * block.width, 4 * (index * block.width + width))
+    return LogprobBlock(block.values[value], width, block.top_ids[top], block.top_values[top])

@@ -24,7 +24,7 @@ def stream_start(request: Request) -> StreamStart:
         stop_regexes=params.stop_regexes,
         keeps_stop=params.keeps_stop,
         min_new_tokens=params.min_new_tokens,
-        logprobs=params.logprobs,
+        logprobs=params.num_top_logprobs,
         prompt=_prompt_logprobs(request),
     )
 

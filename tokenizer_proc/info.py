@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 from quadriga.answer_format import AnswerFormat, to_info
 from quadriga.config.server_config import ServerConfig
+from quadriga.fill_format import FillFormat, fill_format_to_info
+from quadriga.model_details import details_to_info
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from tokenizer_proc.model_details import model_details
 from tokenizer_proc.overload import check_room
 
 MAX_PENDING_OF_CLIENT = 32
@@ -21,12 +24,14 @@ def static_server_info(
     model: ModelFiles,
     has_chat: bool,
     answer_format: AnswerFormat,
+    fill_format: FillFormat | None,
     pids: dict[str, int],
 ) -> InfoValues:
     """Return the values that do not change while the server runs; docs/protocol.md lists them."""
     return {
         "protocol": PROTOCOL_VERSION,
         "model": config.model.shown_name,
+        "model_details": details_to_info(model_details(model)),
         "endpoint": config.frontend.endpoint,
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
@@ -38,6 +43,7 @@ def static_server_info(
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
         "answer_format": to_info(answer_format),
+        "fill_format": fill_format_to_info(fill_format),
         "tokenize_workers": config.frontend.tokenize_workers,
         "stream_interval": config.detok.stream_interval,
         "pids": dict(pids),

@@ -13,7 +13,7 @@ from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.tenants.tenant import parent_name
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
 from quadriga.wire.messages.public import Accepted, Generate, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
@@ -215,7 +215,7 @@ class RequestIntake:
             queue_deadline=_deadline(received_at, message.queue_timeout),
             deadline=_deadline(received_at, message.timeout),
             bad_words=prepared.bad_words,
-            grammar=None if form is None else GrammarForm.of(form),
+            grammar=_grammar(form, prepared.thinking),
             client_retry=request.resent,
             tenant=owner.name,
             weight=owner.weight,
@@ -297,6 +297,12 @@ class RequestIntake:
         if self._is_draining and not self._incoming and not self._awaits_clients:
             self.has_drained = True
             self._scheduler.send(Drain())
+
+
+def _grammar(form: str | None, thinking: ThinkingForm | None) -> GrammarForm | None:
+    if form is None and thinking is None:
+        return None
+    return GrammarForm.of(form or "", thinking)
 
 
 def _read_outcome(data: bytes) -> Prepared:

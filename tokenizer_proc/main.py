@@ -29,6 +29,7 @@ from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.fill_marks import find_fill_format
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
@@ -71,17 +72,15 @@ def _load(child: Child) -> Loaded:
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     check_tokenizer(model, num_ids)
-    if not chat.shows_calls:
-        logging.warning(
-            "the chat template takes tools, but does not show how the model writes calls: they are"
-            " read as hermes; choose another form with --tool-call-parser"
-        )
+    for note in chat.notes:
+        logging.warning(note)
     encoder = Encoder(tokenizer, chat)
     preparer = Preparer(config.frontend, model, encoder)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
-    info = static_server_info(config, model, chat.exists, chat.answer_format, pids)
+    fill_format = find_fill_format(tokenizer, model.tokenizer_dir)
+    info = static_server_info(config, model, chat.exists, chat.answer_format, fill_format, pids)
     return Loaded(model, preparer, fork_server, info)
 
 

@@ -53,9 +53,10 @@ class CallContext(NamedTuple):
         length = 0
         while True:
             num_read, mark = ends.find(self.source)
-            length += num_read
-            if length > MAX_NAME_LENGTH:
+            if length + num_read > MAX_NAME_LENGTH:
+                self.source.take(MAX_NAME_LENGTH - length)
                 raise UnexpectedText
+            length += num_read
             pieces.append(self.source.take(num_read))
             if mark:
                 return "".join(pieces).strip(), mark

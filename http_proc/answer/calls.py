@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from http_proc.answer.call_context import CallBody, CallContext, first_part, stripped
 from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import EndOfAnswer, Marks, Steps
+from http_proc.answer.marks import EndOfAnswer, Marks, Steps, marks_of
 from http_proc.answer.named_json import NamedJsonCalls
 from http_proc.answer.pythonic import PythonicCalls, QuotedCalls
 from http_proc.answer.tagged import TaggedCalls
@@ -37,11 +37,11 @@ class CallsParser:
         marks = self._format = context.marks
         self._body = _BODIES[marks.style](context)
         self._opens = stripped(marks.open, *marks.open_variants)
-        self._closes = Marks(first_part(mark) for mark in (marks.close, *marks.close_variants))
-        self._call_close = Marks([first_part(marks.call_close)])
-        self._separator = Marks([marks.separator.strip()])
-        self.triggers = Marks([*self._opens, *_inner_triggers(marks)])
-        self._ends = Marks([*self._call_close.all, *self._closes.all, *self.triggers.all])
+        self._closes = marks_of(*map(first_part, (marks.close, *marks.close_variants)))
+        self._call_close = marks_of(first_part(marks.call_close))
+        self._separator = marks_of(marks.separator.strip())
+        self.triggers = marks_of(*self._opens, *_inner_triggers(marks))
+        self._ends = marks_of(*self._call_close.all, *self._closes.all, *self.triggers.all)
         is_unmarked = not (marks.open or marks.call_open or marks.name_open)
         self.first_characters = _first_characters(marks) if is_unmarked else ""
         self._is_in_list = False
@@ -64,8 +64,7 @@ class CallsParser:
         except EndOfAnswer:
             if self._is_after_call or self._context.writer.is_in_call:
                 return ""
-            rest = len(self._source.text) - self._source.at
-            self._source.take(rest)
+            self._source.take_rest()
         return self._source.release()
 
     def _calls(self, needs_known_name: bool) -> Steps[None]:
@@ -125,9 +124,8 @@ class CallsParser:
             yield from self._source.skip_mark(mark or found)
             self._source.hold()
             return
-        rest = self._source.text[self._source.at :]
-        if self._source.is_ended and any(other.startswith(rest) for other in marks.all):
-            self._source.take(len(rest))
+        if self._source.is_ended and marks.can_begin_with_rest(self._source):
+            self._source.take_rest()
             self._source.hold()
 
 

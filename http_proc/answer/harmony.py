@@ -4,16 +4,16 @@ import re
 
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, marks_of
 from http_proc.answer.sinks import ReasoningSink, TextSink
 from http_proc.answer.tool_schemas import ToolSchemas
 from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
 
 MAX_HEADER_LENGTH = 1024
 
-_MESSAGE = Marks(["<|message|>"])
-_HEADER_BEGINS = Marks(["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "to="])
-_ENDS = Marks(["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"])
+_MESSAGE = marks_of("<|message|>")
+_HEADER_BEGINS = marks_of("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "to=")
+_ENDS = marks_of("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAMESPACE = "functions."

@@ -3,10 +3,12 @@
 import json
 
 from http_proc.answer.call_context import MAX_NAME_LENGTH, CallContext
-from http_proc.answer.marks import AnswerInput, Steps
+from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, Write
 from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+# An object without a mark that begins with another key is text, which need not be held back.
+_OTHER_KEYS = frozenset(("type", "id"))
 
 
 class JsonCalls:
@@ -47,6 +49,8 @@ class JsonCalls:
             arguments.set_name((yield from self._short_string()))
         elif key in self._argument_keys and not arguments.has_begun:
             yield from arguments.copy()
+        elif arguments.needs_known_name and key not in _OTHER_KEYS:
+            raise UnexpectedText
         else:
             yield from ValueCopier(self._source, JSON, _drop).value()
 
@@ -85,6 +89,7 @@ class JsonCalls:
             nonlocal num_left
             num_left -= len(text)
             if num_left < 0:
+                self._source.give_back(None if "\\" in text else -num_left)
                 raise UnexpectedText
             pieces.append(text)
 
@@ -96,6 +101,7 @@ class _Arguments:
     """The arguments of one call, which are held back until the name is known.
 
     Attributes:
+        needs_known_name: only the name of a tool of the request makes it a call.
         name: the name of the call; empty: it has not arrived.
         has_begun: the arguments have begun to arrive.
         are_complete: the call has ended.
@@ -106,13 +112,12 @@ class _Arguments:
         self.has_begun = False
         self.are_complete = False
         self._context = context
-        self._needs_known_name = needs_known_name
+        self.needs_known_name = needs_known_name
         self._pieces: list[str] = []
-        self._are_copied = False
 
     def set_name(self, name: str) -> None:
         """Take the name."""
-        if not name:
+        if not name or (self.needs_known_name and name not in self._context.tools):
             raise UnexpectedText
         self.name = name
         if self.has_begun:
@@ -141,37 +146,28 @@ class _Arguments:
             self._write("{}")
         else:
             raise UnexpectedText
-        self._are_copied = True
         if self.name:
             self._end()
 
     def _unwrap(self) -> Steps[None]:
         """Copy arguments that are a string of JSON."""
-        inner = AnswerInput()
-        copying = self._copy_inner(inner)
-        next(copying)
-        is_done = False
+        inner = _UnwrappedObject(self._write)
 
-        def write(escapes: str) -> None:
-            nonlocal is_done
-            text = json.loads(f'"{escapes}"') if escapes != '"' else ""
-            inner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            if not is_done:
-                is_done = next(copying, True) is True
-            if is_done and inner.text[inner.at :].strip():
-                raise UnexpectedText
+        def write(piece: str) -> None:
+            if piece == '"':  # one of the quotes around the string
+                return
+            try:
+                inner.push(json.loads(f'"{piece}"'))
+            except UnexpectedText:
+                source.give_back(None if "\\" in piece else inner.num_left)
+                raise
 
-        yield from ValueCopier(self._context.source, JSON, write).string('"', write)
-        if not self._pieces and not self._context.writer.is_in_call:
+        source = self._context.source
+        yield from ValueCopier(source, JSON, write).string('"', write)
+        if inner.is_empty:
             self._write("{}")
-        elif not is_done:
-            raise UnexpectedText
-
-    def _copy_inner(self, inner: AnswerInput) -> Steps[None]:
-        if (yield from inner.skip_space()) != "{":
-            raise UnexpectedText
-        inner.take(1)
-        yield from ValueCopier(inner, JSON, self._write).arguments(OBJECT)
+        else:
+            inner.finish()
 
     def _write(self, text: str) -> None:
         if not self.name:
@@ -182,13 +178,69 @@ class _Arguments:
         self._context.writer.arguments(text)
 
     def _begin(self) -> None:
-        self._context.begin(self.name, self._needs_known_name)
+        self._context.begin(self.name, self.needs_known_name)
         for piece in self._pieces:
             self._context.writer.arguments(piece)
 
     def _end(self) -> None:
         self._context.writer.end_call()
         self.are_complete = True
+
+
+class _UnwrappedObject:
+    """Copy a JSON object whose text arrives in pieces.
+
+    Attributes:
+        is_empty: nothing has arrived.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self.is_empty = True
+        self._write = write
+        self._source = AnswerInput()
+        self._steps = self._copy()
+        self._is_done = next(self._steps, True) is True
+
+    @property
+    def num_left(self) -> int:
+        """Characters of the last piece that are not consumed."""
+        return len(self._source.text) - self._source.at
+
+    def push(self, text: str) -> None:
+        """Take the next piece.
+
+        Raises:
+            UnexpectedText: It is not part of an object.
+        """
+        self.is_empty = False
+        self._source.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        self._step()
+
+    def finish(self) -> None:
+        """End the text.
+
+        Raises:
+            UnexpectedText: The object has not ended.
+        """
+        self._source.is_ended = True
+        try:
+            self._step()
+        except EndOfAnswer:
+            raise UnexpectedText from None
+
+    def _step(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._steps, True) is True
+        if self._is_done:
+            self._source.take_match(SPACE)
+            if self._source.has_rest:
+                raise UnexpectedText
+
+    def _copy(self) -> Steps[None]:
+        if (yield from self._source.skip_space()) != "{":
+            raise UnexpectedText
+        self._source.take(1)
+        yield from ValueCopier(self._source, JSON, self._write).arguments(OBJECT)
 
 
 def _drop(_: str) -> None:

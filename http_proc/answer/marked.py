@@ -6,7 +6,7 @@ from http_proc.answer.call_context import stripped
 from http_proc.answer.calls import CallsParser
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, marks_of
 from http_proc.answer.sinks import ReasoningSink, TextAroundCalls, TextSink
 from quadriga.answer_format import ReasoningFormat
 
@@ -39,12 +39,12 @@ class MarkedAnswerParser:
         self._writer = writer
         self._calls = calls
         marks = reasoning or _NO_REASONING
-        self._opens = Marks(stripped(marks.open, *marks.open_variants))
-        self._closes = Marks(stripped(marks.close, *marks.close_variants))
+        self._opens = marks_of(*stripped(marks.open, *marks.open_variants))
+        self._closes = marks_of(*stripped(marks.close, *marks.close_variants))
         self._begins_in_reasoning = begins_in_reasoning and bool(self._closes.all)
         self._parses_reasoning = parses_reasoning
         dropped = stripped(marks.text_open, marks.text_close) if parses_reasoning else []
-        self._text_marks = Marks([*dropped, *(calls.triggers.all if calls else ())])
+        self._text_marks = marks_of(*dropped, *(calls.triggers.all if calls else ()))
         self._dropped = frozenset(dropped)
         self._text = TextAroundCalls(writer) if calls else TextSink(writer)
         self._copied: tuple[Marks, TextSink] | None = None

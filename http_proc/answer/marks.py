@@ -5,13 +5,14 @@ The parsers are coroutines: they read an `AnswerInput` and yield when they need 
 
 import re
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 Write = Callable[[str], object]
 
-_SPACE = re.compile(r"\s*")
+SPACE = re.compile(r"\s*")
 
 
 class EndOfAnswer(Exception):
@@ -27,13 +28,14 @@ class AnswerInput:
         is_ended: nothing will arrive any more.
     """
 
-    __slots__ = ("_held", "at", "is_ended", "text")
+    __slots__ = ("_held", "_last", "at", "is_ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.is_ended = False
         self._held: list[str] | None = None
+        self._last = ""
 
     @property
     def has_rest(self) -> bool:
@@ -59,9 +61,21 @@ class AnswerInput:
         """Consume characters and return them."""
         taken = self.text[self.at : self.at + length]
         self.at += length
+        self._last = taken
         if self._held is not None:
             self._held.append(taken)
         return taken
+
+    def take_rest(self) -> str:
+        """Consume all that has arrived and return it."""
+        return self.take(len(self.text) - self.at)
+
+    def give_back(self, length: int | None) -> None:
+        """Undo the last `take`, or its last characters; None: all of it."""
+        length = len(self._last) if length is None else length
+        self.at -= length
+        if self._held:
+            self._held[-1] = self._last[: len(self._last) - length]
 
     def take_match(self, pattern: re.Pattern[str]) -> str:
         """Consume what the pattern matches here, in the part that has arrived, and return it."""
@@ -87,7 +101,7 @@ class AnswerInput:
     def skip_space(self, write: Write | None = None) -> Steps[str]:
         """Consume whitespace and return the next character."""
         while True:
-            space = self.take_match(_SPACE)
+            space = self.take_match(SPACE)
             if space and write is not None:
                 write(space)
             if self.at < len(self.text):
@@ -117,6 +131,12 @@ class AnswerInput:
                 return False
             self.take(len(part))
         return True
+
+
+@lru_cache(maxsize=256)
+def marks_of(*marks: str) -> "Marks":
+    """Return the marks, which many answers share, to look for them together."""
+    return Marks(marks)
 
 
 class Marks:
@@ -149,9 +169,13 @@ class Marks:
                     return first.start() - at, ""
         if match is None:
             return end - at, ""
-        if not source.is_ended and self._can_begin(text[end:]):
+        if not source.is_ended and self._can_begin(text[end : end + self._longest]):
             return end - at, ""
         return end - at, match.group()
+
+    def can_begin_with_rest(self, source: AnswerInput) -> bool:
+        """Return whether what is not consumed is the begin of a mark."""
+        return self._can_begin(source.text[source.at : source.at + self._longest])
 
     def _can_begin(self, text: str) -> bool:
         """Return whether a mark begins with the text and is longer."""

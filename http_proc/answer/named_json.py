@@ -4,7 +4,7 @@ import re
 
 from http_proc.answer.call_context import CallContext, first_part
 from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import Marks, Steps
+from http_proc.answer.marks import Steps, marks_of
 from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
 
 _ID = re.compile(r"[\w-]+")
@@ -20,8 +20,8 @@ class NamedJsonCalls:
         self._context = context
         marks = context.marks
         self._objects = JsonCalls(context)
-        self._name_ends = Marks([first_part(marks.name_close), first_part(marks.id_open), "{"])
-        self._id_ends = Marks([first_part(marks.name_close), "{"])
+        self._name_ends = marks_of(first_part(marks.name_close), first_part(marks.id_open), "{")
+        self._id_ends = marks_of(first_part(marks.name_close), "{")
 
     def call(self, needs_known_name: bool) -> Steps[None]:
         """Parse one call."""

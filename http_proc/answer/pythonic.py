@@ -1,7 +1,7 @@
 """Parse calls that are calls of Python, and those whose objects have bare keys."""
 
 from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.marks import Marks, Steps
+from http_proc.answer.marks import Steps, marks_of
 from http_proc.answer.values import (
     KEYWORD_ARGUMENTS,
     OBJECT,
@@ -17,7 +17,7 @@ class PythonicCalls:
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
-        self._name_ends = Marks(["("])
+        self._name_ends = marks_of("(")
 
     def call(self, needs_known_name: bool) -> Steps[None]:
         """Parse one call. Arguments without a keyword make it text."""
@@ -39,7 +39,7 @@ class QuotedCalls:
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
-        self._name_ends = Marks([first_part(context.marks.name_close), "{"])
+        self._name_ends = marks_of(first_part(context.marks.name_close), "{")
         self._syntax = quoted(context.marks.quote)
 
     def call(self, needs_known_name: bool) -> Steps[None]:

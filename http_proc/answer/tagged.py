@@ -3,7 +3,7 @@
 import json
 
 from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.marks import EndOfAnswer, Marks, Steps, Write
+from http_proc.answer.marks import EndOfAnswer, Steps, Write, marks_of
 from http_proc.answer.values import UnexpectedText, escaped, to_json
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
@@ -21,17 +21,17 @@ class TaggedCalls:
         self._context = context
         self._source = context.source
         marks = context.marks
-        self._call_ends = Marks(
-            first_part(mark) for mark in (marks.call_close, marks.close, *marks.close_variants)
+        self._call_ends = marks_of(
+            *map(first_part, (marks.call_close, marks.close, *marks.close_variants))
         )
-        self._parts = Marks([first_part(marks.key_open), *self._call_ends.all])
+        self._parts = marks_of(first_part(marks.key_open), *self._call_ends.all)
         name_close = first_part(marks.name_close)
-        self._name_ends = Marks([name_close] if name_close else self._parts.all)
+        self._name_ends = marks_of(name_close) if name_close else self._parts
         self._string_key_close = marks.string_key_close.strip()
         self._key_close = marks.key_close
         key_end = marks.key_close.strip() if self._string_key_close else first_part(marks.key_close)
-        self._key_ends = Marks([key_end, self._string_key_close])
-        self._value_ends = Marks([first_part(marks.value_close)])
+        self._key_ends = marks_of(key_end, self._string_key_close)
+        self._value_ends = marks_of(first_part(marks.value_close))
 
     def call(self, needs_known_name: bool) -> Steps[None]:
         """Parse one call."""
@@ -116,7 +116,7 @@ def _converted(text: str, types: frozenset[str]) -> str:
     value = to_json(text)
     if value is not None:
         kind = _KINDS.get(value[0], "number")
-        if kind == "number" and float(value).is_integer():
+        if kind == "number" and (value.isdigit() or float(value).is_integer()):
             kind = "integer"
         accepted = types or _UNTYPED
         if kind in accepted or (kind == "integer" and "number" in accepted):

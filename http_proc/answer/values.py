@@ -6,7 +6,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, Write
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, Write, marks_of
+
+# Objects and lists within each other. Decoders of JSON allow several hundred.
+MAX_DEPTH = 128
 
 _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
 _TOKEN = re.compile(r"""[^\s,:=\[\]{}()"']+""")
@@ -19,6 +22,7 @@ _LITERALS = {"true": "true", "false": "false", "null": "null",
 _SHORT_ESCAPES = '"\\/bfnrt'
 _HEX_DIGITS = {"u": 4, "x": 2, "U": 8}
 _UNICODE_ESCAPE_LENGTH = 6
+_REPLACEMENT = "\\ufffd"
 _HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB]")
 _LOW_SURROGATE = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _HEX = re.compile(r"[0-9a-fA-F]+")
@@ -130,7 +134,7 @@ class ValueCopier:
         self._write = write
         self._types = types
         self._key = ""
-        self._quotes = Marks(syntax.quotes)
+        self._quotes = marks_of(*syntax.quotes)
 
     def value(self) -> Steps[None]:
         """Copy one value.
@@ -156,6 +160,8 @@ class ValueCopier:
                 char = yield from self._source.skip_space(self._write)
                 brackets = self._syntax.brackets.get(char)
                 if brackets is not None:
+                    if len(frames) == MAX_DEPTH:
+                        raise UnexpectedText
                     self._source.take(1)
                     self._write(brackets.json[0])
                     frames.append(brackets)
@@ -263,7 +269,7 @@ class ValueCopier:
         source.take(len(quote))
         write('"')
         if quote not in _PLAIN:
-            yield from Marks([quote]).copy_before(source, lambda text: write(escaped(text)))
+            yield from marks_of(quote).copy_before(source, lambda text: write(escaped(text)))
             source.take(len(quote))
             write('"')
             return
@@ -298,23 +304,28 @@ class ValueCopier:
             code = source.text[source.at + 2 : source.at + length]
             if char != "u" and _HEX.fullmatch(code) and int(code, 16) <= 0x10FFFF:
                 source.take(length)
-                return escaped(chr(int(code, 16)))
+                return escaped(chr(int(code, 16)).encode("utf-8", "replace").decode())
             if char == "u" and _HEX.fullmatch(code):
                 return (yield from self._unicode_escape())
         source.take(1)
         return "\\\\"
 
     def _unicode_escape(self) -> Steps[str]:
-        """Consume an escape of four hex digits, or two that are a surrogate pair."""
+        """Consume an escape of four hex digits, or two that are a surrogate pair.
+
+        Half of a pair, which no UTF-8 text can have, becomes a replacement character.
+        """
         source, length = self._source, _UNICODE_ESCAPE_LENGTH
         if not _HIGH_SURROGATE.match(source.text, source.at):
-            return source.take(length)
+            escape = source.take(length)
+            return _REPLACEMENT if _LOW_SURROGATE.match(escape) else escape
         yield from self._need(length + 1)
-        if source.text[source.at + length] != "\\":
-            return source.take(length)
-        yield from self._need(2 * length)
-        is_pair = _LOW_SURROGATE.match(source.text, source.at + length)
-        return source.take(2 * length if is_pair else length)
+        if source.text[source.at + length] == "\\":
+            yield from self._need(2 * length)
+            if _LOW_SURROGATE.match(source.text, source.at + length):
+                return source.take(2 * length)
+        source.take(length)
+        return _REPLACEMENT
 
     def _need(self, length: int) -> Steps[None]:
         """Wait until so many characters of an escape have arrived."""

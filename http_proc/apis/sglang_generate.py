@@ -1,6 +1,6 @@
 """The handler of POST /generate, SGLang's own endpoint."""
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
@@ -32,7 +32,8 @@ class GenerateRequest(RequestBody):
     text, or input_ids: one prompt, or a list of them. rid: an id for /abort_request.
     sampling_params: by SGLang's names; max_new_tokens 0 computes the prompt alone. return_logprob:
     return the logprob of each generated token, with top_logprobs_num top tokens. logprob_start_len:
-    if 0 or more, also the logprobs of the prompt from this token on.
+    if 0 or more, also the logprobs of the prompt from this token on. token_ids_logprob: ids whose
+    logprobs are returned for each generated token.
     """
 
     text: str | list[str] | None = None
@@ -44,6 +45,7 @@ class GenerateRequest(RequestBody):
     return_logprob: bool = False
     top_logprobs_num: Top = 0
     logprob_start_len: Start = -1
+    token_ids_logprob: list[int] | None = None
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -72,14 +74,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
     options: RequestOptions = {"priority": call.priority}
     single = single and n == 1
     names = {**NAMES, **sampling.names}
+    logprobs = LogprobLists(call.logprob_start_len, len(params.logprob_token_ids))
     with gateway.open_group(rid, names) as group:
         for prompt in prompts:
             group.submit(prompt, params, call.stream, options)
         if call.stream:
-            renderer = GenerateStream(rid, single, call.logprob_start_len)
+            renderer = GenerateStream(rid, single, logprobs)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
-    answers = [_answer(rid, completion, call.logprob_start_len) for completion in completions]
+    answers = [_answer(rid, completion, logprobs) for completion in completions]
     return json_response(answers[0] if single else answers)
 
 
@@ -102,15 +105,20 @@ def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:
 
 def _params(params: SamplingParams, call: GenerateRequest) -> SamplingParams:
     """Return the parameters with logprobs."""
+    if call.token_ids_logprob and not call.return_logprob:
+        raise invalid("token_ids_logprob needs return_logprob: true", "token_ids_logprob")
     if not call.return_logprob:
         return params
     num_prompt_top = call.top_logprobs_num if call.logprob_start_len >= 0 else None
     return msgspec.structs.replace(
-        params, logprobs=call.top_logprobs_num, prompt_logprobs=num_prompt_top
+        params,
+        logprobs=call.top_logprobs_num,
+        prompt_logprobs=num_prompt_top,
+        logprob_token_ids=call.token_ids_logprob or [],
     )
 
 
-def _answer(rid: str, completion: Completion, start: int) -> GenerateAnswer:
+def _answer(rid: str, completion: Completion, logprobs: "LogprobLists") -> GenerateAnswer:
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": _finish_reason(completion),
@@ -120,30 +128,46 @@ def _answer(rid: str, completion: Completion, start: int) -> GenerateAnswer:
         "e2e_latency": completion.timings.delivered - completion.timings.submitted,
         "timings": timings_body([completion]),
     }
-    meta |= _logprobs(completion, start)
+    meta |= logprobs.of(completion)
     return GenerateAnswer(completion.text, completion.token_ids, meta)
 
 
-def _logprobs(item: Completion | StreamChunk, start: int) -> dict[str, list[Any]]:
-    """Return the logprobs of the generated tokens, and of the prompt from token `start` on."""
-    lists: dict[str, list[Any]] = {}
-    if item.logprobs is not None:
-        lists |= _lists("output", item.logprobs)
-    if item.prompt_logprobs is not None:
-        lists |= _lists("input", item.prompt_logprobs[start:])
-    return lists
+class LogprobLists(NamedTuple):
+    """SGLang's lists of logprobs, with [logprob, token id, text] for each token.
+
+    Attributes:
+        start: the first token of the prompt that is in them.
+        num_chosen: number of ids whose logprobs were asked for, for each generated token.
+    """
+
+    start: int
+    num_chosen: int
+
+    def of(self, item: Completion | StreamChunk) -> dict[str, list[Any]]:
+        """Return the logprobs of the generated tokens, and of the prompt's."""
+        lists: dict[str, list[Any]] = {}
+        if item.logprobs is not None:
+            lists |= _lists("output", item.logprobs, self.num_chosen)
+        if item.prompt_logprobs is not None:
+            lists |= _lists("input", item.prompt_logprobs[self.start :], 0)
+        return lists
 
 
-def _lists(prefix: str, tokens: list[TokenLogprob]) -> dict[str, list[Any]]:
-    """Return SGLang's two lists, with [logprob, token id, text] for each token."""
+def _lists(prefix: str, tokens: list[TokenLogprob], num_chosen: int) -> dict[str, list[Any]]:
+    """Return the lists of some tokens, the last `num_chosen` of whose top tokens were chosen."""
     top = [
         [[like.logprob, like.token_id, like.bytes.decode("utf-8", "replace")] for like in token.top]
         for token in tokens
     ]
-    return {
+    num_top = [len(entries) - num_chosen for entries in top]
+    lists: dict[str, list[Any]] = {
         f"{prefix}_token_logprobs": [[tok.logprob, tok.token_id, tok.text] for tok in tokens],
-        f"{prefix}_top_logprobs": top,
+        f"{prefix}_top_logprobs": [e[:n] for e, n in zip(top, num_top, strict=True)],
     }
+    if num_chosen:
+        chosen = [e[n:] for e, n in zip(top, num_top, strict=True)]
+        lists[f"{prefix}_token_ids_logprobs"] = chosen
+    return lists
 
 
 def _finish_reason(completion: Completion) -> dict[str, Any]:
@@ -157,9 +181,9 @@ def _finish_reason(completion: Completion) -> dict[str, Any]:
 class GenerateStream(OpenAIEvents):
     """Renderer of /generate: each event has the whole text so far, like SGLang's."""
 
-    def __init__(self, rid: str, single: bool, start: int) -> None:
+    def __init__(self, rid: str, single: bool, logprobs: LogprobLists) -> None:
         self._rid = rid
-        self._start = start
+        self._lists = logprobs
         self._single = single
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
@@ -168,7 +192,7 @@ class GenerateStream(OpenAIEvents):
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the event of a chunk."""
         if chunk.completion is not None:
-            answer = _answer(self._rid, chunk.completion, self._start)
+            answer = _answer(self._rid, chunk.completion, self._lists)
         else:
             answer = self._so_far(choice, chunk)
         index = {} if self._single else {"index": choice}
@@ -181,6 +205,6 @@ class GenerateStream(OpenAIEvents):
         meta: dict[str, Any] = {"id": self._rid, "finish_reason": None}
         meta["completion_tokens"] = len(ids)
         logprobs = self._logprobs.setdefault(choice, {})
-        for name, entries in _logprobs(chunk, self._start).items():
+        for name, entries in self._lists.of(chunk).items():
             logprobs[name] = logprobs.get(name, []) + entries
         return GenerateAnswer(text, ids, meta | logprobs)

@@ -1,6 +1,6 @@
 """Read the answers to a chat: whole, or as a stream of parsed events."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,19 +9,27 @@ from aiohttp import web
 from http_proc.answer.events import AnswerEvent, ParsedAnswer
 from http_proc.answer.parser import AnswerParser
 from http_proc.chat.prepare import AnswerReader, PreparedChat
+from http_proc.chat.reasoning_tokens import ReasoningTokens
 from http_proc.protocol.errors import ApiError
 from http_proc.request_group import RequestGroup
-from http_proc.responses import StreamFraming, collect, stream_events
+from http_proc.responses import StreamFraming, record, stream_events
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.wire.messages.public import Accepted
 
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer: what it says, and the completion that it was parsed from."""
+    """One answer: what it says, and the completion that it was parsed from.
+
+    Attributes:
+        events: the parts of `parsed` in the order in which the model wrote them.
+        num_reasoning_tokens: tokens of the reasoning; None: they are not counted.
+    """
 
     parsed: ParsedAnswer
     completion: Completion
+    events: list[AnswerEvent]
+    num_reasoning_tokens: int | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -38,16 +46,69 @@ def finish_reason(completion: Completion, has_calls: bool) -> str:
 async def collect_chat(
     request: web.Request, group: RequestGroup, prepared: PreparedChat
 ) -> list[ChatAnswer]:
-    """Return every answer, in order. Raise the first error."""
-    completions = await collect(request, group)
-    (accepted,) = await group.accepted()
-    answers = []
-    for completion in completions:
-        parser, parsed = prepared.reader.parser(accepted.prompt_end), ParsedAnswer()
-        parsed.add(parser.push(completion.text))
-        parsed.add(parser.finish())
-        answers.append(ChatAnswer(parsed, completion))
-    return answers
+    """Return every answer, in order. Raise the first error.
+
+    The tokens of the reasoning are counted if the request was submitted as a stream.
+    """
+    answers: dict[int, _CollectedAnswer] = {}
+    while not group.is_done:
+        for choice, chunk in await group.next_chunks():
+            if choice not in answers:
+                (accepted,) = await group.accepted()
+                answers[choice] = _CollectedAnswer(prepared.reader.parser(accepted.prompt_end))
+            answers[choice].add(chunk)
+            if chunk.completion is not None:
+                record(request, chunk.completion)
+    return [answers[choice].answer(prepared.reader) for choice in sorted(answers)]
+
+
+class _CollectedAnswer:
+    """The chunks of one answer so far."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._events: list[AnswerEvent] = []
+        self._reasoning = ReasoningTokens()
+        self._completion: Completion | None = None
+
+    def add(self, chunk: StreamChunk) -> None:
+        """Add the next chunk."""
+        events = self._parser.push(chunk.text) if chunk.text else []
+        if chunk.completion is not None:
+            events += self._parser.finish()
+            self._completion = chunk.completion
+        self._reasoning.push(events, len(chunk.token_ids))
+        self._events += events
+
+    def answer(self, reader: AnswerReader) -> ChatAnswer:
+        """Return the answer, which is complete."""
+        assert self._completion is not None
+        parsed = ParsedAnswer()
+        parsed.add(self._events)
+        is_counted = reader.separates_reasoning and self._reasoning.is_exact
+        count = self._reasoning.count if is_counted else None
+        return ChatAnswer(parsed, self._completion, self._events, count)
+
+
+async def read_chat(
+    request: web.Request, group: RequestGroup, prepared: PreparedChat
+) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
+    """Yield the chunks of a chat with one answer, each with the events that its text has.
+
+    Raises:
+        QuadrigaError: the request has failed.
+    """
+    parser: AnswerParser | None = None
+    while not group.is_done:
+        for _, chunk in await group.next_chunks():
+            if parser is None:
+                (accepted,) = await group.accepted()
+                parser = prepared.reader.parser(accepted.prompt_end)
+            events = parser.push(chunk.text) if chunk.text else []
+            if chunk.completion is not None:
+                record(request, chunk.completion)
+                events += parser.finish()
+            yield events, chunk
 
 
 class ChatRenderer(Protocol):

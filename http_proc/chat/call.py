@@ -1,5 +1,6 @@
 """A chat request in the gateway's own terms, which every API makes of its body."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -8,6 +9,8 @@ from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import Tool
 from quadriga.client.types import Chat
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 class ToolMode(Enum):
@@ -60,6 +63,8 @@ class ChatCall:
         is_parallel: the answer may have several calls.
         template_args: further variables of the chat template.
         continues_message: the answer continues the last turn, which is the assistant's.
+        has_generation_prompt: the prompt ends with the beginning of the assistant's turn.
+        max_name_chars: largest number of characters of a tool's name.
         names: the request's names of `messages`, `tools` and `tool_choice`, for error messages.
     """
 
@@ -71,6 +76,8 @@ class ChatCall:
     reasoning: ReasoningOptions = ReasoningOptions()
     template_args: dict[str, Any] = field(default_factory=dict)
     continues_message: bool = False
+    has_generation_prompt: bool = True
+    max_name_chars: int = 64
     priority: int = 0
     stream: bool = False
     names: dict[str, str] = field(default_factory=dict)
@@ -85,8 +92,15 @@ class ChatCall:
         return [] if self.tool_choice.mode is ToolMode.NONE else self.tools
 
     def check_tools(self) -> None:
-        """Raise ApiError for tools of one name, and for a choice that the tools do not allow."""
+        """Raise ApiError for wrong names of tools, and for a choice that the tools do not allow."""
         names = [tool.function.name for tool in self.tools]
+        for index, name in enumerate(names):
+            if not _NAME.fullmatch(name) or len(name) > self.max_name_chars:
+                raise invalid(
+                    f"{self.name('tools')}[{index}] has the name {name!r}: a name has 1 to"
+                    f" {self.max_name_chars} letters, digits, _ and -",
+                    f"{self.name('tools')}[{index}]",
+                )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise invalid(

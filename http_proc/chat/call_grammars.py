@@ -1,110 +1,154 @@
-"""Grammars of tool calls: for a call that is forced, and for calls within free text."""
+"""Grammars of tool calls: for calls that are forced, and for calls within free text."""
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 
+from http_proc.chat.argument_forms import Inexpressible
 from http_proc.chat.call import ChatCall
+from http_proc.chat.call_forms import (
+    ANY_OBJECT,
+    CallableTool,
+    calls_in_text,
+    calls_or_json,
+    harmony_answer,
+    only_calls,
+)
 from http_proc.protocol.errors import invalid
-from http_proc.protocol.response_format import ANY_OBJECT
-from http_proc.protocol.schema import Tool
 from quadriga.answer_format import CallFormat, CallStyle
-from quadriga.sampling.grammar import JSON_OPTIONS
+from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.tag_formats import (
+    Alternatives,
+    ConstString,
+    Format,
+    JsonValue,
+    RegexMatch,
+)
 
-# A forced call is one JSON object without text around it, whatever the model's own format.
-FORCED_CALL = CallFormat(style=CallStyle.JSON)
+# The form of a forced call where the model's own cannot be made to obey the tools: one JSON object.
+PLAIN_CALL = CallFormat(style=CallStyle.JSON)
 
 
-def forced_call(call: ChatCall) -> dict[str, Any]:
-    """Return fields of SamplingParams for one call, {"name", "arguments"}, that obeys its tool."""
+class CallGrammar(NamedTuple):
+    """A grammar of calls.
+
+    Attributes:
+        fields: fields of SamplingParams.
+        calls: the form in which the calls are written.
+    """
+
+    fields: dict[str, Any]
+    calls: CallFormat
+
+
+def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = True) -> CallGrammar:
+    """Return the grammar of calls, and no text, that obey their tools.
+
+    Args:
+        call: the chat. A tool that it names is called once.
+        calls: the model's own form; None: it has none.
+        is_trained: the model has learned to call tools. Otherwise it calls one, as it may not know
+            when to stop.
+    """
     name = call.tool_choice.name
-    tools = [tool for tool in call.tools if not name or tool.function.name == name]
-    arguments = [tool.function.parameters or ANY_OBJECT for tool in tools]
-    return {"json_schema": _any_call(tools, arguments, "arguments", call.name("tools"))}
+    tools = [
+        CallableTool(tool.function.name, tool.function.parameters or ANY_OBJECT)
+        for tool in call.tools
+        if not name or tool.function.name == name
+    ]
+    is_parallel = call.is_parallel and is_trained and not name
+    marks = calls or PLAIN_CALL
+    try:
+        form = only_calls(marks, tools, is_parallel)
+    except Inexpressible:
+        marks = PLAIN_CALL
+        form = only_calls(marks, tools, is_parallel=False)
+    return CallGrammar(_fields(form), marks)
 
 
-def strict_calls(call: ChatCall, calls: CallFormat) -> dict[str, Any]:
-    """Return fields of SamplingParams for text with calls that obey their tools.
+def strict_calls(call: ChatCall, calls: CallFormat) -> CallGrammar:
+    """Return the grammar of text with calls that obey their tools.
 
     Calls of tools that are not strict may have any arguments.
+
+    Raises:
+        ApiError: the model's form cannot be made to obey a strict tool.
     """
-    arguments = [
-        (tool.function.parameters if tool.function.strict else None) or ANY_OBJECT
+    with _inexpressible(call):
+        form = calls_in_text(calls, _callable_tools(call), call.is_parallel)
+        return CallGrammar(_fields(form), calls)
+
+
+def strict_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> CallGrammar:
+    """Return the grammar of an answer of calls, as in `strict_calls`, or of JSON of a schema.
+
+    Raises:
+        ApiError: the model's form cannot be made to obey a strict tool.
+    """
+    with _inexpressible(call):
+        form = calls_or_json(calls, _callable_tools(call), call.is_parallel, schema)
+        return CallGrammar(_fields(form), calls)
+
+
+def _callable_tools(call: ChatCall) -> list[CallableTool]:
+    """Return the tools; calls of those that are not strict may have any arguments."""
+    return [
+        CallableTool(
+            tool.function.name,
+            (tool.function.parameters or ANY_OBJECT) if tool.function.strict else None,
+        )
         for tool in call.tools
     ]
-    if calls.open == "[TOOL_CALLS]":
-        return _mistral(call.tools, arguments, call.name("tools"))
-    if calls.style is CallStyle.JSON and not (calls.open or calls.call_open):
-        return _llama3(call.tools, arguments, call.name("tools"))
-    return _hermes(call.tools, arguments)
 
 
-def _hermes(tools: list[Tool], arguments: list[Any]) -> dict[str, Any]:
-    trigger, structures = "<tool_call>", []
-    for tool, schema in zip(tools, arguments, strict=True):
-        name = msgspec.json.encode(tool.function.name).decode()
-        begin = f'{trigger}\n{{"name": {name}, "arguments": '
-        structures.append({"begin": begin, "schema": schema, "end": "}\n</tool_call>"})
-    return {"structural_tag": {"structures": structures, "triggers": [trigger]}}
-
-
-def _mistral(tools: list[Tool], arguments: list[Any], field: str) -> dict[str, Any]:
-    """Allow a list of calls, as older models write it, or a name and its arguments, as newer."""
-    trigger = "[TOOL_CALLS]"
-    call = _any_call(tools, arguments, "arguments", field)
-    definitions = {key: call.pop(key) for key in ("$defs",) if key in call}
-    calls = {"type": "array", "items": call, "minItems": 1, **definitions}
-    variants = [(f"{trigger}{space}", calls) for space in ("", " ")]
-    for tool, schema in zip(tools, arguments, strict=True):
-        variants += [(f"{trigger}{tool.function.name}{mark}", schema) for mark in ("", "[ARGS]")]
-    structures = [{"begin": begin, "schema": schema, "end": ""} for begin, schema in variants]
-    return {"structural_tag": {"structures": structures, "triggers": [trigger]}}
-
-
-def _llama3(tools: list[Tool], arguments: list[Any], field: str) -> dict[str, Any]:
-    """Allow an answer of calls alone if it begins with a brace, else text."""
-    schema = _any_call(tools, arguments, "parameters", field) | {"x-guidance": JSON_OPTIONS}
-    lines = [
-        "%llguidance {}",
-        "start: TEXT? | SPACE? call (BETWEEN call)*",
-        f"call: %json {json.dumps(schema)}",
-        r"BETWEEN: /\s*;\s*/",
-        r"SPACE: /\s+/",
-        r"TEXT: /\s*[^\s{](.|\n)*/",
-    ]
-    return {"ebnf": "\n".join(lines)}
-
-
-def _any_call(tools: list[Tool], arguments: list[Any], key: str, field: str) -> dict[str, Any]:
-    """Return the schema of a call of any of the tools. `key`: the name of its arguments."""
-    definitions: dict[str, Any] = {}
-    calls = [
-        _call(tool, schema, key, definitions, field)
-        for tool, schema in zip(tools, arguments, strict=True)
-    ]
-    return {"anyOf": calls} | ({"$defs": definitions} if definitions else {})
-
-
-def _call(
-    tool: Tool, arguments: Any, key: str, definitions: dict[str, Any], field: str
-) -> dict[str, Any]:
-    """Return the schema of a call of `tool`.
-
-    Its `$defs` move to `definitions`, for the root of the schema, to which references point.
-    """
-    arguments = dict(arguments)
-    defs = arguments.pop("$defs", {})
-    if not isinstance(defs, dict) or any(definitions.get(k, v) != v for k, v in defs.items()):
+@contextmanager
+def _inexpressible(call: ChatCall) -> Iterator[None]:
+    """Convert the error of a strict tool that the form of calls cannot be made to obey."""
+    try:
+        yield
+    except Inexpressible:
+        field = call.name("tools")
         raise invalid(
-            f"tool {tool.function.name!r} has $defs that are not a map, or that another tool"
-            " defines differently; rename them",
+            f"{field}: a strict tool has parameters that this model's form of calls cannot be made"
+            " to obey; leave strict out, or require the call",
             field,
-        )
-    definitions.update(defs)
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, key: arguments},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+        ) from None
+
+
+def in_final_message(params: SamplingParams) -> SamplingParams:
+    """Return the parameters for a model that writes messages to channels, as gpt-oss does.
+
+    A grammar holds for the message to the user. One in EBNF is left as it is.
+    """
+    content: Format
+    if params.json_schema is not None:
+        schema = json_schema_of(params)
+        if schema is None:
+            return params  # the ring refuses it
+        content = JsonValue(json_schema=schema)
+    elif params.regex is not None:
+        content = RegexMatch(pattern=params.regex)
+    elif params.choice is not None:
+        content = Alternatives(elements=[ConstString(value=text) for text in params.choice])
+    else:
+        return params
+    fields = {"json_schema": None, "regex": None, "choice": None}
+    return msgspec.structs.replace(params, **{**fields, **_fields(harmony_answer(content))})
+
+
+def json_schema_of(params: SamplingParams) -> dict[str, Any] | None:
+    """Return the JSON schema that the text must obey; None if there is none that can be read."""
+    schema: Any = params.json_schema
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return None
+    return schema if isinstance(schema, dict) else None
+
+
+def _fields(form: Format) -> dict[str, Any]:
+    return {"structural_tag": {"format": msgspec.to_builtins(form)}}

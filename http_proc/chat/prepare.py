@@ -8,15 +8,23 @@ import msgspec
 
 from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
 from http_proc.chat.call import ChatCall, ToolMode
-from http_proc.chat.call_grammars import FORCED_CALL, forced_call, strict_calls
+from http_proc.chat.call_grammars import (
+    forced_calls,
+    in_final_message,
+    json_schema_of,
+    strict_calls,
+    strict_calls_or_json,
+)
+from http_proc.chat.thinking import BUDGET, with_thinking
 from http_proc.gateway import Gateway
 from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, from_info
+from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat, from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.public import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,11 @@ class AnswerReader:
     tools: ToolSchemas
     max_calls: int | None
     parses_reasoning: bool
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether the answers may have reasoning beside their text."""
+        return self.parses_reasoning and self.answer_format.reasoning is not None
 
     def parser(self, prompt_end: str) -> AnswerParser:
         """Return a parser for one answer to the prompt that ends with `prompt_end`."""
@@ -80,7 +93,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
     )
     options: RequestOptions = {
         "priority": call.priority,
-        "chat": template_options(call.visible_tools, _template_args(call, answer_format)),
+        "chat": _chat_options(call, answer_format),
     }
     names = {**NAMES, **call.names, **sampling.names}
     return PreparedChat(_params(sampling.params, call, answer_format), options, names, reader)
@@ -105,16 +118,31 @@ def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> N
 
 def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, AnswerFormat]:
     """Add the grammar of forced calls and of strict tools; return the format of the answer."""
-    sampling, name = call.sampling, call.name("tools")
+    sampling, calls, name = call.sampling, answer_format.calls, call.name("tools")
     if call.tool_choice.mode is ToolMode.REQUIRED:
-        grammar = forced_call(call)
-        forced = msgspec.structs.replace(answer_format, calls=FORCED_CALL)
-        return with_grammar(sampling, name, grammar), forced
-    may_call = call.tool_choice.mode is ToolMode.AUTO and answer_format.calls is not None
-    if may_call and any(tool.function.strict for tool in call.tools):
-        assert answer_format.calls is not None
-        return with_grammar(sampling, name, strict_calls(call, answer_format.calls)), answer_format
+        grammar = forced_calls(call, calls, answer_format.takes_tools)
+        answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
+        return with_grammar(sampling, name, grammar.fields), answer_format
+    may_call = call.tool_choice.mode is ToolMode.AUTO and bool(call.tools)
+    schema = json_schema_of(sampling.params)
+    if may_call and calls is not None and schema is not None:
+        return _with_calls_or_json(call, calls, schema), answer_format
+    if may_call and calls is not None and any(tool.function.strict for tool in call.tools):
+        return with_grammar(sampling, name, strict_calls(call, calls).fields), answer_format
+    if calls is not None and calls.style is CallStyle.HARMONY:
+        return Sampling(in_final_message(sampling.params), sampling.names), answer_format
     return sampling, answer_format
+
+
+def _with_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> Sampling:
+    """Replace a JSON schema, which would allow no call, by a grammar of calls or of its JSON."""
+    params, names = call.sampling
+    free = Sampling(msgspec.structs.replace(params, json_schema=None), names)
+    return with_grammar(
+        free,
+        names.get("json_schema", "json_schema"),
+        strict_calls_or_json(call, calls, schema).fields,
+    )
 
 
 def _schemas(call: ChatCall) -> ToolSchemas:
@@ -123,18 +151,58 @@ def _schemas(call: ChatCall) -> ToolSchemas:
     )
 
 
+def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:
+    options = template_options(call.visible_tools, _template_args(call, answer_format))
+    if call.continues_message or not call.has_generation_prompt:
+        return msgspec.structs.replace(
+            options,
+            continue_final_message=call.continues_message,
+            add_generation_prompt=False,
+        )
+    return options
+
+
 def _template_args(call: ChatCall, answer_format: AnswerFormat) -> dict[str, Any]:
-    arguments = dict(call.template_args)
-    reasoning = answer_format.reasoning
-    if call.reasoning.is_enabled is not None and reasoning is not None and reasoning.switch:
-        arguments.setdefault(reasoning.switch, call.reasoning.is_enabled)
-    if call.reasoning.effort is not None:
+    arguments, reasoning = dict(call.template_args), answer_format.reasoning
+    if (is_enabled := _is_enabled(call)) is not None and reasoning is not None and reasoning.switch:
+        arguments.setdefault(reasoning.switch, is_enabled)
+    if call.reasoning.effort not in (None, "none"):
         arguments.setdefault("reasoning_effort", call.reasoning.effort)
     return arguments
 
 
+def _is_enabled(call: ChatCall) -> bool | None:
+    """Return whether the model shall reason; an effort, other than none, asks for it."""
+    if call.reasoning.is_enabled is not None or call.reasoning.effort is None:
+        return call.reasoning.is_enabled
+    return call.reasoning.effort != "none"
+
+
+def _budget(call: ChatCall, answer_format: AnswerFormat) -> int | None:
+    """Return the budget of the reasoning; 0 turns it off for a template without a switch.
+
+    A model that marks no reasoning has none: there the budget of the call says nothing.
+    """
+    reasoning = answer_format.reasoning
+    if reasoning is None or not reasoning.open:
+        return None
+    return 0 if not reasoning.switch and _is_enabled(call) is False else call.reasoning.budget
+
+
+def _is_switched_off(call: ChatCall, answer_format: AnswerFormat) -> bool:
+    """Return whether the template turns the reasoning off: then a grammar begins at once."""
+    reasoning = answer_format.reasoning
+    has_budget = call.sampling.params.thinking_token_budget is not None
+    if reasoning is None or not reasoning.switch or has_budget:
+        return False
+    return not _template_args(call, answer_format).get(reasoning.switch, reasoning.is_default)
+
+
 def _params(params: SamplingParams, call: ChatCall, answer_format: AnswerFormat) -> SamplingParams:
     """Return the parameters; special tokens are kept in the text if they may be marks."""
+    budget = _budget(call, answer_format)
+    if budget is not None or not _is_switched_off(call, answer_format):
+        params = with_thinking(params, answer_format, budget, call.name(BUDGET))
     has_marks = call.visible_tools or (answer_format.reasoning and call.reasoning.is_parsed)
     if has_marks and answer_format.has_special_marks:
         return msgspec.structs.replace(params, skip_special_tokens=False)

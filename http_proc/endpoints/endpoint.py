@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import ApiError, ErrorAnswer
 
-STREAM, PLAIN = "text/event-stream", "text/plain"
+STREAM, LINES, PLAIN = "text/event-stream", "application/x-ndjson", "text/plain"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -21,8 +21,10 @@ class Endpoint(NamedTuple):
         body: type of the request's body, if it has one.
         sampling: the sampling fields beside those of `body`: name -> SamplingParams' name.
         streams: the response may be a stream instead.
+        stream_type: content type of the stream.
         is_listed: the response may be a list of `response` instead.
         error_body: returns the body of an error in the format of the endpoint's API.
+        error: type of that body.
     """
 
     path: str
@@ -35,6 +37,8 @@ class Endpoint(NamedTuple):
     streams: bool = False
     is_listed: bool = False
     error_body: Callable[[ApiError], bytes] = ApiError.body
+    error: Any = ErrorAnswer
+    stream_type: str = STREAM
 
 
 def post(

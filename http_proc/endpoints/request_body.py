@@ -1,6 +1,7 @@
 """Receive, decode and type a request body; every error is a 4xx that names the field."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -93,11 +94,14 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
-def convert(body: dict[str, Any], body_type: type[T]) -> T:
-    """Return the body as a typed object, or raise ApiError; null means "as if absent"."""
+def convert(body: dict[str, Any], body_type: type[T], sampling_names: Iterable[str] = ()) -> T:
+    """Return the body as a typed object, or raise ApiError; null means "as if absent".
+
+    `sampling_names`: fields that the request may have beside those of the type.
+    """
     known = body_type.__struct_encode_fields__
     fields = {name: value for name, value in body.items() if value is not None or name not in known}
     try:
         return msgspec.convert(fields, body_type)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise wrong_type(error, {}) from None
+        raise wrong_type(error, {}, [*known, *sampling_names]) from None

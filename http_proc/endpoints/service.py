@@ -12,6 +12,7 @@ from http_proc.protocol.chat_messages import chat_prompt, check_counts, template
 from http_proc.protocol.errors import ApiError, from_ring, invalid
 from http_proc.protocol.schema import Message, RequestBody, Tool
 from http_proc.responses import json_response
+from quadriga.answer_format import from_info
 from quadriga.errors import QuadrigaError
 
 
@@ -43,12 +44,28 @@ class AbortBody(RequestBody):
     abort_all: bool = False
 
 
+class ModelCapabilities(msgspec.Struct):
+    """Whether the model answers chats, whether their tools are used, and whether it reasons."""
+
+    chat: bool
+    tools: bool
+    reasoning: bool
+
+
 class ModelCard(msgspec.Struct):
-    """A model. created: start of the gateway, in Unix seconds; max_model_len: context in tokens."""
+    """A model.
+
+    created: start of the gateway, in Unix seconds. max_model_len: context in tokens. root: the
+    model. answer_format: where the marks of its reasoning and calls come from.
+    """
 
     id: str
     created: int
     max_model_len: int
+    root: str
+    capabilities: ModelCapabilities
+    answer_format: str
+    parent: None = None
     object: str = "model"
     owned_by: str = "quadriga"
 
@@ -110,7 +127,20 @@ async def model(request: web.Request) -> web.Response:
 
 async def _model(gateway: Gateway) -> ModelCard:
     info = await gateway.static_info()
-    return ModelCard(gateway.model, gateway.started_at, info["context_length"])
+    answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
+    capabilities = ModelCapabilities(
+        chat=has_chat,
+        tools=has_chat and answers.calls is not None,
+        reasoning=has_chat and answers.reasoning is not None,
+    )
+    return ModelCard(
+        gateway.model,
+        gateway.started_at,
+        info["context_length"],
+        gateway.model,
+        capabilities,
+        answers.source,
+    )
 
 
 async def server_info(request: web.Request) -> web.Response:

@@ -34,31 +34,33 @@ def key_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
     async def find(request: web.Request) -> Caller | None:
         if file is None and not keys:
             return Caller(request.remote or "")
-        given = _given_key(request)
+        given = _given_keys(request)
         if file is not None:
             if file.has_changed():
                 await asyncio.get_running_loop().run_in_executor(None, file.reload)
-            if (tenant := file.index.with_key(given)) is not None:
-                return Caller(tenant.name, tenant.sub_tenants)
+            for tenant in map(file.index.with_key, given):
+                if tenant is not None:
+                    return Caller(tenant.name, tenant.sub_tenants)
         # All keys are compared, so that the response time does not depend on them.
-        is_known = sum(hmac.compare_digest(given, key) for key in keys) > 0
+        is_known = sum(hmac.compare_digest(one, key) for one in given for key in keys) > 0
         address = request.remote if tenants.tenants_by == "address" else None
         return Caller(address or "") if is_known else None
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        caller: Caller | None = Caller()
+        caller = Caller()
         if request.path not in PUBLIC_PATHS and request.method != "OPTIONS":
-            caller = await find(request)
-            if caller is None:
+            found = await find(request)
+            if found is None:
                 raise ApiError(
                     401,
-                    "no valid API key: send one as 'Authorization: Bearer KEY'",
+                    "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'",
                     "authentication_error",
                     code="invalid_api_key",
                 )
+            caller = found
             caller.set_user(request.headers.get(USER_HEADER))
-        set_caller(caller or Caller())
+        set_caller(caller)
         return await handler(request)
 
     return check
@@ -69,10 +71,11 @@ def needs_key_check(args: HttpArgs, tenants: TenantArgs) -> bool:
     return bool(args.api_keys) or tenants.has_tenants
 
 
-def _given_key(request: web.Request) -> bytes:
-    """Return the API key of a request; b"" without one."""
-    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return _as_bytes(bearer or request.headers.get("X-Api-Key", ""))
+def _given_keys(request: web.Request) -> list[bytes]:
+    """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
+    headers = request.headers
+    bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+    return [_as_bytes(bearer), _as_bytes(headers.get("X-API-Key", ""))]
 
 
 def _as_bytes(text: str) -> bytes:
@@ -95,12 +98,14 @@ def response_hook(args: HttpArgs) -> ResponseHook:
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "quadriga"
         response.headers["X-Request-Id"] = request.get(REQUEST_ID) or request_id(request)
+        # The name by which Anthropic's clients read it.
+        response.headers["Request-Id"] = response.headers["X-Request-Id"]
         origin = request.headers.get("Origin")
         if origin is None or not ("*" in origins or origin in origins):
             return
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
         response.headers["Vary"] = "Origin"
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Request-Id, Retry-After"
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             requested = request.headers.get("Access-Control-Request-Headers", "")

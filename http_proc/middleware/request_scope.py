@@ -56,6 +56,7 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise
         api_error = _api_error(request, error)
+        api_error.request_id = request[REQUEST_ID]
     code = api_error.answer.error.code
     request[RECORD].error = str(api_error)
     request.app[GATEWAY].metrics.count_error(code or str(api_error.status))

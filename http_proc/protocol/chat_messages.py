@@ -53,7 +53,22 @@ def chat_prompt(messages: list[Message]) -> Chat:
             " join some",
             "messages",
         )
+    _check_answers(messages)
     return [_turn(index, message) for index, message in enumerate(messages)]
+
+
+def _check_answers(messages: list[Message]) -> None:
+    """Raise ApiError for the answer of a tool that no earlier message has called."""
+    called: set[str] = set()
+    for index, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id and message.tool_call_id not in called:
+            field = f"messages[{index}].tool_call_id"
+            raise invalid(
+                f"{field} is {message.tool_call_id!r}, and no assistant message before it has a"
+                " tool call of this id; send the message with the call, too",
+                field,
+            )
 
 
 @_api_errors()
@@ -72,18 +87,21 @@ def _turn(index: int, message: Message) -> dict[str, Any]:
         turn["tool_calls"] = [_call(index, call) for call in message.tool_calls]
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        turn["reasoning_content"] = reasoning
     return turn
 
 
 def _text(index: int, content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
+    for number, part in enumerate(content):
         if part.type not in ("text", "refusal"):
+            field = f"messages[{index}].content[{number}]"
             raise invalid(
-                f"messages[{index}].content has a part of type {part.type!r}: this server takes"
-                " only text",
-                "messages",
+                f"{field} is of type {part.type!r}: this server takes only text; leave the part"
+                " out, or describe it in text",
+                field,
             )
     return "".join(part.text or part.refusal or "" for part in content)
 
@@ -93,9 +111,9 @@ def _call(index: int, call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
+        field = f"messages[{index}].tool_calls"
         raise invalid(
-            f"messages[{index}].tool_calls: the arguments of {call.function.name} are not JSON",
-            "messages",
+            f"{field}: the arguments of {call.function.name} are not JSON", field
         ) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}

@@ -39,6 +39,7 @@ class ApiError(Exception):
     Attributes:
         retry_after: seconds, for the header Retry-After, or None.
         allow: methods, for the header Allow, or None.
+        request_id: the X-Request-Id of the answer, once it is known.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ApiError(Exception):
         self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
         self.retry_after = retry_after
         self.allow: str | None = None
+        self.request_id: str | None = None
 
     def body(self) -> bytes:
         """Return the JSON body."""
@@ -93,7 +95,8 @@ _STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
 }
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
-_PREFIXES = {errors.PromptTooLong.code: "this model's maximum context length is exceeded: "}
+CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "
+_PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 
 def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:

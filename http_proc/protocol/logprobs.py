@@ -51,11 +51,15 @@ def _name(data: bytes) -> str:
 
 
 def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
-    """Return logprobs in the format of /v1/chat/completions: one object per token."""
+    """Return logprobs in the format of /v1/chat/completions: one object per token.
+
+    Tokens that were chosen by id and are among the likeliest ones are listed once.
+    """
     content = []
     for token in tokens:
         entry = _token(token.bytes, token.logprob)
-        entry["top_logprobs"] = [_token(top.bytes, top.logprob) for top in token.top]
+        listed = {top.token_id: top for top in token.top}.values()
+        entry["top_logprobs"] = [_token(top.bytes, top.logprob) for top in listed]
         content.append(entry)
     return {"content": content, "refusal": None}
 

@@ -54,6 +54,8 @@ def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
                 "response_format",
             )
         case "structural_tag":
+            if wanted.format is not None:
+                return {"structural_tag": {"format": wanted.format}}
             tag = {"structures": wanted.structures or [], "triggers": wanted.triggers or []}
             return {"structural_tag": tag}
     raise invalid(

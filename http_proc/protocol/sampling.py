@@ -4,7 +4,7 @@ A new field of SamplingParams needs one line in a table of this file.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from http_proc.protocol.schema import OpenAIRequest
 from quadriga.errors import InvalidRequest
+from quadriga.keywords import nearest
 from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams
 from quadriga.sampling.validation import check_counts
@@ -34,6 +35,8 @@ OPENAI = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "seed",
+    "thinking_token_budget": "thinking_token_budget",
+    "logprob_token_ids": "logprob_token_ids",
 }
 CHAT = {**OPENAI, "max_completion_tokens": "max_new_tokens"}
 SGLANG = {
@@ -83,15 +86,20 @@ def take_sampling(
         raise wrong_type(error, names) from None
 
 
-def wrong_type(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Return a 400 that names the field of msgspec's message (`… - at `$.field``)."""
+def wrong_type(error: Exception, names: Mapping[str, str], known: Iterable[str] = ()) -> ApiError:
+    """Return a 400 that names the field of msgspec's message (`… - at `$.field``).
+
+    `names`: the request's name of each field. `known`: the fields that the request may have.
+    """
     text = shortened(str(error))
     path = _PATH.search(text)
     field = path[1] if path and path[1] else ""
     name = names.get(field, field)
     unknown = re.search(r"unknown field `(\w*)`", text)
     if unknown is not None and not field:
-        return invalid(f"{unknown[1]} is not a field of this request; leave it out", unknown[1])
+        name = unknown[1]
+        near = nearest(name, known)
+        return invalid(f"{name} is not a field of this request; leave it out{near}", name)
     missing = re.search(r"missing required field `(\w*)`", text)
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])

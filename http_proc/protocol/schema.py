@@ -17,6 +17,8 @@ Priority = Annotated[
     int, msgspec.Meta(ge=LIMITS["priority"].minimum, le=LIMITS["priority"].maximum)
 ]
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of all request bodies."""
@@ -38,11 +40,12 @@ class ResponseFormat(msgspec.Struct):
     """The grammar of an answer.
 
     type: text, json_object, json_schema or structural_tag. json_schema: {"name", "schema"}.
-    structures, triggers: the parts of a structural tag.
+    format, or structures and triggers: the parts of a structural tag.
     """
 
     type: str
     json_schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
@@ -80,14 +83,15 @@ class OpenAIRequest(RequestBody, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions.
 
     prompt: a text, token ids, or a list of either. echo: put the prompt before the completion.
-    best_of: 1 or n. logprobs: number of top tokens for each token, with echo also for those of the
-    prompt.
+    best_of: 1 or n. suffix: the text after the completion, for models that fill in the middle.
+    logprobs: number of top tokens for each token, with echo also for those of the prompt.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -121,13 +125,20 @@ class ContentPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One turn of a chat."""
+    """One turn of a chat.
+
+    function_call: a call in OpenAI's older form. reasoning_content, reasoning: an answer's
+    reasoning.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class FunctionSchema(msgspec.Struct, omit_defaults=True):
@@ -150,20 +161,34 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions.
 
     logprobs: return the logprob of each token. top_logprobs: number of top tokens for each token.
-    tool_choice: "none", "auto", "required", or a function by name. chat_template_kwargs: further
-    variables of the chat template.
+    tool_choice: "none", "auto", "required", a function by name, or allowed_tools. functions,
+    function_call: tools in OpenAI's older form. chat_template_kwargs: further variables of the chat
+    template. reasoning_effort: "none" turns the reasoning off. include_reasoning: the answer has
+    the reasoning. separate_reasoning: it is not in the content. continue_final_message: the answer
+    continues the last message, which is the assistant's. add_generation_prompt: the prompt ends
+    with the beginning of the answer. The fields after it have no effect.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     tools: list[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    functions: list[FunctionSchema] | None = None
+    function_call: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: Top = 0
     modalities: list[str] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    audio: None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
 
 
 # --- responses ------------------------------------------------------------------------------------
@@ -175,13 +200,28 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """reasoning_tokens: number of tokens of the reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
-    """Token counts."""
+    """Token counts. completion_tokens_details: for chats of models that reason."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
+
+    def with_reasoning(self, num_tokens: list[int | None]) -> "UsageBody":
+        """Return the counts with the reasoning of all choices, unless one is not counted."""
+        counted = [count for count in num_tokens if count is not None]
+        if not counted or len(counted) < len(num_tokens):
+            return self
+        details = CompletionDetails(sum(counted))
+        return msgspec.structs.replace(self, completion_tokens_details=details)
 
 
 class CompletionChoice(msgspec.Struct):
@@ -212,6 +252,9 @@ class AnswerMessage(msgspec.Struct):
 
     content: str | None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     role: str = "assistant"
     refusal: None = None
 

@@ -15,6 +15,7 @@ from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
     Prompt,
+    RenderedPrompt,
     StreamChunk,
     check_is_one_prompt,
     is_list_of_prompts,
@@ -426,14 +427,41 @@ class AsyncClient:
             DeadlineExceeded: no answer within the timeout.
             ServerUnreachable: no server answers at the endpoint, or the connection was lost.
         """
-        check_is_one_prompt(prompt, "tokenize")
+        answer = await self._tokens("tokenize", prompt, chat, False, timeout)
+        return unpack_ids(answer.token_ids).tolist()
+
+    async def render(
+        self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
+    ) -> RenderedPrompt:
+        """Return the text and the token ids that `generate` would use for a text or a chat.
+
+            text, ids = await client.render([{"role": "user", "content": "Hello"}])
+
+        Args:
+            prompt: a text or a chat.
+            chat: tools and variables of the chat template, if the prompt is a chat.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            InvalidRequest: the prompt is neither a text nor a chat, or the model has no chat
+                template, or the template refuses the chat.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        answer = await self._tokens("render", prompt, chat, True, timeout)
+        return RenderedPrompt(answer.text, unpack_ids(answer.token_ids).tolist())
+
+    async def _tokens(
+        self, call: str, prompt: Prompt, chat: ChatOptions, with_text: bool, timeout: float
+    ) -> Tokens:
+        check_is_one_prompt(prompt, call)
         wire = wire_prompt(prompt)
         if wire.token_ids is not None:
             raise InvalidRequest("prompt is a list of token ids already", "prompt")
         answer: Tokens = await self._ask(
-            lambda name: Tokenize(PROTOCOL_VERSION, name, wire.prompt, chat), timeout
+            lambda name: Tokenize(PROTOCOL_VERSION, name, wire.prompt, chat, with_text), timeout
         )
-        return unpack_ids(answer.token_ids).tolist()
+        return answer
 
     async def detokenize(
         self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0

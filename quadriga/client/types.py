@@ -199,6 +199,13 @@ def check_is_one_prompt(prompt: Any, call: str) -> None:
         )
 
 
+class RenderedPrompt(NamedTuple):
+    """A prompt as the model reads it: its text, a chat as the template writes it, and its ids."""
+
+    text: str
+    token_ids: list[int]
+
+
 class WirePrompt(NamedTuple):
     """A prompt in the form of the Generate message: text or chat, or packed token ids."""
 

@@ -23,7 +23,7 @@ from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
 # Part of the cache key: increase it when the written files change.
-EXPORT_VERSION = 3
+EXPORT_VERSION = 4
 
 
 def header_files(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.gguf.sentencepiece import build_sentencepiece_tokenizer
+from quadriga.model_files.tokenizer import FILL_TOKENS_KEY
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +31,16 @@ _SINGLE_DIGIT_NAMES = ("smollm", "refact", "starcoder")
 # Control tokens that end an answer, beside the header's only eos_token_id.
 _END_OF_TURN = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
                 "<end_of_turn>")  # fmt: skip
+
+# Role in filling in the middle -> keys of the token's id, the older name last.
+_FILL_TOKEN_KEYS = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "repository": ("fim_rep",),
+    "file": ("fim_sep",),
+}
 
 
 def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
@@ -138,6 +149,20 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
         if token_id is not None:
             config[f"{short}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
+    if fill_tokens := _fill_tokens(metadata):
+        config[FILL_TOKENS_KEY] = fill_tokens
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return config
+
+
+def _fill_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the header's tokens for filling in the middle, by role."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = {}
+    for role, keys in _FILL_TOKEN_KEYS.items():
+        ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
+        token_id = next((token_id for token_id in ids if token_id is not None), None)
+        if token_id is not None and token_id < len(tokens):
+            names[role] = tokens[token_id]
+    return names

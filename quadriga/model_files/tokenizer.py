@@ -9,6 +9,9 @@ from quadriga.errors import ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# Key of tokenizer_config.json: the names of a GGUF's tokens for filling in the middle, by role.
+FILL_TOKENS_KEY = "fill_tokens"
+
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
     """Load `directory`/tokenizer.json, without truncation and padding.
@@ -42,7 +45,22 @@ def template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
     if file.exists():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
+    return _named_templates(template).get("default") if isinstance(template, list) else template
+
+
+def tool_template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return the text of a directory's template for chats with tools; None if it has no other one.
+
+    Args:
+        tokenizer_dir: The directory.
+        config: Contents of its tokenizer_config.json.
+    """
+    file = tokenizer_dir / "additional_chat_templates" / "tool_use.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    return _named_templates(template).get("tool_use") if isinstance(template, list) else None
+
+
+def _named_templates(entries: list[dict[str, str]]) -> dict[str, str]:
+    return {entry["name"]: entry["template"] for entry in entries}

@@ -3,11 +3,10 @@
 Imported by the frontend's grammar check and by the worker; only they load the library.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from quadriga.sampling.params import Grammar
-from quadriga.sampling.structural_tag import read_structural_tag, to_lark
+from quadriga.sampling.structural_tag import escape_slashes, read_structural_tag, to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,8 +28,6 @@ PARSER_LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-_TO_ESCAPE = re.compile(r"\\.|/")
-
 
 def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
     """Return the grammar as LLMatcher takes it.
@@ -44,20 +41,11 @@ def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
         options: Any = JSON_OPTIONS
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
     if grammar.kind == "structural_tag":
-        tag = read_structural_tag(grammar.text)
-        return LLMatcher.grammar_from_lark(to_lark(tag, vocabulary, JSON_OPTIONS))
+        tag_format = read_structural_tag(grammar.text)
+        return LLMatcher.grammar_from_lark(to_lark(tag_format, vocabulary, JSON_OPTIONS))
     if grammar.kind == "regex":
-        return LLMatcher.grammar_from_lark(f"start: /{_escape_slashes(grammar.text)}/")
+        return LLMatcher.grammar_from_lark(f"start: /{escape_slashes(grammar.text)}/")
     return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
-
-
-def _escape_slashes(pattern: str) -> str:
-    """Return the inside of a Lark regex.
-
-    The library's own conversion writes a line break as an escape, which ends no comment of (?x),
-    and drops a backslash at the end.
-    """
-    return _TO_ESCAPE.sub(lambda match: "\\/" if match[0] == "/" else match[0], pattern)
 
 
 def load_vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: frozenset[int]) -> "LLTokenizer":

@@ -54,6 +54,7 @@ class Range(NamedTuple):
 _PENALTY = Range(-2, 2, note="; 0 is off")
 _LOGPROBS = Range(0, 20)
 _GRAMMAR = Range(max_chars=MAX_GRAMMAR_CHARS)
+_MARK = Range(max_chars=64)
 
 LIMITS = {
     "max_new_tokens": Range(1),
@@ -82,4 +83,8 @@ LIMITS = {
     "ebnf": _GRAMMAR,
     "choice": Range(min_items=1, max_chars=MAX_GRAMMAR_CHARS),
     "structural_tag": _GRAMMAR,
+    "thinking_token_budget": Range(0),
+    "thinking_end": _MARK,
+    "thinking_start": _MARK,
+    "logprob_token_ids": Range(max_items=128, items="ids"),
 }

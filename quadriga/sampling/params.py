@@ -90,8 +90,19 @@ class SamplingParams(
         regex: a match of this regular expression, in the dialect of Rust's regex crate.
         ebnf: a sentence of this grammar, in the notation of llama.cpp's GBNF or of Lark.
         choice: one of these texts.
-        structural_tag: free text in which structures follow triggers, {"structures": [{"begin",
-            "schema", "end"}], "triggers": […]}: JSON text or a map.
+        structural_tag: a text of several parts, {"format": …}, or free text in which structures
+            follow triggers, {"structures": [{"begin", "schema", "end"}], "triggers": […]}: JSON
+            text or a map.
+
+    Attributes of reasoning, for models that write it at the beginning of an answer. A grammar
+    applies after it:
+
+        thinking_token_budget: number of reasoning tokens after which `thinking_end` is written by
+            force, and the answer goes on. None: no limit.
+        thinking_end: text that ends the reasoning; "": the answer has none. Whitespace at its ends
+            is written by force, but the model need not write it.
+        thinking_start: text that begins the reasoning, at the end of the prompt or at the
+            beginning of the answer; "": the prompt ends within the reasoning.
 
     Attributes of the answer:
 
@@ -101,6 +112,8 @@ class SamplingParams(
             generated token and its own. They are those of the model's own distribution, before
             the parameters above change it. None: no logprobs.
         prompt_logprobs: the same for the prompt's tokens.
+        logprob_token_ids: ids whose log-probabilities come with each generated token, after the
+            likeliest ones. They imply `logprobs` 0.
     """
 
     max_new_tokens: int | None = None
@@ -131,6 +144,10 @@ class SamplingParams(
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_end: str = ""
+    thinking_start: str = ""
+    logprob_token_ids: list[int] = msgspec.field(default_factory=list)
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:
@@ -163,6 +180,13 @@ class SamplingParams(
             if getattr(self, name) is None
         }
         return msgspec.structs.replace(self, **left_open) if left_open else self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of log-probabilities beside that of each token; None: no log-probabilities."""
+        if self.logprobs is None and not self.logprob_token_ids:
+            return None
+        return (self.logprobs or 0) + len(self.logprob_token_ids)
 
     def with_seed(self) -> "SamplingParams":
         """Return a copy with a seed, so that a request that is sent again gives the same tokens."""

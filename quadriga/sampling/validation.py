@@ -57,6 +57,8 @@ def validate_params(params: SamplingParams, vocab_size: int) -> None:
     for token_id, bias in params.logit_bias.items():
         limit = LIMITS["logit_bias"]
         _check(limit.contains(bias), "logit_bias", f"{bias} for id {token_id}", limit.rule)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
+    _check_thinking(params)
     if params.allowed_token_ids is not None:
         _check_allowed_ids(params.allowed_token_ids, vocab_size)
     _check_grammar(params)
@@ -88,6 +90,23 @@ def _check_grammar(params: SamplingParams) -> None:
         _check("" not in params.choice, "choice", '""', "must not hold an empty string")
     rule = f"nothing can follow a text that {grammar.kind} ends; leave one of them out"
     _check(not params.ignore_eos, "ignore_eos", "true", rule)
+
+
+def _check_thinking(params: SamplingParams) -> None:
+    for field in ("thinking_end", "thinking_start"):
+        mark, most = getattr(params, field), LIMITS[field].max_chars
+        assert most is not None
+        rule = f"at most {most} are allowed"
+        _check(len(mark) <= most, field, f"{len(mark)} characters", rule)
+        rule = "it must be empty, or have more than whitespace"
+        _check(mark == "" or mark.strip() != "", field, repr(mark), rule)
+    if params.thinking_end:
+        return
+    budget = params.thinking_token_budget
+    rule = "it limits a reasoning that ends with thinking_end, which is missing"
+    _check(budget is None, "thinking_token_budget", budget, rule)
+    rule = "it begins a reasoning that ends with thinking_end, which is missing"
+    _check(not params.thinking_start, "thinking_start", repr(params.thinking_start), rule)
 
 
 def _check_texts(field: str, texts: list[str]) -> None:

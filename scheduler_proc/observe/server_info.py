@@ -21,10 +21,11 @@ def collect_info(args: SchedulerArgs, ready: WorkerReady | None, core: Scheduler
         "batching": args.batching,
         "schedule_policy": args.schedule_policy,
         "fair_clients": args.fair_clients,
-        "fair_tenants": args.fair_tenants,
         "prefix_cache": not args.disable_radix_cache,
         "chunked_prefill_size": args.chunk_size(ready.prefill_tokens) if ready else None,
     }
+    if args.fair_tenants:
+        values["fair_tenants"] = True
     if ready is not None:
         values |= {
             "page_size": core.kv.page_size,

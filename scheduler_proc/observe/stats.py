@@ -83,7 +83,7 @@ class SchedulerStats:
     def info(self) -> InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
         gaps = sorted(self._gaps)
-        return {
+        values: InfoValues = {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,
             "late_plans": self.late_plans,
@@ -98,8 +98,9 @@ class SchedulerStats:
             "errors": dict(self.errors),
             "step_tokens": self.step_tokens.as_map(),
             "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
-            "tenants": self.tenants.info(),
         }
+        tenants = self.tenants.info()
+        return values | {"tenants": tenants} if tenants else values
 
 
 def stage_seconds(request: Request, now: float) -> list[tuple[str, float]]:

@@ -9,7 +9,7 @@ from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import NEUTRAL, SamplingParams, given
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import SlotSamplingParams
+from quadriga.wire.messages.worker import SlotSamplingParams, WantedLogprobs
 
 MAX_JUMP_GRAMMAR_CHARS = 32_768  # the library takes 28 ms to find 30,000 forced characters
 
@@ -87,7 +87,7 @@ def slot_sampling_params(
         bad_words=bad_words,
         min_new_tokens=params.min_new_tokens,
         stop_ids=pack_ids(sorted(stop_ids)) if masks_stops else b"",
-        logprobs=params.logprobs,
+        logprobs=_wanted_logprobs(params),
         prompt_logprobs=params.prompt_logprobs,
         grammar=grammar.key if grammar is not None else b"",
         jumps=grammar is not None and _allows_jump_forward(params, grammar),
@@ -97,6 +97,12 @@ def slot_sampling_params(
     return msgspec.structs.replace(slot_params, num_prompt=num_prompt)
 
 
+def _wanted_logprobs(params: SamplingParams) -> int | WantedLogprobs | None:
+    if not params.logprob_token_ids:
+        return params.logprobs
+    return WantedLogprobs(params.logprobs or 0, pack_ids(params.logprob_token_ids))
+
+
 def _allows_jump_forward(params: SamplingParams, grammar: GrammarForm) -> bool:
     """Return whether forced tokens equal the tokens that would be sampled, and need no logprobs.
 
@@ -104,7 +110,7 @@ def _allows_jump_forward(params: SamplingParams, grammar: GrammarForm) -> bool:
     """
     masked = params.logit_bias or params.allowed_token_ids is not None or params.bad_words
     too_long = len(grammar.text) > MAX_JUMP_GRAMMAR_CHARS
-    return not (masked or params.logprobs is not None or too_long)
+    return not (masked or params.num_top_logprobs is not None or too_long)
 
 
 _DEFAULTS = SlotSamplingParams(num_prompt=0)

@@ -131,7 +131,7 @@ def test_langchain_has_structured_output_tools_logprobs_and_choices(chat: Any) -
     for method in ("json_schema", "function_calling"):
         parsed = long.with_structured_output(Weather, method=method).invoke("Rain?")
         assert isinstance(parsed, Weather), method
-    (call,) = long.bind_tools([Weather], tool_choice="any").invoke("Rain?").tool_calls
+    call, *_ = long.bind_tools([Weather], tool_choice="any").invoke("Rain?").tool_calls
     Weather.model_validate(call["args"])
     logprobs = (
         chat.bind(logprobs=True, top_logprobs=2).invoke("Hello!").response_metadata["logprobs"]
@@ -181,7 +181,7 @@ def test_litellm_has_tools_schemas_and_errors(litellm: Any, asked: dict[str, Any
     long = asked | {"max_tokens": 500}
     tool = openai.pydantic_function_tool(Weather)
     answer = litellm.completion(**long, tools=[tool], tool_choice="required")
-    (call,) = answer.choices[0].message.tool_calls
+    call, *_ = answer.choices[0].message.tool_calls
     Weather.model_validate_json(call.function.arguments)
     answer = litellm.completion(**long, response_format=Weather)
     Weather.model_validate_json(answer.choices[0].message.content)

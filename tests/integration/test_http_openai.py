@@ -262,7 +262,7 @@ def test_leaving_a_stream_ends_its_request(client: openai.OpenAI, server: Server
         ({"n": 5_000_000}, openai.BadRequestError, "n", "n is 5000000"),
         ({"n": 128, "prompt": ["a"] * 9}, openai.BadRequestError, "prompt", "1152"),
         ({"best_of": 3}, openai.BadRequestError, "best_of", "only 1"),
-        ({"suffix": "end"}, openai.BadRequestError, "suffix", "not supported"),
+        ({"suffix": "end"}, openai.BadRequestError, "suffix", "<|fim_prefix|>"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "from 0 to 1000000"),
         ({"temperature": 1e39}, openai.BadRequestError, "temperature", "from 0 to 1000000"),
         ({"stop": [""]}, openai.BadRequestError, "stop", "empty string"),

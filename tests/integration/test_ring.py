@@ -20,6 +20,7 @@ from quadriga.errors import (
 from tests.server import ROOT, Server, settle, wait_until
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+TOOL = {"type": "function", "function": {"name": "weather"}}
 TEXT = "The quick brown fox"
 
 
@@ -281,8 +282,8 @@ def test_text_becomes_ids_and_ids_become_text_again(server: Server) -> None:
         assert client.generate(TEXT, GREEDY).usage.prompt_tokens == len(ids)
         with pytest.raises(InvalidRequest, match="token_ids holds 600"):
             client.detokenize([600])
-        with pytest.raises(InvalidRequest, match="takes none"):
-            client.tokenize([{"role": "user", "content": "hi"}], ChatOptions(tools=[{}]))
+        described = client.tokenize([{"role": "user", "content": "hi"}], ChatOptions(tools=[TOOL]))
+        assert '{"name": "weather"}' in client.detokenize(described)
 
 
 def test_a_flushed_cache_is_empty_and_answers_stay_the_same(server: Server) -> None:

@@ -9,7 +9,8 @@ from bench.client.server import free_port
 from http_proc.gateway import Gateway
 from http_proc.listener import bind, listen, make_runner, tls_context
 from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
-from quadriga.client.types import Completion, StreamChunk, Timings
+from quadriga.client.logprobs import TokenLogprob
+from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
@@ -24,6 +25,8 @@ FACTS = {
     "context_length": 100,
     "chat": True,
     "answer_format": to_info(AnswerFormat(calls=HERMES, takes_tools=True)),
+    "fill_format": None,
+    "model_details": {"family": "llama"},
     "pids": {},
 }
 TIMEOUT_S = 60.0
@@ -48,12 +51,15 @@ class ScriptedRing:
 
     Attributes:
         prompt_end: the end of the rendered prompt, as the ring reports it.
+        logprobs: makes the logprobs of a piece.
     """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
         self.pieces = pieces
         self.error: QuadrigaError | None = None
         self.leaves_open = False
+        self.finish_reason = "stop"
+        self.logprobs: Callable[[str], list[TokenLogprob]] | None = None
         self.prompt_end = ""
         self.progress_of_each = RequestProgress(RequestState.UNKNOWN)
         self.questions: list[list[str]] = []
@@ -94,12 +100,26 @@ class ScriptedRing:
         for number, piece in enumerate(self.pieces):
             is_last = number == len(self.pieces) - 1 and not self.leaves_open
             handle.done = is_last
-            loop.call_soon(sink, chunk(piece, self._completion() if is_last else None))
+            part = chunk(piece, self._completion() if is_last else None)
+            part.logprobs = self.logprobs(piece) if self.logprobs else None
+            loop.call_soon(sink, part)
 
     def _completion(self) -> Completion:
         timings = Timings(now(), token_times=[now()])
         usage = Usage(3, len(self.pieces), 0)
-        return Completion("r", "".join(self.pieces), [1], "stop", usage, timings)
+        return Completion("r", "".join(self.pieces), [1], self.finish_reason, usage, timings)
+
+    async def tokenize(self, prompt: Any, chat: Any) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append((prompt, None, {"chat": chat}))
+        return [1] * self.num_prompt_tokens
+
+    async def render(self, prompt: Any, chat: Any = None) -> RenderedPrompt:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append((prompt, None, {"chat": chat}))
+        return RenderedPrompt("rendered", [1] * self.num_prompt_tokens)
 
     async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
         self.questions.append(request_ids)

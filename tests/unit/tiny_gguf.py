@@ -18,8 +18,8 @@ TYPES = [CONTROL] * len(SPECIAL) + [USER_DEFINED] + [NORMAL] * (len(BYTES) + len
 def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
     """Write the file, and return its path.
 
-    `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head) and
-    `scaling`.
+    `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
+    `scaling` and `fill` (ids of the tokens for filling in the middle, by the header's names).
     """
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -58,3 +58,5 @@ def _add_tokenizer(writer: GGUFWriter, overrides: dict[str, Any]) -> None:
     writer.add_chat_template("{{ messages }}")
     if "add_bos" in overrides:
         writer.add_add_bos_token(overrides["add_bos"])
+    for role, token_id in overrides.get("fill", {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token_id)

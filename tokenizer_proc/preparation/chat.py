@@ -5,25 +5,52 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
+
 from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.config.answer_parsers import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.model_files.tokenizer import template_source
+from quadriga.model_files.tokenizer import template_source, tool_template_source
 from quadriga.wire.messages.public import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
 from tokenizer_proc.preparation.templates.environment import compile_template
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
 from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
 from tokenizer_proc.preparation.templates.probes import Prober
+from tokenizer_proc.preparation.templates.response_template import (
+    ResponseMarks,
+    read_response_template,
+)
+from tokenizer_proc.preparation.templates.run_limits import (
+    TemplateRanAway,
+    join_limited,
+    run_limited,
+)
 from tokenizer_proc.preparation.templates.turns import template_messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# A template renders a short chat in about a millisecond. Long chats have their time, because some
+# templates look at all turns for each turn.
+MIN_CPU_S = 0.5
+ITEM_CPU_S = 0.01
+MEGABYTE_CPU_S = 2.0
+PROBE_CPU_S = 0.2
+# A longer prompt is refused by the encoder.
+MAX_TEXT_CHARS = 8 * 1024 * 1024
 # The form of calls in chats of models whose answers have no calls.
 DEFAULT_FORM = cast(CallFormat, KNOWN_FORMATS[GENERIC].calls)
+SHOWS_NO_CALLS = (
+    "the chat template takes tools, but does not show how the model writes calls: they are read as"
+    " hermes; choose another form with --tool-call-parser"
+)
+RUNS_AWAY = (
+    "the chat template takes too much time or memory for a chat of one message: chats will be"
+    " refused; correct it, or replace it with --chat-template"
+)
 # Stands after the last message while a chat is rendered whose last message goes on, as in
 # transformers.
 _CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -62,8 +89,7 @@ class ChatTemplate:
 
     Attributes:
         answer_format: how the model writes its answers.
-        shows_calls: `answer_format` has the marks of the model's own calls. False: the template
-            takes tools, but its marks are not found, and no flag chooses others.
+        notes: what the start of the server says about the template.
 
     Raises:
         ConfigError: it is no Jinja template.
@@ -76,34 +102,43 @@ class ChatTemplate:
         marks: TokenMarks | None = None,
         parsers: ParserNames | None = None,
     ) -> None:
-        marks = marks or TokenMarks()
         config = _read_config(tokenizer_dir / "tokenizer_config.json")
         self._tokens = {
             name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
         }
-        source = (
-            template_source(tokenizer_dir, config)
-            if file is None
-            else file.read_text(encoding="utf-8")
-        )
-        self._template = None if source is None else compile_template(source, file or tokenizer_dir)
+        if file is None:
+            source = template_source(tokenizer_dir, config)
+            tool_source = tool_template_source(tokenizer_dir, config)
+            given = read_response_template(config)
+        else:
+            source, tool_source = file.read_text(encoding="utf-8"), None
+            given = ResponseMarks()
+        origin = file or tokenizer_dir
+        self._template = None if source is None else compile_template(source, origin)
+        self._tool_template = None if tool_source is None else compile_template(tool_source, origin)
         self._needs = TemplateNeeds()
         self._call_form = DEFAULT_FORM
         self.answer_format = AnswerFormat()
-        self.shows_calls = True
+        self.notes: tuple[str, ...] = ()
         if source is not None:
-            self._probe(source, marks, parsers or ParserNames())
+            sources = source + (tool_source or "")
+            self._probe(sources, marks or TokenMarks(), given, parsers or ParserNames())
 
-    def _probe(self, source: str, marks: TokenMarks, parsers: ParserNames) -> None:
+    def _probe(
+        self, source: str, marks: TokenMarks, given: ResponseMarks, parsers: ParserNames
+    ) -> None:
         prober = Prober(self._render)
         needs = find_needs(prober)
-        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special)
+        derived, has_calls = derive_format(prober, source, needs, marks.ends, marks.special, given)
         if not (needs.takes_tools or (needs.takes_calls and has_calls)):
             needs = replace(needs, takes_calls=False, takes_results=False)
         self._needs = needs
         self.answer_format = overrule(derived, parsers, marks.special)
         self._call_form = self.answer_format.calls or DEFAULT_FORM
-        self.shows_calls = has_calls or not needs.takes_tools or parsers.tool_call != AUTO
+        if prober.has_run_away:
+            self.notes += (RUNS_AWAY,)
+        if not (has_calls or not needs.takes_tools or parsers.tool_call != AUTO):
+            self.notes += (SHOWS_NO_CALLS,)
 
     @property
     def exists(self) -> bool:
@@ -136,15 +171,31 @@ class ChatTemplate:
             "tools": (self._needs.takes_tools and options.tools) or None,
         }
         try:
-            text = self._render(variables)
+            text = self._render(variables, _max_cpu_s(messages, options))
+        except TemplateRanAway as error:
+            raise InvalidRequest(
+                f"the model's chat template ran away: {error}; shorten the chat, or start the"
+                " server with another --chat-template",
+                "prompt",
+            ) from None
         except Exception as error:  # a template is a program: it may fail in any way
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {reason}", "prompt") from None
         return _cut_where_continued(text) if options.continue_final_message else text
 
-    def _render(self, variables: dict[str, Any]) -> str:
-        assert self._template is not None
-        return self._template.render({"documents": None, **self._tokens, **variables})
+    def _render(self, variables: dict[str, Any], max_cpu_s: float = PROBE_CPU_S) -> str:
+        has_tools = self._tool_template is not None and variables["tools"]
+        template = self._tool_template if has_tools else self._template
+        assert template is not None
+        pieces = template.generate({"documents": None, **self._tokens, **variables})
+        return run_limited(lambda: join_limited(pieces, MAX_TEXT_CHARS), max_cpu_s)
+
+
+def _max_cpu_s(messages: list[ChatMessage], options: ChatOptions) -> float:
+    """Return the CPU time in which a template renders a chat, by a generous measure."""
+    num_bytes = len(msgspec.msgpack.encode((messages, options)))
+    num_items = len(messages) + len(options.tools)
+    return MIN_CPU_S + ITEM_CPU_S * num_items + MEGABYTE_CPU_S * num_bytes / 2**20
 
 
 def _check_continues(messages: list[ChatMessage], options: ChatOptions) -> None:

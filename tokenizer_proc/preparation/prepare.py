@@ -26,6 +26,7 @@ from quadriga.sampling.stop_regex import compile_stop_regex
 from quadriga.sampling.validation import validate_params
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.grammar import ThinkingForm
 from quadriga.wire.messages.public import (
     ChatMessage,
     ChatOptions,
@@ -40,6 +41,7 @@ from quadriga.wire.messages.public import (
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.thinking import thinking_form, without_thinking
 
 # A message of this size is parsed, rendered and encoded in 1 to 2 ms.
 MAX_INLINE_BYTES = 4096
@@ -57,12 +59,14 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
         grammar: taken out of the parameters; not checked yet.
         prompt_end: the last NUM_PROMPT_END_CHARS characters of the rendered chat; "" for other
             prompts.
+        thinking: the reasoning that is limited, or that precedes the grammar.
     """
 
     request: Generate
     bad_words: list[bytes]
     grammar: Grammar | None
     prompt_end: str = ""
+    thinking: ThinkingForm | None = None
 
 
 Answer = Tokens | Text
@@ -115,6 +119,12 @@ class Preparer:
             validation.check_can_end(params, model)
             params = without_grammar(params)
         prompt = self._encode_prompt(message)
+        thinking = None
+        if params.thinking_end:
+            thinking = thinking_form(params, self._text_end(prompt), grammar is not None)
+            params = without_thinking(params)
+        if params.logprob_token_ids and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)
         ids, params = validation.fit(
             prompt.ids,
             params.filled(self._defaults),
@@ -133,7 +143,7 @@ class Preparer:
             queue_timeout=given(message.queue_timeout, args.queue_timeout),
             timeout=given(message.timeout, args.request_timeout),
         )
-        return Prepared(request, bad_words, grammar, prompt.end)
+        return Prepared(request, bad_words, grammar, prompt.end, thinking)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
         """Return the ids of a text, or the text of ids. Raise InvalidRequest."""
@@ -150,6 +160,12 @@ class Preparer:
         if message.prompt_token_ids is not None:
             return _Prompt(validation.check_prompt_ids(message, self._model.vocab_size))
         return self._encode(message.prompt, message.chat)
+
+    def _text_end(self, prompt: "_Prompt") -> str:
+        """Return the end of a prompt's text, that of token ids decoded."""
+        if prompt.text or not prompt.ids:
+            return prompt.text[-NUM_PROMPT_END_CHARS:]
+        return self._encoder.decode(prompt.ids[-NUM_PROMPT_END_CHARS:], False)
 
     def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "_Prompt":
         is_chat = not isinstance(prompt, str)

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.grammar import compile_grammar, load_vocabulary
+from quadriga.sampling.grammar import load_vocabulary
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import GrammarReady
 from quadriga.wire.sockets import Outbox
+from worker_proc.sampling.compiled_grammar import CompiledGrammar, compile_form
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 NICENESS = 10
 
@@ -22,12 +23,12 @@ class GrammarCompiler:
     """Compiles grammars and keeps them. The first one starts the thread and loads the vocabulary.
 
     Attributes:
-        compiled: Matchers in their initial state, by key; slots get copies.
+        compiled: Grammars by key.
     """
 
     def __init__(self, files: ModelFiles, results_address: str) -> None:
         """Create a compiler whose thread sends GrammarReady to `results_address`."""
-        self.compiled: dict[bytes, LLMatcher] = {}
+        self.compiled: dict[bytes, CompiledGrammar] = {}
         self._files = files
         self._results_address = results_address
         self._thread = ThreadPoolExecutor(1, "grammar", self._start_thread)
@@ -41,7 +42,7 @@ class GrammarCompiler:
     def compile_here(self, grammar: GrammarForm) -> str:
         """Compile a grammar in the calling thread. Return an error, or an empty string."""
         try:
-            self.compiled[grammar.key] = compile_grammar(self._load_vocabulary(), grammar.text)
+            self.compiled[grammar.key] = compile_form(self._load_vocabulary(), grammar)
         except BaseException as error:  # the library's panics are not subclasses of Exception
             return f"the grammar cannot be compiled: {error}"
         return ""

@@ -1,5 +1,6 @@
-"""Mask the logits of rows whose request has a grammar."""
+"""Mask the logits of rows whose request has a grammar or a limited reasoning."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,8 +18,38 @@ if TYPE_CHECKING:
 MASKED = float("-inf")
 
 
-class SlotGrammar:
-    """State of a slot's grammar: a function of the tokens generated so far."""
+class SlotConstraint(ABC):
+    """What the next token of a slot may be: a function of the tokens generated so far."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every token is allowed from now on, and none is forced."""
+        return False
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens are forbidden now."""
+        return True
+
+    @abstractmethod
+    def fill(self, mask: np.ndarray) -> None:
+        """Set the bits of the allowed tokens.
+
+        Args:
+            mask: [bytes] uint8, with a bit for each token, the lowest id in the lowest bit.
+        """
+
+    @abstractmethod
+    def advance(self, token: int) -> str:
+        """Accept a sampled token. Return why the request cannot continue, or an empty string."""
+
+    @abstractmethod
+    def take_forced(self, max_tokens: int) -> list[int]:
+        """Accept and return the tokens that must follow, at most `max_tokens`."""
+
+
+class SlotGrammar(SlotConstraint):
+    """State of a slot's grammar."""
 
     def __init__(
         self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jump_forward: bool = False
@@ -36,14 +67,14 @@ class SlotGrammar:
         self._jump_forward = jump_forward
         self._stop_ids = stop_ids
         self._stop_set = frozenset(stop_ids.tolist())
-        self._matcher.consume_tokens(generated.tolist())
+        self.consume(generated)
+
+    def consume(self, token_ids: Ints) -> None:
+        """Accept tokens `[tokens]` that were generated before."""
+        self._matcher.consume_tokens(token_ids.tolist())
 
     def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of the allowed tokens, and none if the library has given up.
-
-        Args:
-            mask: [bytes] uint8, with a bit for each token, the lowest id in the lowest bit.
-        """
+        """Set the bits of the allowed tokens, and none if the library has given up."""
         mask[:] = 0
         if self._matcher.is_error():
             return
@@ -61,17 +92,10 @@ class SlotGrammar:
             return ""
         if not matcher.is_error() and token not in self._stop_set and matcher.consume_token(token):
             return ""
-        reason = matcher.get_error().removesuffix("\n<non-verbose/>")
-        return (
-            "no token is left that the grammar and the request's other rules allow"
-            f" ({reason or 'all are barred'}); loosen one of them"
-        )
+        return barred_error(matcher.get_error().removesuffix("\n<non-verbose/>"))
 
     def take_forced(self, max_tokens: int) -> list[int]:
-        """Accept and return the tokens that must follow, at most `max_tokens`.
-
-        They are the tokens into which the tokenizer would split the forced text.
-        """
+        """Accept and return the tokens into which the tokenizer would split the forced text."""
         if not self._jump_forward or self._matcher.is_error():
             return []
         forced = self._matcher.compute_ff_tokens()[:max_tokens]
@@ -80,15 +104,24 @@ class SlotGrammar:
         return token_ids
 
 
+def barred_error(reason: str = "") -> str:
+    """Return why a request cannot continue whose token was not allowed."""
+    return (
+        "no token is left that the grammar and the request's other rules allow"
+        f" ({reason or 'all are barred'}); loosen one of them"
+    )
+
+
 class Constrained(NamedTuple):
-    """A row of a step and its slot's grammar."""
+    """A row of a step and what its slot's next token may be."""
 
     row: int
-    grammar: SlotGrammar
+    grammar: SlotConstraint
 
 
 def mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
     """Set the tokens that the rows' grammars forbid to -inf, in scores [rows, vocab_size]."""
+    rows = [row for row in rows if row.grammar.masks]
     if not rows:
         return
     vocab_size = scores.shape[1]

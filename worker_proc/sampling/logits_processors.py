@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quadriga.wire.messages.worker import SlotSamplingParams
+from quadriga.wire.messages.worker import SlotSamplingParams, WantedLogprobs
 from worker_proc.attention.base import Ints
-from worker_proc.sampling.grammar_mask import MASKED, Constrained, SlotGrammar, mask_by_grammar
+from worker_proc.sampling.grammar_mask import (
+    MASKED,
+    Constrained,
+    SlotConstraint,
+    mask_by_grammar,
+)
 
 ANY_TOKEN = -1  # pads the prefix of a bad word
 NO_TOKEN = -2
@@ -28,11 +33,17 @@ class SlotLogits:
         params: The parameters that they are made of.
         bad_word_prefixes: [words, longest - 1] all tokens but the last, left-padded with ANY_TOKEN.
         bad_word_ends: [words] the last token.
-        grammar: The slot's grammar, if it has one.
+        num_top_logprobs: How many of the most likely tokens are returned with their logprobs; None:
+            no logprobs.
+        logprob_ids: Ids whose logprobs are returned beside them.
+        grammar: The slot's grammar, or the reasoning before it, if it has one.
     """
 
     def __init__(
-        self, params: SlotSamplingParams, device: torch.device, grammar: SlotGrammar | None = None
+        self,
+        params: SlotSamplingParams,
+        device: torch.device,
+        grammar: SlotConstraint | None = None,
     ) -> None:
         self.params = params
         self.grammar = grammar
@@ -42,12 +53,23 @@ class SlotLogits:
         self.bias = torch.from_numpy(np.frombuffer(params.bias, dtype="<f4").copy()).to(device)
         self.allowed_ids = _ids(params.allowed_ids, device)
         self.stop_ids = _ids(params.stop_ids, device)
+        wanted = params.logprobs
+        if not isinstance(wanted, WantedLogprobs):
+            wanted = None if wanted is None else WantedLogprobs(wanted, b"")
+        self.num_top_logprobs = None if wanted is None else wanted.num_top
+        self.logprob_ids = _ids(b"" if wanted is None else wanted.token_ids, device)
         self.bad_word_prefixes, self.bad_word_ends = _bad_words(params.bad_words, device)
-        self.changes_logits = (
+        self._always_changes_logits = (
             self.penalises
             or params.min_new_tokens > 0
-            or bool(params.bias_ids or params.allowed_ids or params.bad_words or params.grammar)
+            or bool(params.bias_ids or params.allowed_ids or params.bad_words)
         )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the processors change the logits of the next token."""
+        grammar = self.grammar
+        return self._always_changes_logits or (grammar is not None and grammar.masks)
 
 
 class RowLogits(NamedTuple):
@@ -124,8 +146,12 @@ def _mask_all_but_allowed(scores: Tensor, rows: Sequence[RowLogits]) -> None:
 
 
 def constrained(rows: Sequence[RowLogits]) -> list[Constrained]:
-    """Return the rows that have a grammar."""
-    return [Constrained(row, g) for row, _, rules in rows if (g := rules.grammar) is not None]
+    """Return the rows that have a grammar, or a reasoning that is not over."""
+    return [
+        Constrained(row, grammar)
+        for row, _, rules in rows
+        if (grammar := rules.grammar) is not None and not grammar.is_over
+    ]
 
 
 def _mask_bad_words(

@@ -1,7 +1,6 @@
 """Keep the sampling parameters of all slots."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,13 +8,11 @@ import torch
 from quadriga.sampling.params import GREEDY_BELOW_TEMPERATURE
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from worker_proc.attention.base import Ints
-from worker_proc.sampling.grammar_mask import SlotGrammar
+from worker_proc.sampling.compiled_grammar import CompiledGrammar
+from worker_proc.sampling.grammar_mask import SlotConstraint
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
 from worker_proc.sampling.sampler import SamplingRows
 from worker_proc.system.transfer import send, send_all
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class SamplingState:
@@ -44,7 +41,7 @@ class SamplingState:
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
         self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
         self._logits: dict[int, SlotLogits] = {}
-        self.compiled: Mapping[bytes, LLMatcher] = {}
+        self.compiled: Mapping[bytes, CompiledGrammar] = {}
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Store the parameters of new requests."""
@@ -71,13 +68,12 @@ class SamplingState:
         ):
             table[slots] = send(np.array(values, dtype=dtype), self._device)
 
-    def _grammar(self, request: NewSlot, rules: SlotSamplingParams) -> SlotGrammar:
+    def _grammar(self, request: NewSlot, rules: SlotSamplingParams) -> SlotConstraint:
         if rules.grammar not in self.compiled:
             raise ValueError(f"slot {request.slot}: the plan names a grammar that is not compiled")
         generated = np.frombuffer(request.token_ids, dtype="<i4")[rules.num_prompt :]
         stop_ids = np.frombuffer(rules.stop_ids, dtype="<i4")
-        matcher = self.compiled[rules.grammar].deep_copy()
-        return SlotGrammar(matcher, stop_ids, generated, rules.jumps)
+        return self.compiled[rules.grammar].begin(stop_ids, generated, rules.jumps)
 
     def release(self, slots: list[int]) -> None:
         """Forget the parameters of these slots."""

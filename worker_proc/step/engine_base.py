@@ -98,7 +98,7 @@ class Engine(ABC):
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
         token_ids = self.sample(logits, table.sampling.sampling_rows(slots, positions))
         logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows)
-        return SampledTokens(token_ids, logprobs, constrained(changing))
+        return SampledTokens(token_ids, logprobs, constrained(rules))
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""

@@ -16,6 +16,7 @@ from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.inputs import StepInputs
 
 BLOCK_ROWS = 64
+NO_TOKEN = -1
 
 
 class RowLogprobs(NamedTuple):
@@ -24,12 +25,14 @@ class RowLogprobs(NamedTuple):
     Attributes:
         logprobs: `[rows, vocab_size]` float32.
         rows: Their numbers among the step's sampling rows.
-        width: How many of the most likely tokens were asked for.
+        num_top: `[rows]` How many of the most likely tokens each of them asked for.
+        chosen: `[rows]` Ids that each of them asked for.
     """
 
     logprobs: Tensor
     rows: list[int]
-    width: int
+    num_top: list[int]
+    chosen: list[Tensor]
 
 
 class PromptSpan(NamedTuple):
@@ -50,13 +53,14 @@ class PromptSpan(NamedTuple):
 
 def row_logprobs(logits: Tensor, rows: Sequence[RowLogits]) -> RowLogprobs | None:
     """Compute the logprobs that rows ask for, before anything changes the logits."""
-    asking = [row for row in rows if row.rules.params.logprobs is not None]
+    asking = [row for row in rows if row.rules.num_top_logprobs is not None]
     if not asking:
         return None
     numbers = [row.row for row in asking]
     index = torch.tensor(numbers, device=logits.device)
     logprobs = logits.index_select(0, index).float().log_softmax(-1)
-    return RowLogprobs(logprobs, numbers, max(row.rules.params.logprobs or 0 for row in asking))
+    num_top = [row.rules.num_top_logprobs or 0 for row in asking]
+    return RowLogprobs(logprobs, numbers, num_top, [row.rules.logprob_ids for row in asking])
 
 
 def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
@@ -68,7 +72,10 @@ def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> Sa
         plan_rows: `[samples]` the number of each sampling row in its plan.
     """
     index = torch.tensor(asked.rows, device=sampled.device)
-    block = _block([(asked.logprobs, sampled[index])], asked.width)
+    if any(map(len, asked.chosen)):
+        block = _block_with_chosen(asked, sampled[index])
+    else:
+        block = _block([(asked.logprobs, sampled[index])], max(asked.num_top))
     return SampledLogprobs(plan_rows[asked.rows].astype("<i4").tobytes(), block)
 
 
@@ -111,6 +118,22 @@ def prompt_logprobs(
         )
         pieces.append(PromptPiece(span.row, _block(parts, span.width)))
     return pieces
+
+
+def _block_with_chosen(asked: RowLogprobs, tokens: Tensor) -> LogprobBlock:
+    """Pick the logprobs of tokens `[rows]`, then each row's most likely and chosen ones."""
+    logprobs = asked.logprobs
+    top = logprobs.topk(min(max(asked.num_top), logprobs.shape[1]), -1).indices
+    pieces = zip(asked.num_top, asked.chosen, strict=True)
+    width = max(num_top + len(chosen) for num_top, chosen in pieces)
+    ids = torch.full((len(tokens), width), NO_TOKEN, device=logprobs.device)
+    for row, (num_top, chosen) in enumerate(zip(asked.num_top, asked.chosen, strict=True)):
+        likeliest = top[row, :num_top]
+        ids[row, : len(likeliest)] = likeliest
+        ids[row, num_top : num_top + len(chosen)] = chosen
+    values = logprobs.gather(1, ids.clamp(min=0)).masked_fill_(ids == NO_TOKEN, float("nan"))
+    own = logprobs.gather(1, tokens.unsqueeze(1))
+    return LogprobBlock(_bytes([own]), width, _bytes([ids.int()]), _bytes([values]))
 
 
 def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:

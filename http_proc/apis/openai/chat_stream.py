@@ -12,6 +12,7 @@ from http_proc.answer.events import (
     ReasoningDelta,
     TextDelta,
 )
+from http_proc.apis.openai.answer_form import AnswerForm
 from http_proc.apis.openai.usage import StreamUsage
 from http_proc.chat.answers import finish_reason
 from http_proc.gateway import ResponseHead
@@ -43,8 +44,9 @@ class ChatStream:
 
     framing = SERVER_SENT_EVENTS
 
-    def __init__(self, head: ResponseHead, usage: StreamUsage) -> None:
+    def __init__(self, head: ResponseHead, usage: StreamUsage, form: AnswerForm) -> None:
         self._head = head
+        self._form = form
         self._usage = usage
         self._choices: dict[int, ChatChoiceStream] = {}
 
@@ -55,12 +57,16 @@ class ChatStream:
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
         """Return the events of a chunk of choice `index`."""
+        if self._usage.counts_reasoning:
+            self._usage.count_reasoning(index, events, chunk)
         usage = self._usage.of_chunk(index, chunk)
         choice, pieces = self._choices.get(index), []
         if choice is None:
             choice = self._choices[index] = self._open(index)
             pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage))
         is_full = chunk.completion is not None or chunk.logprobs is not None
+        if len(events) == 1 and not (pieces or is_full) and type(events[0]) is TextDelta:
+            return choice.template.fill(_encode(events[0].text), usage)  # nearly every chunk
         text = ""
         if is_full and events and isinstance(last := events[-1], TextDelta):
             text = last.text
@@ -95,15 +101,12 @@ class ChatStream:
         """Return the delta of an event that is no text, if it has one."""
         match part:
             case ReasoningDelta():
-                return {"reasoning_content": part.text, "reasoning": part.text}
+                return self._form.reasoning(part.text)
             case CallBegin():
                 choice.num_calls += 1
-                function = {"name": part.name, "arguments": ""}
-                call = {"id": part.id, "type": "function", "function": function}
-                return {"tool_calls": [{"index": choice.num_calls - 1, **call}]}
+                return self._form.call_begin(choice.num_calls - 1, part)
             case ArgumentsDelta():
-                function = {"arguments": part.text}
-                return {"tool_calls": [{"index": choice.num_calls - 1, "function": function}]}
+                return self._form.arguments(choice.num_calls - 1, part.text)
         return None
 
     def _full(
@@ -115,7 +118,8 @@ class ChatStream:
         if chunk.logprobs is not None:
             fields["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk.completion is not None:
-            fields["finish_reason"] = finish_reason(chunk.completion, choice.num_calls > 0)
+            reason = finish_reason(chunk.completion, choice.num_calls > 0)
+            fields["finish_reason"] = self._form.finish_reason(reason)
             fields["stop_reason"] = chunk.completion.matched_stop
             end = self._usage.at_end_of(index)
         return self._delta(index, {"content": text} if text else {}, usage, fields, end)

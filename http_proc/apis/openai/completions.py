@@ -7,9 +7,11 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis.openai.usage import StreamUsage
+from http_proc.chat.thinking import with_thinking
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import invalid
+from http_proc.protocol.filling import fill_format, fill_params
 from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from http_proc.protocol.response_format import with_response_format
 from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
@@ -28,8 +30,10 @@ from http_proc.responses import (
     json_response,
     stream_events,
 )
+from quadriga.answer_format import from_info
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
+from quadriga.fill_format import FillFormat
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import Accepted
 
@@ -47,13 +51,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_object(request)
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
-    call = convert(body, CompletionRequest)
+    call = convert(body, CompletionRequest, OPENAI)
     gateway.check_model(call.model)
     sampling = with_response_format(sampling, call)
     _check_supported(call, sampling.params)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
+    if params.thinking_token_budget is not None:
+        answer_format = from_info((await gateway.static_info())["answer_format"])
+        params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
+    if call.suffix:
+        known = fill_format(await gateway.static_info(), gateway.model, "suffix")
+        prompts = _with_suffix(prompts, call.suffix, known)
+        params = fill_params(params, known)
     head = gateway.head(request, "cmpl")
     options: RequestOptions = {"priority": call.priority}
     names = {**NAMES, **sampling.names}
@@ -101,8 +112,20 @@ def _check_supported(call: CompletionRequest, params: SamplingParams) -> None:
     check_prompt_logprobs(call)
     if call.best_of not in (None, 1, params.n):
         raise invalid(f"best_of is {call.best_of}: only 1 or n is supported", "best_of")
-    if call.suffix:
-        raise invalid("suffix is not supported by this server; leave it out", "suffix")
+    if call.suffix and call.echo:
+        raise invalid(
+            "suffix and echo are both given: the completion stands before the suffix; leave one"
+            " out",
+            "suffix",
+        )
+
+
+def _with_suffix(prompts: list[Prompt], suffix: str, known: FillFormat) -> list[Prompt]:
+    """Return the prompts that ask for the text between each prompt and the suffix."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise invalid("suffix needs prompts that are texts: prompt has token ids", "suffix")
+    return [known.prompt(text, suffix) for text in texts]
 
 
 async def _echoes(

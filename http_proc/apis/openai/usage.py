@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from http_proc.answer.events import AnswerEvent
+from http_proc.chat.reasoning_tokens import ReasoningTokens
 from http_proc.protocol.schema import PromptDetails, StreamOptions, UsageBody, usage_body
 from http_proc.protocol.timings import timings_body
 from quadriga.client.types import Completion, StreamChunk
@@ -12,15 +14,21 @@ USAGE = "@usage@"
 
 
 class StreamUsage:
-    """Count the tokens of a stream that has `n` choices for each prompt."""
+    """Count the tokens of a stream that has `n` choices for each prompt.
 
-    def __init__(self, options: StreamOptions, n: int) -> None:
+    Attributes:
+        counts_reasoning: the usage has the tokens of the reasoning.
+    """
+
+    def __init__(self, options: StreamOptions, n: int, counts_reasoning: bool = False) -> None:
         self._n = n
         self._in_every_chunk = options.continuous_usage_stats
         self._at_the_end = options.include_usage or options.continuous_usage_stats
         self._num_prompt_tokens: list[int] = []
         self._num_tokens: dict[int, int] = {}
         self._final: dict[int, Completion] = {}
+        self.counts_reasoning = counts_reasoning and self._at_the_end
+        self._reasoning: dict[int, ReasoningTokens] = {}
 
     @property
     def slot(self) -> dict[str, Any]:
@@ -30,6 +38,10 @@ class StreamUsage:
     def start(self, num_prompt_tokens: list[int]) -> None:
         """Note the length of each prompt."""
         self._num_prompt_tokens = num_prompt_tokens
+
+    def count_reasoning(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> None:
+        """Count the tokens of a chunk whose text has these events."""
+        self._reasoning.setdefault(choice, ReasoningTokens()).push(events, len(chunk.token_ids))
 
     def of_chunk(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the usage in a chunk as JSON: null unless every chunk has one."""
@@ -51,6 +63,8 @@ class StreamUsage:
             return {}
         completions = [self._final[choice] for choice in sorted(self._final)]
         usage = usage_body([completion.usage for completion in completions], self._n)
+        counts = [self._reasoning[choice] for choice in sorted(self._reasoning)]
+        usage = usage.with_reasoning([each.count if each.is_exact else None for each in counts])
         return {"usage": usage, "timings": timings_body(completions)}
 
     def at_end_of(self, choice: int) -> dict[str, Any]:

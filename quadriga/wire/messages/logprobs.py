@@ -12,8 +12,9 @@ class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         values: float32 [tokens], of each token itself.
-        width: number of likeliest tokens per position.
-        top_ids: int32 [tokens, width], likeliest first.
+        width: number of further tokens per position.
+        top_ids: int32 [tokens, width]: the likeliest ones, likeliest first, then those that the
+            request chose; -1 where a request has fewer.
         top_values: float32 [tokens, width].
     """
 
@@ -49,8 +50,9 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         values: float32 [tokens], of each token itself.
-        width: number of likeliest tokens per position.
-        top_ids: int32 [tokens, width], likeliest first.
+        width: number of further tokens per position.
+        top_ids: int32 [tokens, width]: the likeliest ones, likeliest first, then those that the
+            request chose.
         top_values: float32 [tokens, width].
         pieces: text of each token in bytes, which may be a part of a character.
         top_pieces: texts of `top_ids`.

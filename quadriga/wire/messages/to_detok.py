@@ -31,7 +31,8 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
         index: index of the choice.
         keeps_stop: the stop string stays in the text.
         min_new_tokens: number of tokens that cannot stop the text.
-        logprobs: number of likeliest tokens per position; None: no logprobs.
+        logprobs: number of tokens per position with logprobs beside the token itself: the
+            likeliest ones, then chosen ones; None: no logprobs.
         prompt: the prompt, if its log-probabilities were requested.
     """
 

@@ -11,6 +11,18 @@ from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
 EXTEND, DECODE, MIXED = 0, 1, 2
 
 
+class WantedLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of tokens that a client chose, beside the likeliest ones.
+
+    Attributes:
+        num_top: number of likeliest tokens per position.
+        token_ids: int32 [ids]; their log-probabilities follow those of the likeliest tokens.
+    """
+
+    num_top: int
+    token_ids: bytes
+
+
 class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """Sampling parameters of a slot beyond NewSlot's fields, as in SamplingParams.
 
@@ -23,7 +35,8 @@ class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
         allowed_ids: int32 [ids]; empty: all ids.
         bad_words: token ids (int32) of each.
         stop_ids: int32 [ids]; masked before min_new_tokens, and where the grammar may not end.
-        logprobs, prompt_logprobs: number of likeliest tokens per position; None: no logprobs.
+        logprobs, prompt_logprobs: number of likeliest tokens per position, perhaps with further
+            ids; None: no logprobs.
         grammar: key of a grammar that the worker has compiled, or empty.
         jumps: take forced tokens without a step each.
     """
@@ -39,7 +52,7 @@ class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
     bad_words: list[bytes] = []
     min_new_tokens: int = 0
     stop_ids: bytes = b""
-    logprobs: int | None = None
+    logprobs: int | WantedLogprobs | None = None
     prompt_logprobs: int | None = None
     grammar: bytes = b""
     jumps: bool = False

@@ -1,4 +1,4 @@
-"""Calls of strict tools in free text: each parser reads what its grammar lets a model write."""
+"""Forced and strict calls: a grammar has the model's own form, and the parser reads it."""
 
 import json
 from pathlib import Path
@@ -9,91 +9,325 @@ from llguidance import LLTokenizer
 
 from http_proc.answer.events import ParsedAnswer
 from http_proc.answer.parser import ToolSchemas, make_parser
-from http_proc.chat.call import ChatCall
-from http_proc.chat.call_grammars import strict_calls
+from http_proc.chat.call import ChatCall, ToolChoice, ToolMode
+from http_proc.chat.call_grammars import (
+    PLAIN_CALL,
+    CallGrammar,
+    forced_calls,
+    in_final_message,
+    strict_calls,
+    strict_calls_or_json,
+)
+from http_proc.protocol.errors import ApiError
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import FunctionSchema, Tool
-from quadriga.answer_format import AnswerFormat
+from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import SamplingParams, grammar_of
-from tests.unit.scripted_ring import HERMES, LLAMA3
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}},
-    "required": ["city"],
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"]},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
     "additionalProperties": False,
     "$defs": {"city": {"type": "string"}},
 }
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [
     Tool(FunctionSchema("weather", parameters=PARAMETERS, strict=True)),
-    Tool(FunctionSchema("lax", parameters={"type": "array"})),
+    Tool(FunctionSchema("time", parameters=NO_PARAMETERS, strict=True)),
 ]
-MISTRAL = KNOWN_FORMATS["mistral"].calls
-FORMATS: dict[str, Any] = {"hermes": HERMES, "mistral": MISTRAL, "llama3": LLAMA3}
-ROME: Any = ("weather", {"city": "Rome"})
-ANY: Any = ("lax", {"x": [1]})
-WRONG: Any = ("weather", {"town": "Rome"})
-UNKNOWN: Any = ("time", {"city": "Rome"})
+SCHEMAS = ToolSchemas({"weather": PARAMETERS, "time": NO_PARAMETERS})
+ROME = ("weather", {"city": "Rome 👋", "days": 3})
+OSLO = ("weather", {"city": 'a <b> "c", {d}', "days": -1, "unit": "F", "exact": True})
+TIME: tuple[str, dict[str, Any]] = ("time", {})
+CASES = [[ROME], [OSLO], [TIME], [ROME, TIME, OSLO]]
+WRONG = [
+    ("weather", {"city": "Rome"}),
+    ("weather", {"city": "Rome", "days": "x"}),
+    ("weather", {"city": "Rome", "days": 1, "unit": "K"}),
+    ("rain", {"city": "Rome", "days": 1}),
+]
+MARKS = {name: found.calls for name, found in KNOWN_FORMATS.items() if found.calls is not None}
+# Marks that are special tokens of the second vocabulary.
+SPECIAL_TOKENS = [
+    "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_start|>", "<|channel|>",
+    "<|message|>", "<|constrain|>", "<|call|>", "<|start|>", "<|end|>", "<|tool_call>", '<|"|>',
+]  # fmt: skip
+SIZE = 540
 
 
-def hermes(*calls: Any) -> str:
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>'
-        for name, given in calls
-    )
-
-
-def mistral_list(*calls: Any) -> str:
-    listed = [{"name": name, "arguments": given} for name, given in calls]
-    return f"[TOOL_CALLS] {json.dumps(listed)}"
-
-
-def mistral_named(*calls: Any) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
-
-
-def mistral_bare(*calls: Any) -> str:
-    return "".join(f"[TOOL_CALLS]{name}{json.dumps(given)}" for name, given in calls)
-
-
-def llama3(*calls: Any) -> str:
-    return "; ".join(
-        f'{{"name": "{name}", "parameters": {json.dumps(given)}}}' for name, given in calls
-    )
-
-
-@pytest.fixture(scope="module", params=[(), ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")])
+@pytest.fixture(scope="module", params=[[], SPECIAL_TOKENS])
 def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
     """A vocabulary without special tokens for calls, and one with some."""
-    return tiny_vocabulary(llama_dir, 520, *request.param)
+    return tiny_vocabulary(llama_dir, SIZE, *request.param)
 
 
-@pytest.mark.parametrize("write", [hermes, mistral_list, mistral_named, mistral_bare, llama3])
-def test_calls_of_strict_tools_obey_them_and_are_read(vocabulary: LLTokenizer, write: Any) -> None:
-    calls_format = FORMATS[write.__name__.partition("_")[0]]
-    call = ChatCall(messages=[], sampling=Sampling(SamplingParams(), {}), tools=TOOLS)
-    fields = strict_calls(call, calls_format)
-    grammar = grammar_of(SamplingParams(**fields))
-    assert grammar is not None
-    beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
+# --- as the models write -----------------------------------------------------------------------
 
-    def obeys(text: str) -> bool:
-        matcher = beginning.deep_copy()
-        ids = vocabulary.tokenize_str(text, parse_special=True)
+
+def value_in_style(name: str, value: Any) -> str:
+    marks = MARKS[name]
+    if marks.style.value == "quoted" and isinstance(value, str):
+        return f"{marks.quote}{value}{marks.quote}"
+    if marks.style.value == "tagged" and isinstance(value, str):
+        return value
+    if marks.style.value == "pythonic" and isinstance(value, bool):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def call_in_style(name: str, function: str, given: dict[str, Any], number: int) -> str:
+    """Return a call without the marks around calls, written independently of the grammars."""
+    marks, arguments = MARKS[name], json.dumps(given, ensure_ascii=False)
+    values = {key: value_in_style(name, value) for key, value in given.items()}
+    match marks.style.value:
+        case "json" if not marks.name_key:
+            return f'{marks.call_open}{{"{function}": {arguments}}}{marks.call_close}'
+        case "json":
+            body = f'"{marks.name_key}": "{function}", "{marks.arguments_key}": {arguments}'
+            return f"{marks.call_open}{{{body}}}{marks.call_close}"
+        case "named_json" | "harmony":
+            index = f"{marks.index_open}{number}" if marks.index_open else ""
+            body = f"{marks.name_open}{function}{index}{marks.name_close}{arguments}"
+            return f"{marks.call_open}{body}{marks.call_close}"
+        case "tagged":
+            parts = ""
+            for key, value in values.items():
+                is_string = isinstance(given[key], str)
+                key_close = (is_string and marks.string_key_close) or marks.key_close
+                parts += f"{marks.key_open}{key}{key_close}{value}{marks.value_close}"
+            return f"{marks.name_open}{function}{marks.name_close}{parts}{marks.call_close}"
+        case "pythonic":
+            return f"{function}({', '.join(f'{key}={value}' for key, value in values.items())})"
+    body = ",".join(f"{key}:{value}" for key, value in values.items())
+    return f"{marks.name_open}{function}{{{body}}}"
+
+
+def written(name: str, calls: list[Any]) -> str:
+    """Return an answer of calls as the models of a format write it."""
+    marks = MARKS[name]
+    texts = [
+        call_in_style(name, function, given, number)
+        for number, (function, given) in enumerate(calls)
+    ]
+    if marks.is_list or marks.style.value == "pythonic":
+        return f"{marks.open}[{', '.join(texts)}]{marks.close}"
+    if marks.call_open or marks.separator:
+        return f"{marks.open}{marks.separator.join(texts)}{marks.close}"
+    between = "\n" if marks.open.endswith("\n") else ""
+    return between.join(f"{marks.open}{text}{marks.close}" for text in texts)
+
+
+# --- the grammars ------------------------------------------------------------------------------
+
+
+def chat_call(*, name: str = "", is_parallel: bool = True, tools: Any = TOOLS) -> ChatCall:
+    return ChatCall(
+        messages=[],
+        sampling=Sampling(SamplingParams(), {}),
+        tools=tools,
+        tool_choice=ToolChoice(ToolMode.REQUIRED, name),
+        is_parallel=is_parallel,
+    )
+
+
+class Obeys:
+    """Whether texts obey a grammar."""
+
+    def __init__(self, vocabulary: LLTokenizer, fields: dict[str, Any]) -> None:
+        grammar = grammar_of(SamplingParams(**fields))
+        assert grammar is not None
+        self._vocabulary = vocabulary
+        self._beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
+
+    def __call__(self, text: str) -> bool:
+        matcher = self._beginning.deep_copy()
+        ids = self._vocabulary.tokenize_str(text, parse_special=True)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    for calls in ([ROME], [ANY], [ROME, ANY]):
-        assert obeys(write(*calls))
-        tools = ToolSchemas({tool.function.name: {} for tool in TOOLS})
-        parser, parsed = make_parser(AnswerFormat(calls=calls_format), tools=tools), ParsedAnswer()
-        parsed.add(parser.push(write(*calls)))
-        parsed.add(parser.finish())
-        read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
-        assert read == calls
-    for wrong in (WRONG, UNKNOWN):
-        assert not obeys(write(wrong)) and not obeys(write(ROME, wrong))
-    for text in ("", "It is warm, they say: [] 25 °C\n", ' "x" {"name": "time"}'):
-        assert obeys(text)
+
+def read(marks: CallFormat, text: str) -> tuple[str, list[Any]]:
+    """Return the text and the calls that the parser reads."""
+    parser, parsed = make_parser(AnswerFormat(calls=marks), tools=SCHEMAS), ParsedAnswer()
+    parsed.add(parser.push(text))
+    parsed.add(parser.finish())
+    assert all(call.is_complete for call in parsed.calls)
+    return parsed.text, [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+def cases_of(name: str) -> list[list[Any]]:
+    """Return the cases that a format can write: an answer of gpt-oss has one call."""
+    return [case for case in CASES if len(case) == 1 or name != "harmony"]
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_forced_calls_are_written_in_the_models_own_form_and_read(
+    vocabulary: LLTokenizer, name: str
+) -> None:
+    grammar = forced_calls(chat_call(), MARKS[name])
+    assert grammar.calls == MARKS[name]
+    obeys = Obeys(vocabulary, grammar.fields)
+    for calls in cases_of(name):
+        text = written(name, calls)
+        assert obeys(text), text
+        assert read(grammar.calls, text) == ("", calls)
+    for wrong in WRONG:
+        assert not obeys(written(name, [wrong]))
+    for text in ("", "It is warm.", "{}", written(name, [ROME]) + " and text"):
+        assert not obeys(text)
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_named_function_is_called_once_and_no_other(vocabulary: LLTokenizer, name: str) -> None:
+    obeys = Obeys(vocabulary, forced_calls(chat_call(name="weather"), MARKS[name]).fields)
+    assert obeys(written(name, [ROME]))
+    assert not obeys(written(name, [TIME]))
+    assert not obeys(written(name, [ROME, ROME]))
+    one = Obeys(vocabulary, forced_calls(chat_call(is_parallel=False), MARKS[name]).fields)
+    assert one(written(name, [ROME])) and one(written(name, [TIME]))
+    assert not one(written(name, [ROME, ROME]))
+
+
+LAX = {"weather": ("weather", {"city": "Rome", "days": 3}), "time": ("time", {"x": "y"})}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_calls_of_strict_tools_in_text_obey_them_and_are_read(
+    vocabulary: LLTokenizer, name: str
+) -> None:
+    tools = [TOOLS[0], Tool(FunctionSchema("time", parameters=NO_PARAMETERS))]
+    strict = strict_calls(chat_call(tools=tools), MARKS[name])
+    obeys = Obeys(vocabulary, strict.fields)
+    marks = MARKS[name]
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for text in ("It is warm, they say:\n ([25 °C])", "Less < more, a `tool_call`"):
+        assert obeys(final + text)
+    is_alone = name == "harmony" or not (marks.open or marks.call_open or marks.name_open)
+    before = "" if is_alone else "Let me see. "
+    for calls in cases_of(name):
+        text = written(name, calls)
+        assert obeys(before + text), text
+        assert read(marks, before + text) == (before, calls)
+    assert obeys(written(name, [LAX["time"]])), "a tool that is not strict takes any arguments"
+    for wrong in WRONG:
+        assert not obeys(before + written(name, [wrong]))
+    if not is_alone:
+        one = Obeys(vocabulary, strict_calls(chat_call(is_parallel=False), marks).fields)
+        assert one(before + written(name, [ROME])) and not one(written(name, [ROME, TIME]))
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_an_answer_is_calls_or_json_where_both_are_asked_for(
+    vocabulary: LLTokenizer, name: str
+) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    obeys = Obeys(vocabulary, strict_calls_or_json(chat_call(), MARKS[name], schema).fields)
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert obeys(final + '{"warm": true}')
+    for text in ("It is warm.", "", '{"warm": 5}', '{"warm": true} and text'):
+        assert not obeys(final + text)
+    for calls in cases_of(name):
+        # Calls that are JSON without a mark are one at most, lest they are taken for the text.
+        assert obeys(written(name, calls)) == (len(calls) == 1 or name != "llama3_json")
+    for wrong in WRONG:
+        assert not obeys(written(name, [wrong]))
+
+
+def with_city(schema: Any) -> list[Tool]:
+    parameters = {"type": "object", "properties": {"city": schema}, "required": ["city"]}
+    return [Tool(FunctionSchema("weather", parameters=parameters, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("qwen3_coder", {"type": "string", "pattern": "^[A-Z]+$"}),
+        ("glm45", {"$ref": "#/$defs/none"}),
+        ("gemma4", {"type": "array", "items": {"type": "string"}, "minItems": 2}),
+        ("gemma4", {"type": ["string", "null"]}),
+        ("gemma4", {"type": "object"}),
+    ],
+)
+def test_a_forced_call_is_plain_json_where_the_form_of_the_model_cannot_obey(
+    name: str, schema: Any
+) -> None:
+    grammar = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
+    assert grammar.calls == PLAIN_CALL
+    with pytest.raises(ApiError, match="leave strict out"):
+        strict_calls(chat_call(tools=with_city(schema)), MARKS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "values", "wrong"),
+    [
+        ("gemma4", {"type": "array", "items": {"enum": ["a", 1]}}, [[], ["a"], [1]], [["b"]]),
+        ("gemma4", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}},
+                    "required": ["a"]}, [], [{}]),
+        ("qwen3_coder", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, [1, None], ["x"]),
+        ("qwen3_coder", {"type": "array", "items": {"type": "integer"}}, [[1, 2]], [["x"]]),
+        ("pythonic", {"type": "string", "maxLength": 3}, ["abc"], ["abcd"]),
+        ("hermes", {"type": "string", "pattern": "^a+$"}, ["aa"], ["b"]),
+    ],
+)  # fmt: skip
+def test_values_obey_their_schema(
+    llama_dir: Path, name: str, schema: Any, values: list[Any], wrong: list[Any]
+) -> None:
+    vocabulary = tiny_vocabulary(llama_dir, SIZE)
+    grammar = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
+    if not values:
+        assert grammar.calls == PLAIN_CALL
+        return
+    obeys = Obeys(vocabulary, grammar.fields)
+    quote = MARKS[name].quote
+
+    def call_of(value: Any) -> str:
+        text = written(name, [("weather", {"city": value})])
+        return text.replace('"a"', f"{quote}a{quote}") if quote else text
+
+    assert all(obeys(call_of(value)) for value in values)
+    assert not any(obeys(call_of(value)) for value in wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "obeying", "wrong"),
+    [
+        ({"json_schema": {"const": 5}}, "5", "6"),
+        ({"json_schema": '{"const": 5}'}, "5", "6"),
+        ({"regex": "a+"}, "aa", "b"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+    ],
+)
+def test_a_grammar_of_gpt_oss_holds_for_the_final_message(
+    vocabulary: LLTokenizer, fields: Any, obeying: str, wrong: str
+) -> None:
+    params = in_final_message(SamplingParams(**fields))
+    assert grammar_of(params) is not None, "there is one grammar"
+    obeys = Obeys(vocabulary, {"structural_tag": params.structural_tag})
+    thoughts = "<|channel|>analysis<|message|>Hm, 5?<|end|><|start|>assistant"
+    for before in ("", thoughts):
+        assert obeys(f"{before}<|channel|>final<|message|>{obeying}")
+        assert not obeys(f"{before}<|channel|>final<|message|>{wrong}")
+    for given in (SamplingParams(ebnf='root ::= "a"'), SamplingParams(json_schema="{")):
+        assert in_final_message(given) is given
+
+
+def test_calls_of_a_model_without_a_form_are_plain_json(vocabulary: LLTokenizer) -> None:
+    grammar = forced_calls(chat_call(), None)
+    assert grammar == CallGrammar(forced_calls(chat_call(), PLAIN_CALL).fields, PLAIN_CALL)
+    text = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
+    assert Obeys(vocabulary, grammar.fields)(text)
+    assert read(PLAIN_CALL, text) == ("", [("weather", {"city": "Rome", "days": 3})])
+
+
+def test_a_model_that_has_not_learned_to_call_tools_calls_one(vocabulary: LLTokenizer) -> None:
+    grammar = forced_calls(chat_call(), MARKS["hermes"], is_trained=False)
+    obeys = Obeys(vocabulary, grammar.fields)
+    assert obeys(written("hermes", [ROME])) and not obeys(written("hermes", [ROME, ROME]))

@@ -96,7 +96,7 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
 def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice: Any) -> None:
-    ring = ScriptedRing(list('{"name": "weather", "arguments": {"city": "Rome"}}'))
+    ring = ScriptedRing(list(CALL))
     parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
     function = {"name": "weather", "parameters": {**parameters, "$defs": {"city": {}}}}
     other = {"type": "function", "function": {"name": "other", "strict": True}}
@@ -111,11 +111,12 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
         assert names_of(calls) == [(0, "weather")]
-        schema = ring.submitted[0][1].json_schema
-        assert schema["$defs"] == {"city": {}}
-        names = [call["properties"]["name"]["const"] for call in schema["anyOf"]]
-        assert names == (["weather", "other"] if choice == "required" else ["weather"])
-        assert schema["anyOf"][0]["properties"]["arguments"] == parameters
+        calls_form = ring.submitted[0][1].structural_tag["format"]["content"]
+        assert calls_form["at_least_one"]
+        begins = [tag["begin"] for tag in calls_form["tags"]]
+        names = ["weather", "other"] if choice == "required" else ["weather"]
+        assert begins == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
+        assert calls_form["tags"][0]["content"]["json_schema"] == function["parameters"]
 
     run(ring, test)
 
@@ -135,24 +136,25 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
     async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         answer = await client.chat.completions.create(**ASK, tools=tools)
         assert answer.choices[0].message.content == "Let me see."
-        tag = ring.submitted[0][1].structural_tag
-        first, second = tag["structures"]
+        tag = ring.submitted[0][1].structural_tag["format"]
+        first, second = tag["tags"]
         assert tag["triggers"] == ["<tool_call>"]
         assert first["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
-        assert first["schema"] == parameters and first["end"] == "}\n</tool_call>"
-        assert second["schema"] == {"type": "object"}
+        assert first["content"]["json_schema"] == parameters
+        assert first["end"] == "}\n</tool_call>"
+        assert second["content"]["json_schema"] == {"type": "object"}
         with pytest.raises(openai.BadRequestError, match="both given"):
-            await client.chat.completions.create(
-                **ASK, tools=tools, response_format={"type": "json_object"}
-            )
+            await client.chat.completions.create(**ASK, tools=tools, extra_body={"regex": "a"})
 
     async def ask_other(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, tools=tools)
         other.facts["answer_format"] = {}
         await client.chat.completions.create(**ASK, tools=tools)
         llama, none = (submitted[1] for submitted in other.submitted)
-        assert '"parameters": {"type": "object"' in llama.ebnf
-        assert none.ebnf is None and none.structural_tag is None
+        assert '{"name": "weather", "parameters": ' in json.dumps(llama.structural_tag).replace(
+            "\\", ""
+        )
+        assert none.structural_tag is None
 
     run(ring, test)
     run(other, ask_other)

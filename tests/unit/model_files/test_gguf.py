@@ -1,5 +1,6 @@
 """What is made of a GGUF's header: refusals, and a tokenizer equal to the published one."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,19 @@ def test_starts_at_the_same_time_do_not_break_each_other(tmp_path: Path) -> None
     assert len(found) == 8 and len(set(found)) == 1
     load_tokenizer(found[0])
     assert [entry.name for entry in found[0].parent.parent.iterdir()] == ["gguf-headers"]
+
+
+@pytest.mark.parametrize(
+    "names", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")]
+)
+def test_the_headers_tokens_for_filling_in_the_middle_are_kept_by_name(
+    tmp_path: Path, names: tuple[str, str, str]
+) -> None:
+    ids = dict(zip(names, (0, 2, 3), strict=True))
+    directory = header_files(write_tiny_gguf(tmp_path / "tiny.gguf", fill=ids))
+    settings_of_tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    assert settings_of_tokenizer["fill_tokens"] == {
+        "prefix": TOKENS[0],
+        "suffix": TOKENS[2],
+        "middle": TOKENS[3],
+    }

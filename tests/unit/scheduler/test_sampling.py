@@ -13,9 +13,11 @@ from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.wire.messages.to_detok import StepOutput, StreamStart
 from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from quadriga.wire.messages.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
+from scheduler_proc.events import StepEvents
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.state.request import FinishReason
+from scheduler_proc.state.request import FinishReason, Request
+from scheduler_proc.streams import stream_start
 from tests.unit.simulation import abort
 
 PROMPT = list(range(10, 30))
@@ -123,3 +125,28 @@ def test_a_token_of_a_request_that_has_ended_has_no_place() -> None:
     with_tokens = next(output for output in outputs if output.seqs)
     assert with_tokens.logprobs is not None
     assert unpack_ids(with_tokens.logprobs.rows).tolist() == [-1, 0]
+
+
+def request_of(seq: int, **fields: Any) -> Request:
+    params = SamplingParams(**{"max_new_tokens": 2, "seed": 7, **fields})
+    message = Submit(b"c", str(seq), pack_ids(PROMPT), params, True, 1.0, 1.0)
+    return Request.from_submit(seq, message, frozenset())
+
+
+def test_chosen_ids_follow_the_likeliest_and_cost_other_requests_nothing() -> None:
+    chosen = list(range(30))
+    chooser = request_of(0, logprobs=1, logprob_token_ids=chosen)
+    other = request_of(1, logprobs=2)
+    assert chooser.slot_params is not None
+    assert chooser.slot_params.logprobs == WantedLogprobs(1, pack_ids(chosen))
+    assert stream_start(chooser).logprobs == 31
+    ids, values = [9, *chosen], [-float(number) for number in range(31)]
+    wide = LogprobBlock(pack_floats([-0.5] * 2), 31, pack_ids(ids * 2), pack_floats(values * 2))
+    events = StepEvents(seqs=[0, 1], token_ids=[50, 51])
+    events.add_logprobs(SampledLogprobs(pack_ids([0, 1]), wide), [chooser, other])
+    assert chooser.logprobs == [
+        LogprobBlock(pack_floats([-0.5]), 31, pack_ids(ids), pack_floats(values))
+    ]
+    assert other.logprobs == [
+        LogprobBlock(pack_floats([-0.5]), 2, pack_ids(ids[:2]), pack_floats(values[:2]))
+    ]

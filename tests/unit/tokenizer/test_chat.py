@@ -12,7 +12,8 @@ from tokenizer_proc.preparation.chat import ChatTemplate
 WITH_TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}]{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}{{ mood }}{% if add_generation_prompt %}>{% endif %}"
 )
 
@@ -32,7 +33,7 @@ def test_tools_calls_answers_and_template_arguments_reach_the_template(tmp_path:
     options = ChatOptions(tools=[{"name": "weather"}], template_args={"mood": "!"})
     rendered = template(tmp_path, WITH_TOOLS).render(messages, options)
     assert rendered == (
-        '[{"name": "weather"}][user]Hi[assistant]<tool_call>Rome[tool weather]sunny!>'
+        '[{"name": "weather"}][user]Hi[assistant]<tool_call>{"city": "Rome"}[tool weather]sunny!>'
     )
 
 

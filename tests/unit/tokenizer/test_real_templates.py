@@ -17,7 +17,15 @@ from tokenizer_proc.preparation.templates.derive import DERIVED, GENERIC_SOURCE
 DIRECTORY = Path(__file__).parents[2] / "fixtures" / "chat_templates"
 FILES = sorted(DIRECTORY.glob("*.jinja"))
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-ENDS = ("</s>", "<|im_end|>", "<|end_of_text|>", "<|return|>", "<｜end▁of▁sentence｜>", "[e~[")
+ENDS = (
+    "</s>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|return|>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+    "<|tool_response>",
+)
 
 
 class Derived(NamedTuple):
@@ -101,6 +109,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+AS_TEXT = {
+    "role": "assistant",
+    "content": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 2}}]',
+}
 RESULT = {"role": "tool", "content": "17 °C", "name": "weather", "tool_call_id": "abcDEF123"}
 THINKING = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
 # Calls and answers of tools are written in words of this server.
@@ -131,6 +143,8 @@ def test_a_real_template_renders_as_with_transformers(
         assert '{"name": "weather", "description"' in prompt
         assert ("17 °C" in prompt) == (RESULT in turns)
         return
+    if file.stem == "granite-3.3":  # it would drop the calls: they are given to it as text
+        turns = [AS_TEXT if turn is CALLING else turn for turn in turns]
     expected = rendered_by_transformers(file, turns, options.tools)
     if expected is None:
         with pytest.raises(InvalidRequest, match="chat template refused"):
@@ -174,7 +188,7 @@ def test_the_marks_of_a_real_template_are_found(file: Path) -> None:
     assert derived == EXPECTED[file.stem]
     if found.source in KNOWN_FORMATS:
         assert found.calls == KNOWN_FORMATS[found.source].calls
-    assert chat_template(file).shows_calls
+    assert chat_template(file).notes == ()
 
 
 def test_the_table_names_every_template() -> None:

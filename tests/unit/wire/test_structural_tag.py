@@ -72,3 +72,69 @@ def test_an_invalid_structural_tag_is_refused_with_a_reason(vocabulary: LLTokeni
         text = tag if isinstance(tag, str) else json.dumps(tag)
         with pytest.raises(ValueError, match=why):
             to_library_form(Grammar("structural_tag", text), vocabulary)
+
+
+CONST = {"type": "const_string", "value": "<call>"}
+CITY_VALUE = {"type": "json_schema", "json_schema": CITY}
+FREE = {"type": "any_text"}
+TAG = {"type": "tag", "begin": "<a=", "content": FREE, "end": "</a>"}
+OF_TEXT = {"type": "triggered_tags", "triggers": ["<a"], "tags": [TAG]}
+SEPARATED = {"type": "tags_with_separator", "tags": [TAG], "separator": ", "}
+
+
+@pytest.mark.parametrize(
+    ("tag_format", "obeying", "others"),
+    [
+        (CONST, ["<call>"], ["", "<cal", "<call>x"]),
+        (CITY_VALUE, ['{"city": "x"}'], ["{}", "x"]),
+        ({"type": "regex", "pattern": "[0-9]+/x"}, ["12/x"], ["x", "12/"]),
+        ({"type": "sequence", "elements": [CONST, FREE, CONST]},
+         ["<call><call>", "<call>some\ntext<call>"], ["<call>", "<call><call>x"]),
+        ({"type": "or", "elements": [CONST, TAG]}, ["<call>", "<a=x</a>"], ["", "<call><a=x</a>"]),
+        (TAG, ["<a=</a>", "<a=1 < 2</b></a>"], ["<a=x</a>y</a>", "<a=x"]),
+        (OF_TEXT, ["", "text", "x <a=1</a> y<a=2</a>"], ["<a>", "<a=x"]),
+        (OF_TEXT | {"at_least_one": True}, ["<a=1</a>", "x <a=1</a> y<a=2</a> z"], ["", "x"]),
+        (OF_TEXT | {"stop_after_first": True}, ["", "x", "x<a=1</a>"], ["x<a=1</a>y"]),
+        (SEPARATED, ["", "<a=1</a>", "<a=1</a>, <a=2</a>, <a=2</a>"], ["<a=1</a>, ", "x"]),
+        (SEPARATED | {"at_least_one": True}, ["<a=1</a>", "<a=1</a>, <a=2</a>"], [""]),
+        (SEPARATED | {"stop_after_first": True}, ["", "<a=1</a>"], ["<a=1</a>, <a=2</a>"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("special_tokens", [(), ("<call>", "</a>")])
+def test_a_format_allows_its_texts_and_no_others(
+    llama_dir: Path, special_tokens: tuple[str, ...], tag_format: object,
+    obeying: list[str], others: list[str],
+) -> None:  # fmt: skip
+    vocabulary = tiny_vocabulary(llama_dir, 520, *special_tokens)
+    grammar = Grammar("structural_tag", json.dumps({"format": tag_format}))
+    beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
+
+    def obeys(text: str) -> bool:
+        found = beginning.deep_copy()
+        return taken(found, vocabulary, text) == text and found.is_accepting()
+
+    assert [text for text in obeying if not obeys(text)] == []
+    assert [text for text in others if obeys(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        ({"format": CONST, "triggers": ["a"]}, "either format"),
+        ({"format": {"type": "or", "elements": []}}, "at least one alternative"),
+        ({"format": OF_TEXT | {"tags": []}}, "at least one tag"),
+        ({"format": {"type": "json_schema", "json_schema": False}}, "no text obeys"),
+        ({"format": {"type": "no_such_part"}}, "no_such_part"),
+    ],
+)
+def test_a_format_that_contradicts_itself_is_refused(
+    vocabulary: LLTokenizer, tag: object, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        to_library_form(Grammar("structural_tag", json.dumps(tag)), vocabulary)
+
+
+def test_a_format_of_many_levels_is_refused(vocabulary: LLTokenizer) -> None:
+    nested = '{"type": "sequence", "elements": [' * 5000 + "]}" * 5000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        to_library_form(Grammar("structural_tag", f'{{"format": {nested}}}'), vocabulary)

@@ -13,6 +13,7 @@ from tests.unit.tiny_vocabulary import tiny_vocabulary
 from worker_proc.sampling.grammar_mask import (
     MASKED,
     Constrained,
+    SlotConstraint,
     SlotGrammar,
     advance,
     mask_by_grammar,
@@ -37,7 +38,7 @@ def ids(vocabulary: LLTokenizer, *texts: str) -> set[int]:
     return {vocabulary.tokenize_str(text)[0] for text in texts}
 
 
-def allowed(*grammars: SlotGrammar) -> list[set[int]]:
+def allowed(*grammars: SlotConstraint) -> list[set[int]]:
     """Return the allowed tokens of rows 0, 2, 4, …; the rows between have no grammar."""
     scores = torch.zeros(2 * len(grammars), VOCAB_SIZE)
     mask_by_grammar(scores, [Constrained(2 * i, g) for i, g in enumerate(grammars)])

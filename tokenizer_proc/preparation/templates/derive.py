@@ -11,8 +11,10 @@ from tokenizer_proc.preparation.templates.call_styles import ARGUMENTS
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds
 from tokenizer_proc.preparation.templates.probes import Prober
 from tokenizer_proc.preparation.templates.reasoning_marks import derive_reasoning
+from tokenizer_proc.preparation.templates.response_template import ResponseMarks
 
 DERIVED = "derived from the chat template"
+GIVEN = "response_template of the tokenizer"
 # The form of calls that is described to a model whose template has no tools.
 GENERIC = "hermes"
 GENERIC_SOURCE = "hermes, as the chat template has no tools"
@@ -42,6 +44,7 @@ def derive_format(
     needs: TemplateNeeds,
     end_marks: tuple[str, ...],
     special_tokens: frozenset[str],
+    given: ResponseMarks,
 ) -> Derivation:
     """Return the format of answers.
 
@@ -51,15 +54,18 @@ def derive_format(
         needs: what the template takes.
         end_marks: tokens that end a turn, which no answer has as text.
         special_tokens: tokens that leave no text unless asked for.
+        given: marks that the tokenizer's configuration gives; they are preferred.
     """
     calls = None
-    if needs.takes_tools or needs.takes_calls:
+    if given.calls is not None:
+        calls = _named(given.calls, GIVEN)
+    elif needs.takes_tools or needs.takes_calls:
         calls = _find_calls(prober, source, needs, end_marks)
     has_calls = calls is not None
     if calls is None:
         unknown = UNKNOWN_SOURCE if needs.takes_tools else GENERIC_SOURCE
         calls = _Named(KNOWN_FORMATS[GENERIC].calls, unknown)
-    reasoning = derive_reasoning(prober, source)
+    reasoning = derive_reasoning(prober, source, given.reasoning)
     if calls.source == "harmony":
         reasoning = KNOWN_FORMATS["harmony"].reasoning
     answer_format = AnswerFormat(
@@ -77,6 +83,12 @@ class _Named(NamedTuple):
     source: str
 
 
+def _named(calls: CallFormat, source: str) -> _Named:
+    """Return the known format with the same marks, or the marks with their source."""
+    known = _known_like(calls)
+    return _Named(known.calls, known.source) if known else _Named(calls, source)
+
+
 def _find_calls(
     prober: Prober, source: str, needs: TemplateNeeds, end_marks: tuple[str, ...]
 ) -> _Named | None:
@@ -87,8 +99,7 @@ def _find_calls(
     arguments = json.dumps(ARGUMENTS) if needs.arguments_are_text else ARGUMENTS
     found = derive_calls(prober, arguments, end_marks)
     if found.calls is not None:
-        known = _known_like(found.calls)
-        return _Named(known.calls, known.source) if known else _Named(found.calls, DERIVED)
+        return _named(found.calls, DERIVED)
     known = _known_by_marks(source)
     if known is None or known.calls is None:
         return None
@@ -101,7 +112,7 @@ def has_special_marks(
 ) -> bool:
     """Return whether a mark has a special token in it."""
     marks = [mark for part in (calls, reasoning) if part is not None for mark in texts_of(part)]
-    return any(token in mark for mark in marks for token in special_tokens)
+    return any(token and token in mark for mark in marks for token in special_tokens)
 
 
 def _known_like(derived: CallFormat) -> AnswerFormat | None:

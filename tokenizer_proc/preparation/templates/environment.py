@@ -11,16 +11,21 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quadriga.errors import ConfigError
+from tokenizer_proc.preparation.templates.run_limits import TemplateRanAway, run_limited
+from tokenizer_proc.preparation.templates.sandbox import BoundedSandbox, check_size
+
+MAX_COMPILE_S = 5.0
+# This is more than the messages and tools of a request can hold.
+MAX_JSON_VALUES = 4_000_000
 
 
 def compile_template(source: str, origin: Path) -> jinja2.Template:
     """Return a template in the sandbox. Raise ConfigError if it is no Jinja template."""
     try:
-        return _environment().from_string(source)
-    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+        return run_limited(lambda: _environment().from_string(source), MAX_COMPILE_S)
+    except (jinja2.TemplateError, SyntaxError, RecursionError, TemplateRanAway) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"the chat template cannot be read: {reason}; correct it in {origin}, or remove it to"
@@ -30,7 +35,7 @@ def compile_template(source: str, origin: Path) -> jinja2.Template:
 
 def _environment() -> jinja2.Environment:
     """Return the environment, with what Hugging Face's has beyond Jinja's own."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
@@ -96,6 +101,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON without HTML escapes, in place of Jinja's own filter."""
+    check_size(value, MAX_JSON_VALUES)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -113,18 +113,23 @@ def as_text_turns(messages: list[Message], needs: TemplateNeeds, form: CallForma
             turn = _with_calls_as_text(message, form)
         elif is_result:
             turn = {"role": "user", "content": write_result(message["content"])}
-        joins = (is_result and follows_result) or (
-            not needs.takes_repeated_roles and turns and turns[-1]["role"] == turn["role"]
-        )
-        if joins:
-            separator = "\n" if is_result and follows_result else "\n\n"
-            turns[-1] = turns[-1] | {
-                "content": f"{turns[-1]['content']}{separator}{turn['content']}"
-            }
+        if is_result and follows_result:
+            turns[-1] = _joined(turns[-1], turn, "\n")
+        elif turns and not needs.takes_repeated_roles and _are_texts_of_one_role(turns[-1], turn):
+            turns[-1] = _joined(turns[-1], turn, "\n\n")
         else:
             turns.append(turn)
         follows_result = is_result
     return turns
+
+
+def _are_texts_of_one_role(first: Message, second: Message) -> bool:
+    is_text = not (first.get("tool_calls") or second.get("tool_calls"))
+    return is_text and first["role"] == second["role"] and first["role"] in ("user", "assistant")
+
+
+def _joined(first: Message, second: Message, separator: str) -> Message:
+    return first | {"content": f"{first['content']}{separator}{second['content']}"}
 
 
 def _with_calls_as_text(message: Message, form: CallFormat) -> Message:

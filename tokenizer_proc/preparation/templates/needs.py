@@ -10,7 +10,7 @@ from tokenizer_proc.preparation.templates.probes import (
     NAMES,
     RESULT,
     TOOLS,
-    USER,
+    VALUES,
     Message,
     Prober,
     assistant,
@@ -32,6 +32,7 @@ class TemplateNeeds:
         takes_calls: it writes the calls of an assistant's turn.
         takes_results: it writes the answers of tools.
         takes_system: it writes a system message at the head of a chat.
+        takes_developer: it has a form of its own for a message of the developer.
         takes_repeated_roles: it takes several turns of one role in a row.
         arguments_are_text: it wants the arguments of calls as JSON text, and not as an object.
         ids_are_short: it takes ids of calls only if they are 9 letters and digits.
@@ -41,6 +42,7 @@ class TemplateNeeds:
     takes_calls: bool = False
     takes_results: bool = False
     takes_system: bool = True
+    takes_developer: bool = False
     takes_repeated_roles: bool = True
     arguments_are_text: bool = False
     ids_are_short: bool = False
@@ -51,7 +53,7 @@ def find_needs(prober: Prober) -> TemplateNeeds:
     tools = TOOLS if (takes_tools := _takes_tools(prober)) else None
     as_text = json.dumps(ARGUMENTS)
     objects, texts = (_with_call(prober, arguments, tools) for arguments in (ARGUMENTS, as_text))
-    takes_calls = _holds(objects, NAMES[0]) or _holds(texts, NAMES[0])
+    takes_calls = _quality(objects) > 0 or _quality(texts) > 0
     is_text = takes_calls and _quality(texts) > _quality(objects)
     arguments = as_text if is_text else ARGUMENTS
     answered = [user(), _calling(arguments), *results(1), assistant()]
@@ -63,10 +65,22 @@ def find_needs(prober: Prober) -> TemplateNeeds:
         takes_calls=takes_calls,
         takes_results=takes_results,
         takes_system=_holds(prober.text(system, asks=True), _SYSTEM),
+        takes_developer=_takes_developer(prober),
         takes_repeated_roles=_holds(prober.text([user(), user(), assistant()]), CONTENT),
         arguments_are_text=is_text,
         ids_are_short=takes_results and prober.text(renamed, tools) is None,
     )
+
+
+def _takes_developer(prober: Prober) -> bool:
+    """Return whether a developer's message differs from a system message, but for the role."""
+    of_developer, of_system = (
+        prober.text([{"role": role, "content": _SYSTEM}, user()], asks=True)
+        for role in ("developer", "system")
+    )
+    if of_developer is None or _SYSTEM not in of_developer:
+        return False
+    return of_developer.replace("developer", "system") != of_system
 
 
 def _takes_tools(prober: Prober) -> bool:
@@ -96,9 +110,6 @@ def _holds(text: str | None, word: str) -> bool:
 
 def _quality(text: str | None) -> int:
     """Return 2 for arguments as templates should write them, 1 for Python's or escaped, 0: none."""
-    if text is None or USER not in text:
+    if not _holds(text, str(VALUES[0])):
         return 0
-    tail = text[text.index(USER) :]
-    if KEYS[0] not in tail:
-        return 0
-    return 1 if f"'{KEYS[0]}': " in tail or f'\\"{KEYS[0]}\\"' in tail else 2
+    return 1 if _holds(text, f"'{KEYS[0]}': ") or _holds(text, f'\\"{KEYS[0]}\\"') else 2

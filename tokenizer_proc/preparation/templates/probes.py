@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizer_proc.preparation.templates.run_limits import TemplateRanAway
+
 USER = "Quprobe?"
 CONTENT = "Conprobe."
 REASONING = "Reaprobe."
@@ -63,15 +65,16 @@ def results(num_calls: int) -> list[Message]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prober:
-    """Renders probes with one template.
+    """Renders probes with one template, until the first that runs away.
 
     Args:
         render: renders the template's variables; raises whatever the template raises.
     """
 
     render: Render
+    has_run_away: bool = False
 
     def text(
         self,
@@ -88,8 +91,13 @@ class Prober:
             asks: end with the beginning of the assistant's next turn.
             variables: further variables of the template.
         """
+        if self.has_run_away:
+            return None
         chat = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
         try:
             return self.render((variables or {}) | chat)
+        except TemplateRanAway:
+            self.has_run_away = True
+            return None
         except Exception:  # a template is a program: it may fail in any way
             return None

@@ -28,18 +28,20 @@ class _Switch(NamedTuple):
     is_default: bool = True
 
 
-def derive_reasoning(prober: Prober, source: str) -> ReasoningFormat | None:
+def derive_reasoning(
+    prober: Prober, source: str, given: ReasoningFormat | None = None
+) -> ReasoningFormat | None:
     """Return the marks of the reasoning; None if the template knows of none.
 
     Args:
         prober: renders the template.
         source: the template's text.
+        given: the marks, if they are known.
     """
     marks = _rendered_marks(prober)
     known = _known_reasoning(source, marks)
-    if known is None and marks is None:
-        return None
-    found = known or ReasoningFormat(open=marks[0], close=marks[1]) if marks else known
+    derived = ReasoningFormat(open=marks[0], close=marks[1]) if marks else None
+    found = given or known or derived
     if found is None:
         return None
     switch = _find_switch(prober)

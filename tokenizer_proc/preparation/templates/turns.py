@@ -31,7 +31,8 @@ def template_messages(
         form: how the model writes calls, for a template that does not write them.
     """
     values = [_as_template_value(message, needs) for message in messages]
-    if any(message.role == "tool" or message.tool_calls for message in messages):
+    has_calls = any(message.role == "tool" or message.tool_calls for message in messages)
+    if has_calls and not (needs.takes_calls and needs.takes_results):
         values = as_text_turns(values, needs, form)
     if tools and not needs.takes_tools:
         values = with_tools(values, tools, needs, form)
@@ -41,10 +42,13 @@ def template_messages(
 def _as_template_value(message: ChatMessage, needs: TemplateNeeds) -> dict[str, Any]:
     """Return a message as templates know it: role, content, and other fields that are not empty.
 
-    The reasoning has the three names under which templates look for it.
+    The reasoning has the three names under which templates look for it. A developer's message is
+    the system's where the template has no form for it.
     """
     value: dict[str, Any] = {"role": message.role, "content": message.content}
     value |= {k: v for k, v in msgspec.structs.asdict(message).items() if v}
+    if message.role == "developer" and not needs.takes_developer:
+        value["role"] = "system"
     if message.reasoning_content:
         value |= dict.fromkeys(("reasoning", "thinking"), message.reasoning_content)
     if message.tool_calls:

@@ -18,7 +18,7 @@ def write_calls(calls: list[dict[str, Any]], form: CallFormat) -> str:
     functions = [_function(call) for call in calls]
     if form.style is CallStyle.PYTHONIC:
         return form.open + "[" + ", ".join(map(_pythonic, functions)) + "]" + form.close
-    bodies = [_write_one(function, form) for function in functions]
+    bodies = [_write_one(index, function, form) for index, function in enumerate(functions)]
     if form.is_list:
         return f"{form.open}[{', '.join(bodies)}]{form.close}"
     if form.call_open or form.call_close or form.separator:
@@ -42,7 +42,7 @@ def _function(call: dict[str, Any]) -> Function:
     }
 
 
-def _write_one(function: Function, form: CallFormat) -> str:
+def _write_one(index: int, function: Function, form: CallFormat) -> str:
     name, arguments = str(function["name"]), function["arguments"]
     if form.style is CallStyle.JSON:
         value = {name: arguments}
@@ -55,6 +55,8 @@ def _write_one(function: Function, form: CallFormat) -> str:
         body = _quoted(arguments, form.quote)
     else:
         body = _json(arguments)
+    if form.index_open:
+        name += f"{form.index_open}{index}"
     return form.call_open + form.name_open + name + form.name_close + body + form.call_close
 
 

@@ -99,7 +99,14 @@ def fragments(source: str) -> st.SearchStrategy[str]:
     ]
     words += [")", ",", ":", "=", ";", "{}", "()", "true", "é🚀", RICH_JSON, ROME_JSON, "city"]
     words += ['{"name": "time", "arguments": ', '"arguments": {}', '"name": "f"', "<|message|>"]
-    words += ["<|end|>", "<|start|>assistant", "<|channel|>final", " to=functions.f"]
+    words += [
+        "\\ud83d",
+        "\\ude80",
+        "<|end|>",
+        "<|start|>assistant",
+        "<|channel|>final",
+        " to=functions.f",
+    ]
     answers = [recorded.answer for recorded in ANSWERS if recorded.source == source]
     choice = st.one_of(*(st.sampled_from(group) for group in (marks, halves, words, answers)))
     return st.lists(choice, max_size=20).map("".join)
@@ -126,7 +133,9 @@ def test_any_text_means_the_same_however_it_is_cut(source: str, data: st.DataObj
     assert meaning(parse(source, list(text), **options)) == meaning(answer)
     for call in answer.calls:
         if call.is_complete:
-            assert isinstance(json.loads(call.arguments), dict)
+            arguments = json.loads(call.arguments)
+            assert isinstance(arguments, dict)
+            assert json.dumps(arguments, ensure_ascii=False).encode()
     if options["tools"] is None and not options["parses_reasoning"] and source != "harmony":
         assert answer.text == text
 
@@ -203,9 +212,9 @@ def test_broken_arguments_are_what_the_model_wrote_and_do_not_end() -> None:
 
 
 def test_strings_that_json_forbids_are_repaired() -> None:
-    text = hermes("run", '{"code": "a\nb\t\\d \\\\ \\u00e9 \\ud83d\\ude80",}')
+    text = hermes("run", '{"code": "a\nb\t\\d \\\\ \\u00e9 \\ud83d\\ude80 \\ud83d \\ude80",}')
     (call,) = parse("hermes", [text]).calls
-    assert json.loads(call.arguments) == {"code": "a\nb\t\\d \\ é 🚀"}
+    assert json.loads(call.arguments) == {"code": "a\nb\t\\d \\ é 🚀 � �"}
 
 
 def test_models_that_write_ids_keep_them() -> None:
@@ -230,3 +239,37 @@ def test_reasoning_that_is_not_parsed_stays_in_the_text() -> None:
 @pytest.mark.parametrize("source", sorted(KNOWN_FORMATS))
 def test_formats_go_through_the_info_of_the_server(source: str) -> None:
     assert from_info(to_info(KNOWN_FORMATS[source])) == KNOWN_FORMATS[source]
+
+
+def test_broken_arguments_in_a_string_end_where_they_break() -> None:
+    whole = '<tool_call>{"name": "f", "arguments": "{me<tool_call>{\\"name\\": 1'
+    for text in (whole, f"{whole}</tool_call>"):
+        broken = meaning(parse("hermes", [text]))
+        assert broken[2][0] == ("f", "{me", False)
+        assert meaning(parse("hermes", list(text))) == broken
+
+
+@pytest.mark.parametrize("source", ["hermes", "mistral", "lfm2"])
+def test_what_is_too_long_for_a_name_is_text(source: str) -> None:
+    open_mark = {
+        "hermes": '<tool_call>{"',
+        "mistral": "[TOOL_CALLS]",
+        "lfm2": "<|tool_call_start|>",
+    }
+    text = open_mark[source] + "n" * 2000 + open_mark[source]
+    for pieces in ([text], list(text)):
+        assert meaning(parse(source, pieces)) == ("", text, [])
+
+
+def test_arguments_that_no_decoder_could_read_are_broken() -> None:
+    for depth, is_complete in ((100, True), (1000, False)):
+        arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
+        (call,) = parse("hermes", [hermes("f", arguments)]).calls
+        assert call.is_complete is is_complete
+
+
+def test_an_object_without_a_mark_that_is_no_call_is_not_held_back() -> None:
+    parser = make_parser(KNOWN_FORMATS["llama3_json"], tools=TOOLS)
+    assert parser.push('{"result": ') == [TextDelta('{"result": ')]
+    parser = make_parser(KNOWN_FORMATS["llama3_json"], tools=TOOLS)
+    assert parser.push('{"name": "Ann", ') == [TextDelta('{"name": "Ann", ')]

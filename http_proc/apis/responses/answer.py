@@ -1,0 +1,122 @@
+"""Build a response object out of the chunks of its answer."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from http_proc.answer.events import AnswerEvent
+from http_proc.apis.responses.output import ResponseOutput, StreamEvent
+from http_proc.apis.responses.schema import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from http_proc.apis.responses.tools import RequestTools
+from http_proc.chat.reasoning_tokens import ReasoningTokens
+from http_proc.gateway import ResponseHead
+from http_proc.protocol.errors import ApiError
+from http_proc.protocol.timings import timings_body
+from quadriga.client.types import Completion, StreamChunk
+from quadriga.clock import now
+from quadriga.sampling.params import SamplingParams
+
+# Names of errors that clients of this API know, by the gateway's own.
+_KNOWN_CODES = {"context_length_exceeded": "context_length_exceeded"}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+def new_response(
+    head: ResponseHead, fields: ResponsesRequest, params: SamplingParams, tools: RequestTools
+) -> ResponseObject:
+    """Return the response to a request before its answer, with the request's fields."""
+    text_format = fields.text.format
+    return ResponseObject(
+        id=head.id,
+        created_at=head.created,
+        model=head.model,
+        instructions=fields.instructions,
+        max_output_tokens=params.max_new_tokens,
+        max_tool_calls=fields.max_tool_calls,
+        parallel_tool_calls=fields.parallel_tool_calls,
+        prompt_cache_key=fields.prompt_cache_key,
+        prompt_cache_retention=fields.prompt_cache_retention,
+        reasoning={"effort": fields.reasoning.effort, "summary": None},
+        safety_identifier=fields.safety_identifier,
+        temperature=params.temperature,
+        text={
+            "format": _without_nulls(text_format) if text_format else {"type": "text"},
+            "verbosity": fields.text.verbosity or "medium",
+        },
+        tool_choice=fields.tool_choice,
+        tools=tools.echo,
+        top_logprobs=fields.top_logprobs,
+        top_p=params.top_p,
+        truncation=fields.truncation or "disabled",
+        user=fields.user,
+        metadata=fields.metadata,
+    )
+
+
+@dataclass(slots=True)
+class ResponseAnswer:
+    """A response that is being answered.
+
+    Attributes:
+        response: the response as it is now; complete after `finish` or `fail`.
+    """
+
+    response: ResponseObject
+    output: ResponseOutput
+    _reasoning: ReasoningTokens = field(default_factory=ReasoningTokens)
+
+    def push(self, events: list[AnswerEvent], chunk: StreamChunk) -> list[StreamEvent]:
+        """Add a chunk; `events` is what the parser read from it. Return the stream's events."""
+        self._reasoning.push(events, len(chunk.token_ids))
+        out = self.output.push(events, chunk.logprobs)
+        if chunk.completion is not None:
+            out += self._finish(chunk.completion)
+        return out
+
+    def fail(self, error: ApiError) -> None:
+        """End the response with an error."""
+        body, code = error.answer.error, error.answer.error.code or ""
+        known = _KNOWN_CODES.get(code) or _CODES.get(error.status, "server_error")
+        self.response.status = "failed"
+        self.response.error = ResponseFailure(known, body.message)
+        self.response.output = self.output.items
+
+    def _finish(self, completion: Completion) -> list[StreamEvent]:
+        response, reason = self.response, completion.finish_reason
+        out = self.output.finish(is_cut=reason != "stop")
+        response.output = self.output.items
+        response.usage = self._usage(completion)
+        response.timings = timings_body([completion])
+        if reason == "length":
+            response.status = "incomplete"
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        elif reason == "abort":
+            response.status = "cancelled"
+        else:
+            response.status = "completed"
+            response.completed_at = max(response.created_at, int(now()))
+        return out
+
+    def _usage(self, completion: Completion) -> ResponseUsage:
+        usage = completion.usage
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(min(self._reasoning.count, usage.completion_tokens)),
+            usage.prompt_tokens + usage.completion_tokens,
+        )
+
+
+def _without_nulls(body: msgspec.Struct) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(body)
+    return {name: value for name, value in fields.items() if value is not None}

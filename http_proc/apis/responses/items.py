@@ -1,0 +1,224 @@
+"""The items of a request's input, typed and checked."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from http_proc.apis.responses.store import ResponseStore
+from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
+from quadriga.errors import InvalidRequest
+from quadriga.wire.chat_limits import check_num_turns
+
+_PATH = re.compile(r"\$([\w.\[\]]*)")
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ItemPart(msgspec.Struct, kw_only=True):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | list[ItemPart]
+
+
+class InputItem(msgspec.Struct, kw_only=True, tag_field="type"):
+    """An item of the input."""
+
+    id: str | None = None
+
+
+class MessageItem(InputItem, kw_only=True, tag="message"):
+    """A turn of the user, of the assistant, or of the system."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class ReasoningItem(InputItem, kw_only=True, tag="reasoning"):
+    """The reasoning of the assistant before its next item."""
+
+    summary: list[ItemPart] = []
+    content: list[ItemPart] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(InputItem, kw_only=True, tag="function_call"):
+    """A call of a function. arguments: JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(InputItem, kw_only=True, tag="function_call_output"):
+    """The output of a function for a call."""
+
+    call_id: str
+    output: Content
+
+
+class CustomCallItem(InputItem, kw_only=True, tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomOutputItem(InputItem, kw_only=True, tag="custom_tool_call_output"):
+    """The output of a custom tool for a call."""
+
+    call_id: str
+    output: Content
+
+
+CallItem = FunctionCallItem | CustomCallItem
+OutputItem = FunctionOutputItem | CustomOutputItem
+AnyItem = MessageItem | ReasoningItem | CallItem | OutputItem
+
+_TYPES: dict[str, type[AnyItem]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CustomOutputItem,
+}
+
+
+def list_items(given: str | list[dict[str, Any]], store: ResponseStore) -> list[dict[str, Any]]:
+    """Return the input as a list of items, with those that references point to. Raise ApiError."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not given:
+        raise invalid("input has no items: send at least one", "input")
+    try:
+        check_num_turns(len(given))
+    except InvalidRequest as error:
+        raise from_ring(error, {"prompt": "input"}) from None
+    return [_dereferenced(index, item, store) for index, item in enumerate(given)]
+
+
+def parse_items(items: list[dict[str, Any]]) -> list[AnyItem]:
+    """Return the items as typed objects.
+
+    Raises:
+        ApiError: an item has a wrong type or field, an id occurs twice, or calls and outputs do not
+            belong together.
+    """
+    parsed = [_parsed(index, item) for index, item in enumerate(items)]
+    _check_ids(parsed)
+    _check_calls(parsed)
+    return parsed
+
+
+def text_of(content: Content, name: str) -> str:
+    """Return the text of a content. `name`: the request's name of the content."""
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type not in TEXT_PARTS:
+            raise invalid(
+                f"{name}[{index}].type is {part.type!r}: this server takes only text, as"
+                " 'input_text' or 'output_text'",
+                f"{name}[{index}].type",
+            )
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def converted(value: Any, kind: type[T], name: str) -> T:
+    """Return a value as a typed object. Raise an ApiError that names its path after `name`."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        text = shortened(str(error))
+        path = _PATH.search(text)
+        missing = re.search(r"missing required field `(\w*)`", text)
+        field = name + (path[1] if path else "")
+        if missing is not None:
+            raise invalid(f"{field}.{missing[1]} is missing", f"{field}.{missing[1]}") from None
+        raise invalid(f"{field}: {text.partition(' - at `')[0]}", field) from None
+
+
+def _dereferenced(index: int, item: dict[str, Any], store: ResponseStore) -> dict[str, Any]:
+    kind = item.get("type")
+    if kind == "item_reference" or (kind is None and item.keys() == {"id"}):
+        return store.item(str(item.get("id")), f"input[{index}]")
+    return {**item, "type": "message"} if kind is None and "role" in item else item
+
+
+def _parsed(index: int, item: dict[str, Any]) -> AnyItem:
+    kind, name = item.get("type"), f"input[{index}]"
+    item_type = _TYPES.get(kind) if isinstance(kind, str) else None
+    if item_type is None:
+        raise invalid(
+            f"{name}.type is {kind!r}: it must be one of {', '.join(_TYPES)}", f"{name}.type"
+        )
+    return converted(item, item_type, name)
+
+
+def _check_ids(items: list[AnyItem]) -> None:
+    seen: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if item.id and seen.setdefault(item.id, index) != index:
+            raise invalid(
+                f"input[{index}].id is {item.id!r}, which input[{seen[item.id]}] has too: send each"
+                " item once",
+                f"input[{index}].id",
+            )
+
+
+def _check_calls(items: list[AnyItem]) -> None:
+    """Raise ApiError unless each output answers one call before it, and each call has an output."""
+    calls: dict[str, int] = {}
+    answered: dict[str, int] = {}
+    for index, item in enumerate(items):
+        name = f"input[{index}].call_id"
+        if isinstance(item, CallItem):
+            if item.call_id in calls:
+                raise _twice(name, item.call_id, calls[item.call_id])
+            calls[item.call_id] = index
+        elif isinstance(item, OutputItem):
+            if item.call_id in answered:
+                raise _twice(name, item.call_id, answered[item.call_id])
+            _check_output(name, item, items, calls)
+            answered[item.call_id] = index
+    for call_id, index in _without(calls, answered):
+        raise invalid(
+            f"input[{index}] is the call {call_id!r}, and no item has its output: send one with"
+            " this call_id",
+            "input",
+        )
+
+
+def _check_output(name: str, item: OutputItem, items: list[AnyItem], calls: dict[str, int]) -> None:
+    if item.call_id not in calls:
+        raise invalid(
+            f"{name} is {item.call_id!r}, which is the call_id of no call before it: send the call"
+            " too",
+            name,
+        )
+    call = items[calls[item.call_id]]
+    if isinstance(call, CustomCallItem) != isinstance(item, CustomOutputItem):
+        raise invalid(
+            f"{name} is {item.call_id!r}, a call of the other kind: the output of a function_call"
+            " is a function_call_output, that of a custom_tool_call a custom_tool_call_output",
+            name,
+        )
+
+
+def _without(calls: dict[str, int], answered: dict[str, int]) -> Iterator[tuple[str, int]]:
+    return ((call_id, index) for call_id, index in calls.items() if call_id not in answered)
+
+
+def _twice(name: str, call_id: str, first: int) -> ApiError:
+    return invalid(
+        f"{name} is {call_id!r}, which input[{first}] has too: a call has one output", name
+    )

@@ -1,0 +1,297 @@
+"""Output items of a response, and the stream's events about them."""
+
+import uuid
+from typing import Any
+
+from http_proc.answer.events import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    ReasoningDelta,
+    TextDelta,
+)
+from http_proc.apis.responses.custom_input import CustomInputReader
+from http_proc.protocol.logprobs import chat_logprobs
+from quadriga.client.logprobs import TokenLogprob
+
+StreamEvent = dict[str, Any]
+
+
+class ItemEvents:
+    """Make the events about one item. `prefix`: the begin of the item's id."""
+
+    def __init__(self, prefix: str, index: int) -> None:
+        self.id = f"{prefix}_{uuid.uuid4().hex}"
+        self._index = index
+
+    def of_item(self, what: str, item: dict[str, Any]) -> StreamEvent:
+        """Return response.output_item.added or .done."""
+        kind = f"response.output_item.{what}"
+        return {"type": kind, "output_index": self._index, "item": item}
+
+    def of_part(self, kind: str, **fields: Any) -> StreamEvent:
+        """Return an event about the only content part of the item."""
+        return self.of_value(kind, content_index=0, **fields)
+
+    def of_value(self, kind: str, **fields: Any) -> StreamEvent:
+        """Return an event about the item's arguments or input."""
+        place = {"item_id": self.id, "output_index": self._index}
+        return {"type": f"response.{kind}", **place, **fields}
+
+
+class ReasoningOutput:
+    """A reasoning item."""
+
+    def __init__(self, index: int) -> None:
+        self._events = ItemEvents("rs", index)
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[StreamEvent]:
+        """Return the events of the begin."""
+        added = self._events.of_item("added", self._body("in_progress", []))
+        return [added, self._events.of_part("content_part.added", part=_reasoning_part(""))]
+
+    def add(self, text: str) -> list[StreamEvent]:
+        """Add a piece of the text."""
+        self._pieces.append(text)
+        return [self._events.of_part("reasoning_text.delta", delta=text)]
+
+    def end(self, status: str) -> list[StreamEvent]:
+        """Return the events of the end."""
+        text = "".join(self._pieces)
+        return [
+            self._events.of_part("reasoning_text.done", text=text),
+            self._events.of_part("content_part.done", part=_reasoning_part(text)),
+            self._events.of_item("done", self.body(status)),
+        ]
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as it is now."""
+        return self._body(status, [_reasoning_part("".join(self._pieces))])
+
+    def _body(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._events.id, "type": "reasoning", "summary": []}
+        return {**head, "content": content, "encrypted_content": None, "status": status}
+
+
+class MessageOutput:
+    """A message with one part, the text."""
+
+    def __init__(self, index: int) -> None:
+        self._events = ItemEvents("msg", index)
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def begin(self) -> list[StreamEvent]:
+        """Return the events of the begin."""
+        added = self._events.of_item("added", self._body("in_progress", []))
+        return [added, self._events.of_part("content_part.added", part=_text_part("", []))]
+
+    def add(self, text: str, logprobs: list[TokenLogprob]) -> list[StreamEvent]:
+        """Add a piece of the text, and the logprobs of its tokens."""
+        tokens = chat_logprobs(logprobs)["content"] if logprobs else []
+        self._pieces.append(text)
+        self._logprobs += tokens
+        return [self._events.of_part("output_text.delta", delta=text, logprobs=tokens)]
+
+    def end(self, status: str) -> list[StreamEvent]:
+        """Return the events of the end."""
+        text = "".join(self._pieces)
+        part = _text_part(text, self._logprobs)
+        return [
+            self._events.of_part("output_text.done", text=text, logprobs=self._logprobs),
+            self._events.of_part("content_part.done", part=part),
+            self._events.of_item("done", self.body(status)),
+        ]
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as it is now."""
+        return self._body(status, [_text_part("".join(self._pieces), self._logprobs)])
+
+    def _body(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._events.id, "type": "message", "status": status}
+        return {**head, "role": "assistant", "content": content}
+
+
+class FunctionCallOutput:
+    """A call of a function."""
+
+    def __init__(self, index: int, call: CallBegin) -> None:
+        self._events = ItemEvents("fc", index)
+        self._call = call
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[StreamEvent]:
+        """Return the event of the begin."""
+        return [self._events.of_item("added", self.body("in_progress"))]
+
+    def add(self, text: str) -> list[StreamEvent]:
+        """Add a piece of the arguments."""
+        self._pieces.append(text)
+        return [self._events.of_value("function_call_arguments.delta", delta=text)]
+
+    def end(self, status: str) -> list[StreamEvent]:
+        """Return the events of the end."""
+        fields = {"arguments": "".join(self._pieces), "name": self._call.name}
+        return [
+            self._events.of_value("function_call_arguments.done", **fields),
+            self._events.of_item("done", self.body(status)),
+        ]
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as it is now."""
+        head = {"id": self._events.id, "type": "function_call", "status": status}
+        call = {"call_id": self._call.id, "name": self._call.name}
+        return {**head, "arguments": "".join(self._pieces), **call}
+
+
+class CustomCallOutput:
+    """A call of a custom tool, whose input is the one argument of a function."""
+
+    def __init__(self, index: int, call: CallBegin) -> None:
+        self._events = ItemEvents("ctc", index)
+        self._call = call
+        self._reader = CustomInputReader()
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[StreamEvent]:
+        """Return the event of the begin."""
+        return [self._events.of_item("added", self.body("in_progress"))]
+
+    def add(self, text: str) -> list[StreamEvent]:
+        """Add a piece of the arguments."""
+        return self._add(self._reader.push(text))
+
+    def end(self, status: str) -> list[StreamEvent]:
+        """Return the events of the end."""
+        rest = self._add(self._reader.finish())
+        text = "".join(self._pieces)
+        return [
+            *rest,
+            self._events.of_value("custom_tool_call_input.done", input=text),
+            self._events.of_item("done", self.body(status)),
+        ]
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as it is now."""
+        head = {"id": self._events.id, "type": "custom_tool_call", "status": status}
+        call = {"call_id": self._call.id, "name": self._call.name}
+        return {**head, "input": "".join(self._pieces), **call}
+
+    def _add(self, text: str) -> list[StreamEvent]:
+        if not text:
+            return []
+        self._pieces.append(text)
+        return [self._events.of_value("custom_tool_call_input.delta", delta=text)]
+
+
+CallOutput = FunctionCallOutput | CustomCallOutput
+OpenItem = ReasoningOutput | MessageOutput | CallOutput
+
+
+class ResponseOutput:
+    """The output of a response: items in the order in which the model writes them.
+
+    Args:
+        custom_tools: names of the tools whose calls are of the type custom_tool_call.
+    """
+
+    def __init__(self, custom_tools: frozenset[str]) -> None:
+        self._custom_tools = custom_tools
+        self._ended: list[dict[str, Any]] = []
+        self._open: OpenItem | None = None
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items that have ended, and the one that is being written."""
+        return self._ended + ([self._open.body("incomplete")] if self._open else [])
+
+    def push(
+        self, events: list[AnswerEvent], logprobs: list[TokenLogprob] | None
+    ) -> list[StreamEvent]:
+        """Add the events of a chunk, whose tokens have `logprobs`, and return those of the stream.
+
+        The logprobs of a chunk without events are those of the text that follows, unless the tokens
+        are marks between a reasoning or a call and the text.
+        """
+        follows_mark = not isinstance(self._open, MessageOutput) and self._next_index > 0
+        if events and follows_mark:
+            self._logprobs = []
+        self._logprobs += logprobs or []
+        out: list[StreamEvent] = []
+        for event in events:
+            match event:
+                case TextDelta():
+                    out += self._add_text(event.text)
+                case ReasoningDelta():
+                    out += self._add_reasoning(event.text)
+                case CallBegin():
+                    out += self._begin(self._call(event))
+                case ArgumentsDelta():
+                    assert isinstance(self._open, CallOutput)
+                    out += self._open.add(event.text)
+                case CallEnd():
+                    out += self._end("completed")
+        if events:
+            self._logprobs = []
+        return out
+
+    def finish(self, is_cut: bool) -> list[StreamEvent]:
+        """End the output; an answer without events is an empty message.
+
+        Args:
+            is_cut: the answer did not end by itself, so that its last item is incomplete.
+        """
+        out = [] if self._ended or self._open else self._begin(MessageOutput(0))
+        # A call that is open here lacks its end.
+        is_complete = not is_cut and not isinstance(self._open, CallOutput)
+        return out + self._end("completed" if is_complete else "incomplete")
+
+    def _add_text(self, text: str) -> list[StreamEvent]:
+        out: list[StreamEvent] = []
+        if not isinstance(self._open, MessageOutput):
+            out = self._begin(MessageOutput(self._next_index))
+        assert isinstance(self._open, MessageOutput)
+        out += self._open.add(text, self._logprobs)
+        self._logprobs = []
+        return out
+
+    def _add_reasoning(self, text: str) -> list[StreamEvent]:
+        out: list[StreamEvent] = []
+        if not isinstance(self._open, ReasoningOutput):
+            out = self._begin(ReasoningOutput(self._next_index))
+        assert isinstance(self._open, ReasoningOutput)
+        out += self._open.add(text)
+        return out
+
+    def _call(self, event: CallBegin) -> CallOutput:
+        kind = CustomCallOutput if event.name in self._custom_tools else FunctionCallOutput
+        return kind(self._next_index, event)
+
+    @property
+    def _next_index(self) -> int:
+        return len(self._ended) + (self._open is not None)
+
+    def _begin(self, item: OpenItem) -> list[StreamEvent]:
+        """End the open item, which is incomplete if it is a call, and begin the next."""
+        out = self._end("incomplete" if isinstance(self._open, CallOutput) else "completed")
+        self._open = item
+        return out + item.begin()
+
+    def _end(self, status: str) -> list[StreamEvent]:
+        if self._open is None:
+            return []
+        out = self._open.end(status)
+        self._ended.append(self._open.body(status))
+        self._open = None
+        return out
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

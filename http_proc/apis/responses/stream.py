@@ -1,0 +1,62 @@
+"""Format a response as server-sent events."""
+
+import msgspec
+
+from http_proc.answer.events import AnswerEvent
+from http_proc.apis.responses.answer import ResponseAnswer
+from http_proc.apis.responses.output import StreamEvent
+from http_proc.protocol.errors import ApiError
+from http_proc.responses import SERVER_SENT_EVENTS
+from quadriga.client.types import StreamChunk
+
+# The last event of a stream, by the response's status.
+_LAST = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+
+_encode = msgspec.json.encode
+
+
+class ResponseStream:
+    """ChatRenderer of responses: named events, which are numbered from 0."""
+
+    framing = SERVER_SENT_EVENTS
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer = answer
+        self._num_events = 0
+
+    def start(self, num_prompt_tokens: int) -> bytes:  # noqa: ARG002
+        """Return the events of the begin."""
+        return b"".join(map(self._of_response, ("response.created", "response.in_progress")))
+
+    def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:  # noqa: ARG002
+        """Return the events of a chunk."""
+        return b"".join(map(self._event, self._answer.push(events, chunk)))
+
+    def finish(self) -> bytes:
+        """Return the event with the whole response."""
+        return self._of_response(_LAST[self._answer.response.status])
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the error, and the event with the failed response.
+
+        The events of the begin come first, also if the error is the first thing that happens.
+        """
+        begin = b"" if self._num_events else self.start(0)
+        self._answer.fail(error)
+        body = error.answer.error
+        fields = {"code": body.code, "message": body.message, "param": body.param}
+        return begin + self._event({"type": "error", **fields}) + self.finish()
+
+    def _of_response(self, kind: str) -> bytes:
+        return self._event({"type": kind, "response": self._answer.response})
+
+    def _event(self, body: StreamEvent) -> bytes:
+        kind: str = body["type"]
+        data = _encode({"type": kind, "sequence_number": self._num_events, **body})
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

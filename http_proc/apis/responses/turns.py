@@ -1,0 +1,131 @@
+"""Convert the items of a request's input to the turns of a chat."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from http_proc.apis.responses.items import (
+    AnyItem,
+    CallItem,
+    CustomCallItem,
+    FunctionCallItem,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    text_of,
+)
+from http_proc.protocol.errors import invalid
+from quadriga.client.types import Chat
+
+SYSTEM_ROLES = ("system", "developer")
+# A custom tool is a function of one string, which has this name.
+CUSTOM_ARGUMENT = "input"
+
+
+@dataclass(slots=True)
+class _AssistantTurn:
+    """The items of one answer, which follow each other."""
+
+    reasoning: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ends_with_text(self) -> bool:
+        """True if the answer has its text and calls no tool."""
+        return bool(self.texts) and not self.calls
+
+    def turn(self) -> dict[str, Any]:
+        """Return the turn in the ring's form."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(self.texts)}
+        if self.reasoning:
+            turn["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            turn["tool_calls"] = self.calls
+        return turn
+
+
+def chat_turns(instructions: str | None, items: list[AnyItem]) -> Chat:
+    """Return the turns of a chat.
+
+    The instructions and the system's and developer's messages at the head are one system turn. The
+    assistant's reasoning, text and calls that follow each other are one turn.
+    """
+    head: list[str] = [instructions] if instructions else []
+    num_head = 0
+    for index, item in enumerate(items):
+        if not _is_system(item):
+            break
+        head.append(text_of(item.content, f"input[{index}].content"))
+        num_head += 1
+    turns: Chat = [{"role": "system", "content": "\n\n".join(head)}] if head else []
+    answer: _AssistantTurn | None = None
+    for index, item in enumerate(items[num_head:], num_head):
+        if _is_others(item):
+            turns += [answer.turn()] if answer else []
+            turns.append(_turn(f"input[{index}]", item))
+            answer = None
+            continue
+        if answer is None or (answer.ends_with_text and not isinstance(item, CallItem)):
+            turns += [answer.turn()] if answer else []
+            answer = _AssistantTurn()
+        _add(answer, f"input[{index}]", item)
+    return turns + ([answer.turn()] if answer else [])
+
+
+def _is_system(item: AnyItem) -> TypeGuard[MessageItem]:
+    return isinstance(item, MessageItem) and item.role in SYSTEM_ROLES
+
+
+def _is_others(item: AnyItem) -> TypeGuard[MessageItem | OutputItem]:
+    """Return whether an item is not the assistant's."""
+    if isinstance(item, MessageItem):
+        return item.role != "assistant"
+    return isinstance(item, OutputItem)
+
+
+def _add(answer: _AssistantTurn, name: str, item: AnyItem) -> None:
+    match item:
+        case MessageItem():
+            answer.texts.append(text_of(item.content, f"{name}.content"))
+        case ReasoningItem():
+            answer.reasoning += _reasoning(name, item)
+        case CustomCallItem():
+            answer.calls.append(_call(item.call_id, item.name, {CUSTOM_ARGUMENT: item.input}))
+        case FunctionCallItem():
+            answer.calls.append(_call(item.call_id, item.name, _arguments(name, item)))
+
+
+def _reasoning(name: str, item: ReasoningItem) -> list[str]:
+    """Return the text of a reasoning, or its summary, if it has one of them."""
+    text = text_of(item.content or [], f"{name}.content")
+    text = text or text_of(item.summary, f"{name}.summary")
+    if not text and item.encrypted_content:
+        raise invalid(
+            f"{name} has only encrypted_content, which this server neither writes nor reads: send"
+            " its content, or leave the item out",
+            f"{name}.encrypted_content",
+        )
+    return [text] if text else []
+
+
+def _turn(name: str, item: MessageItem | OutputItem) -> dict[str, Any]:
+    """Return the turn of a message that is not the assistant's, or of a tool's output."""
+    if isinstance(item, MessageItem):
+        return {"role": item.role, "content": text_of(item.content, f"{name}.content")}
+    output = text_of(item.output, f"{name}.output")
+    return {"role": "tool", "content": output, "tool_call_id": item.call_id}
+
+
+def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(name: str, item: FunctionCallItem) -> Any:
+    """Return decoded arguments: clients send JSON text, templates take an object."""
+    try:
+        return json.loads(item.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise invalid(
+            f"{name}.arguments of {item.name} are not JSON", f"{name}.arguments"
+        ) from None

@@ -1,0 +1,163 @@
+"""Requests in the shape of Codex CLI's are taken, and its stream has what that client reads."""
+
+import json
+from typing import Any
+
+import aiohttp
+import openai
+
+from tests.unit.http.responses.asking import THINKING, run, turns_of
+from tests.unit.scripted_ring import ScriptedRing
+
+GRAMMAR = """start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF)+
+%import common.LF
+"""
+SHELL: Any = {
+    "type": "function",
+    "name": "shell",
+    "description": "Runs a shell command and returns its output.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "workdir": {"type": "string"},
+            "timeout_ms": {"type": "number"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+PLAN: Any = {
+    "type": "function",
+    "name": "update_plan",
+    "description": "Updates the task plan.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "explanation": {"type": "string"},
+            "plan": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"step": {"type": "string"}, "status": {"type": "string"}},
+                    "required": ["step", "status"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        "required": ["plan"],
+        "additionalProperties": False,
+    },
+}
+PATCH: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Use the `apply_patch` tool to edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+}
+
+
+def message(role: str, text: str) -> Any:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+REQUEST: Any = {
+    "model": "tiny",
+    "instructions": "You are a coding agent. " * 1000,
+    "input": [
+        message("developer", "<permissions instructions>…</permissions instructions>"),
+        message("user", "# AGENTS.md instructions"),
+        message("user", "<environment_context><cwd>/repo</cwd></environment_context>"),
+        message("user", "Write a file."),
+    ],
+    "tools": [SHELL, PLAN, PATCH],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "text": {"verbosity": "low"},
+    "service_tier": "priority",
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+
+
+async def events_of(client: openai.AsyncOpenAI, body: Any) -> list[Any]:
+    """Return the events of a stream as their JSON bodies, each after a check of its name."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{client.base_url}responses", json=body) as answer,
+    ):
+        text = await answer.text()
+        assert answer.status == 200, text
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+    events = []
+    for part in text.strip().split("\n\n"):
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_a_session_of_codex_runs_to_its_end() -> None:
+    patch = "*** Begin Patch\n*** Add File: a.py\n+print('ü')\n*** End Patch"
+    shell_call = {"name": "shell", "arguments": {"command": ["ls", "-l"]}}
+    patch_call = {"name": "apply_patch", "arguments": {"input": patch}}
+    steps = [
+        f"<think>Look first.</think>\n\n<tool_call>\n{json.dumps(shell_call)}\n</tool_call>",
+        f"<think></think>Now write.\n<tool_call>\n{json.dumps(patch_call)}\n</tool_call>",
+        "<think>Done.</think>Written.",
+    ]
+    ring = ScriptedRing([], answer_format=THINKING)
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        items = list(REQUEST["input"])
+        kinds: list[list[str]] = []
+        for step in steps:
+            ring.pieces = list(step)
+            events = await events_of(client, {**REQUEST, "input": items})
+            assert events[-1]["type"] == "response.completed"
+            assert events[-1]["response"]["usage"]["total_tokens"] > 0
+            done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+            kinds.append([item["type"] for item in done])
+            items += [sent_back(item) for item in done]
+            items += [output_of(item) for item in done if "call_id" in item]
+        assert kinds == [
+            ["reasoning", "function_call"],
+            ["message", "custom_tool_call"],
+            ["reasoning", "message"],
+        ]
+        turns = turns_of(ring)
+        assert [turn["role"] for turn in turns] == [
+            "system", "user", "user", "user", "assistant", "tool", "assistant", "tool",
+        ]  # fmt: skip
+        assert turns[0]["content"].startswith("You are a coding agent. ")
+        assert turns[0]["content"].endswith("</permissions instructions>")
+        assert turns[4]["reasoning_content"] == "Look first."
+        assert turns[4]["tool_calls"][0]["function"] == shell_call
+        assert turns[6]["tool_calls"][0]["function"] == patch_call
+        assert turns[7]["content"] == "Done!"
+        tools = ring.submitted[-1][2]["chat"].tools
+        names = [tool["function"]["name"] for tool in tools]
+        assert names == ["shell", "update_plan", "apply_patch"]
+        assert GRAMMAR in tools[2]["function"]["description"]
+
+    run(ring, test)
+
+
+def sent_back(item: Any) -> Any:
+    """Return an item as this client sends it back: without its id, and without nulls."""
+    return {name: value for name, value in item.items() if name != "id" and value is not None}
+
+
+def output_of(item: Any) -> Any:
+    """Return the output of a call."""
+    kind = f"{item['type']}_output"
+    return {"type": kind, "call_id": item["call_id"], "output": "Done!"}

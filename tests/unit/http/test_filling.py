@@ -1,0 +1,109 @@
+"""Filling in the middle: the suffix of /v1/completions, and llama.cpp's /infill."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from quadriga.errors import ServerFailed
+from quadriga.fill_format import FillFormat, fill_format_to_info
+from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+
+MARKS = FillFormat(
+    prefix="<P>", suffix="<S>", middle="<M>", file="<F>", repository="<R>", stop_token_ids=[7, 9]
+)
+FILLING = {"fill_format": fill_format_to_info(MARKS)}
+GAP = {"input_prefix": "def f(", "input_suffix": "):"}
+
+
+def post(ring: ScriptedRing, path: str, **body: Any) -> tuple[int, str]:
+    """Return status and text of the answer."""
+    answers: list[tuple[int, str]] = []
+
+    async def test(gateway: Any) -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{gateway.args.url}{path}", json=body) as response,
+        ):
+            if ring.leaves_open:
+                await response.content.readline()
+                ring.sinks[0](ServerFailed("worker_proc died"))
+            answers.append((response.status, await response.text()))
+
+    run_at_gateway(ring, test)
+    return answers[0]
+
+
+def test_a_suffix_is_written_with_the_models_marks_whose_tokens_end_the_answer() -> None:
+    ring = ScriptedRing(["a, b"], **FILLING)
+    status, text = post(ring, "/v1/completions", prompt=["x", "y"], suffix="z", stop_token_ids=[3])
+    assert status == 200 and json.loads(text)["choices"][1]["text"] == "a, b"
+    assert [prompt for prompt, _, _ in ring.submitted] == ["<P>x<S>z<M>", "<P>y<S>z<M>"]
+    assert ring.submitted[0][1].stop_token_ids == [3, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("facts", "body", "said"),
+    [
+        ({}, {"prompt": "x"}, "tiny has no tokens for prefix, suffix and middle"),
+        (FILLING, {"prompt": [1, 2]}, "prompt has token ids"),
+        (FILLING, {"prompt": "x", "echo": True}, "leave one out"),
+    ],
+)
+def test_a_suffix_that_cannot_be_used_is_a_400(
+    facts: dict[str, Any], body: dict[str, Any], said: str
+) -> None:
+    status, text = post(ScriptedRing(["a"], **facts), "/v1/completions", suffix="z", **body)
+    error = json.loads(text)["error"]
+    assert status == 400 and said in error["message"] and error["param"] == "suffix"
+
+
+def test_infill_answers_as_llama_cpp_does() -> None:
+    ring = ScriptedRing(["a,", " b"], **FILLING)
+    status, text = post(
+        ring, "/infill", **GAP, prompt="self, ", n_predict=-1, seed=-1, repeat_penalty=1.5,
+        logit_bias=[[5, False], [6, 2]], input_extra=[{"filename": "a.py", "text": "A = 1"}],
+        samplers=["top_k"], cache_prompt=True, t_max_predict_ms=500,
+    )  # fmt: skip
+    answer = json.loads(text)
+    assert status == 200 and answer["content"] == "a, b" and answer["stop"] is True
+    assert (answer["tokens_predicted"], answer["tokens_evaluated"]) == (2, 3)
+    assert answer["stop_type"] == "eos" and answer["timings"]["predicted_n"] == 2
+    prompt, params, _ = ring.submitted[0]
+    assert prompt == "<R>repository\n<F>a.py\nA = 1\n<F>file\n<P>def f(<S>):<M>self, "
+    assert params.max_new_tokens is None and params.seed is None
+    assert params.repetition_penalty == 1.5 and params.logit_bias == {5: -100.0, 6: 2.0}
+
+
+def test_infill_returns_the_fields_that_are_asked_for() -> None:
+    fields = ["content", "timings/prompt_n", "nothing/at/all"]
+    _, text = post(ScriptedRing(["a"], **FILLING), "/infill", **GAP, response_fields=fields)
+    assert json.loads(text) == {"content": "a", "timings/prompt_n": 3}
+
+
+def test_infill_streams_events_whose_last_has_the_numbers() -> None:
+    status, text = post(ScriptedRing(["a,", " b"], **FILLING), "/infill", **GAP, stream=True)
+    events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
+    assert status == 200
+    assert [part["content"] for part in events] == ["a,", " b", ""]
+    assert [part["stop"] for part in events] == [False, False, True]
+    assert events[-1]["tokens_predicted"] == 2
+
+
+def test_errors_of_infill_have_llama_cpps_format() -> None:
+    status, text = post(ScriptedRing(["a"]), "/infill", **GAP)
+    error = json.loads(text)["error"]
+    assert status == 400 and error["code"] == 400 and "<|fim_prefix|>" in error["message"]
+    for body, said in (
+        ({**GAP, "beams": 2}, "beams is not a field"),
+        ({"input_prefix": "a"}, "input_suffix is missing"),
+        ({**GAP, "logit_bias": {"a": 1}}, "no token id"),
+        ({**GAP, "grammar": "root ::= x", "json_schema": {}}, "leave one out"),
+    ):
+        status, text = post(ScriptedRing(["a"], **FILLING), "/infill", **body)
+        assert status == 400 and said in json.loads(text)["error"]["message"]
+    ring = ScriptedRing(["a"], **FILLING)
+    ring.leaves_open = True
+    status, text = post(ring, "/infill", **GAP, stream=True)
+    assert status == 200 and "worker_proc died" in text
