@@ -13,17 +13,14 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis import sglang_generate
-from http_proc.apis.anthropic import answer, messages, request_types
-from http_proc.apis.anthropic import errors as anthropic_errors
-from http_proc.apis.llama_cpp import bodies as llama_cpp
-from http_proc.apis.llama_cpp import infill
+from http_proc.apis.anthropic.endpoints import ANTHROPIC_ENDPOINTS
+from http_proc.apis.llama_cpp.endpoints import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
-from http_proc.apis.openai import chat, completions, render
-from http_proc.apis.responses import create
-from http_proc.apis.responses import schema as responses_schema
+from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
+from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
-from http_proc.protocol import sampling, schema
+from http_proc.protocol import sampling
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -137,34 +134,18 @@ async def docs(_: web.Request) -> web.FileResponse:
 ENDPOINTS = [
     Endpoint("/", landing.landing, "What is served, as JSON or for a browser as a page",
              landing.LandingAnswer),
-    post("/v1/completions", completions.completions, "Complete prompts",
-          schema.CompletionRequest, schema.CompletionBody,
-          sampling=sampling.OPENAI, streams=True),
-    post("/v1/chat/completions", chat.chat_completions, "Answer a chat",
-          schema.ChatRequest, schema.ChatBody, sampling=sampling.CHAT, streams=True),
-    post("/v1/messages", messages.messages, "Answer a conversation, in Anthropic's format",
-          request_types.MessagesRequest, answer.MessageBody, sampling=request_types.SAMPLING,
-          streams=True, error_body=anthropic_errors.error_body,
-          error=anthropic_errors.MessageErrorBody),
-    post("/v1/messages/count_tokens", messages.count_tokens, "Number of tokens of a conversation",
-          request_types.CountTokensRequest, answer.TokenCount,
-          error_body=anthropic_errors.error_body, error=anthropic_errors.MessageErrorBody),
-    post("/v1/responses", create.create_response, "Answer a conversation with output items",
-         responses_schema.ResponsesRequest, responses_schema.ResponseObject,
-         sampling=responses_schema.RESPONSES, streams=True),
+    *OPENAI_ENDPOINTS,
+    *RESPONSES_ENDPOINTS,
+    *ANTHROPIC_ENDPOINTS,
+    *OLLAMA_ENDPOINTS,
+    *LLAMA_CPP_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
           sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
           streams=True, is_listed=True),
-    post("/infill", infill.infill, "Fill the gap between two texts, in llama.cpp's format",
-          llama_cpp.InfillRequest, llama_cpp.InfillAnswer, sampling=infill.LLAMA_CPP, streams=True,
-          error_body=llama_cpp.error_body, error=llama_cpp.LlamaCppErrorAnswer),
-    *OLLAMA_ENDPOINTS,
     post("/tokenize", service.tokenize, "Token ids of a text or a chat",
           service.TokenizeRequest, service.TokenizeAnswer),
-    post("/render", render.render, "The prompt of a text or a chat, as text and token ids",
-         render.RenderRequest, render.RenderAnswer, sampling=sampling.CHAT),
     post("/detokenize", service.detokenize, "Text of token ids",
           service.DetokenizeRequest, service.DetokenizeAnswer),
     post("/abort_request", service.abort_request, "End requests",

@@ -1,0 +1,10 @@
+"""The table of the Responses API's endpoints."""
+
+from http_proc.apis.responses.create import create_response
+from http_proc.apis.responses.schema import RESPONSES, ResponseObject, ResponsesRequest
+from http_proc.endpoints.endpoint import post
+
+RESPONSES_ENDPOINTS = [
+    post("/v1/responses", create_response, "Answer a conversation with output items",
+         ResponsesRequest, ResponseObject, sampling=RESPONSES, streams=True),
+]  # fmt: skip
