@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from quadriga import errors, programs
@@ -38,6 +39,8 @@ from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
+from quadriga.tenants.key_file import others_may_read
+from quadriga.tenants.parsing import read_tenants
 from quadriga.wire.endpoints import Endpoints
 
 STARTED_AT = time.monotonic()
@@ -304,6 +307,16 @@ def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
     sys.exit(code)
 
 
+def check_key_file(config: ServerConfig) -> None:
+    """Raise ConfigError for a file of --keys that cannot work; report one that others can read."""
+    if not config.tenants.keys:
+        return
+    path = Path(config.tenants.keys)
+    read_tenants(path)
+    if others_may_read(path):
+        say(f"{path} can be read by other users of this machine: chmod 600 {path}")
+
+
 def serve(arguments: list[str]) -> NoReturn:
     """Run the command `quadriga serve`."""
     main(arguments, "quadriga serve")
@@ -318,6 +331,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     owner = OwnerChannel(namespace.owner_fd)
     try:
         config = configuration.from_namespace(namespace)
+        check_key_file(config)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE, owner)
     if config.launch.log_format == JSON:

@@ -106,9 +106,14 @@ def deliver(
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
     ]
     for number, (client, message) in enumerate(messages, start=1):
-        ended_ids = [chunk.request_id for chunk in message.chunks if chunk.end is not None]
+        ends = [(chunk.request_id, chunk.end) for chunk in message.chunks if chunk.end is not None]
         ended_seqs = deliveries.ended if number == len(messages) else []
-        delivered = Delivered(ended_ids, output.waiting, ended_seqs)
+        delivered = Delivered(
+            ended=[request_id for request_id, _ in ends],
+            waiting=output.waiting,
+            settled=ended_seqs,
+            generated=[end.usage.completion_tokens for _, end in ends],
+        )
         delivery.send_frames(client, encode(message), encode(delivered))
     if deliveries.stop_found:
         scheduler.send(StopFound(deliveries.stop_found))

@@ -17,8 +17,8 @@ def make_app(gateway: Gateway) -> web.Application:
     middlewares: list[Middleware] = [request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
-    if args.api_keys:
-        middlewares.append(auth.key_check(args))
+    if auth.needs_key_check(args, gateway.tenant_args):
+        middlewares.append(auth.key_check(args, gateway.tenant_args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from http_proc.caller import current_caller
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
 from http_proc.progress.watch import ProgressPoller
@@ -20,6 +21,7 @@ from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
+from quadriga.tenants.tenant import parent_name
 
 INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
@@ -67,6 +69,7 @@ class Gateway:
         self.data_dir = config.data_dir
         self.run_dir = run_dir
         self.max_batch_size = config.scheduler.max_batch_size
+        self.tenant_args = config.tenants
         self.model = config.model.shown_name
         self.ring = ring
         self.metrics = RequestMetrics()
@@ -111,7 +114,7 @@ class Gateway:
             raise from_ring(error, names)
         while rid in self._groups:
             rid += "+"
-        group = self._groups[rid] = RequestGroup(self.ring, self.metrics)
+        group = self._groups[rid] = RequestGroup(self.ring, self.metrics, current_caller().name)
         self._idle.clear()
         try:
             with group:
@@ -141,9 +144,16 @@ class Gateway:
         return rid in self._groups
 
     async def abort(self, rid: str | None) -> int:
-        """End the requests of `rid`, or all for None. Return how many web requests that were."""
+        """End the requests of `rid`, or all for None. Return how many web requests that were.
+
+        A tenant reaches only its own.
+        """
+        caller = current_caller().tenant
         groups = [
-            group for name, group in self._groups.items() if rid is None or _matches(name, rid)
+            group
+            for name, group in self._groups.items()
+            if (rid is None or _matches(name, rid))
+            and (not caller or parent_name(group.tenant) == caller)
         ]
         for group in groups:
             await group.abort()

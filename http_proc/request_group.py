@@ -22,10 +22,12 @@ class RequestGroup:
     aborts the requests that have not finished.
 
     Attributes:
+        tenant: name of the tenant that the requests belong to; "" without tenants.
         finished: set when the ring sends nothing more for this group.
     """
 
-    def __init__(self, ring: AsyncClient, metrics: RequestMetrics) -> None:
+    def __init__(self, ring: AsyncClient, metrics: RequestMetrics, tenant: str = "") -> None:
+        self.tenant = tenant
         self._ring = ring
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -91,7 +93,13 @@ class RequestGroup:
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
         handle = self._ring.submit(
-            prompt, params, stream=stream, sink=sink, on_accepted=accept, **options
+            prompt,
+            params,
+            stream=stream,
+            sink=sink,
+            on_accepted=accept,
+            tenant=self.tenant,
+            **options,
         )
         self._metrics.count_submitted(params)
         self._handles.append(handle)

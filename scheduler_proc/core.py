@@ -55,7 +55,7 @@ class SchedulerCore:
         by_priority = args.schedule_policy == "priority"
         self._retraction_key = priority_retraction_key if by_priority else retraction_key
         # Fair turns would give the slot back to the request that was preempted, over and over.
-        self._preempts = by_priority and not args.fair_clients
+        self._preempts = by_priority and not args.is_fair
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
         self._last_step_prefilled = False
         # What the last step that left requests waiting lacked, and when that was.

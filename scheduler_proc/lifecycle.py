@@ -21,6 +21,7 @@ from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
 from scheduler_proc.request_table import RequestTable
@@ -42,6 +43,7 @@ class RequestLifecycle:
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
+        usage_log: the same.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class RequestLifecycle:
         self._clock = clock
         self._journal = journal
         self.request_log: RequestLog | None = None
+        self.usage_log: UsageLog | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -196,6 +199,8 @@ class RequestLifecycle:
             self.slot_rate.on_end(now, has_waiting=len(self.core.waiting) > 0)
         if self.request_log is not None:
             self.request_log.on_finish(request, now)
+        if self.usage_log is not None:
+            self.usage_log.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)

@@ -15,6 +15,7 @@ from scheduler_proc.durability.journal_opening import make_header, open_journal
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats_log import StatsLog
 from scheduler_proc.observe.status_line import NoStatusLine, TerminalStatusLine, status_line
+from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.step_watchdog import StepWatchdog
@@ -48,6 +49,8 @@ def serve(child: Child) -> None:
     )
     if not log_level.is_off:
         scheduler.lifecycle.request_log = RequestLog(log_level)
+    if child.config.tenants.usage_log:
+        scheduler.lifecycle.usage_log = UsageLog(child.config.tenants.usage_log)
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()
@@ -73,6 +76,8 @@ def serve(child: Child) -> None:
         status.update(now())
         watchdog.check()
     status.close()
+    if scheduler.lifecycle.usage_log is not None:
+        scheduler.lifecycle.usage_log.close()
 
 
 def _status(

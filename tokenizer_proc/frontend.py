@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
@@ -42,6 +43,7 @@ from tokenizer_proc.intake import RequestIntake, RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
+from tokenizer_proc.tenants import RequestOwners
 
 TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 
@@ -53,6 +55,7 @@ class Frontend:
         static_info: values of Info that do not change.
         replaces: a frontend before this one has died, and its clients come back.
         logs_refusals: log why requests are refused.
+        owners: finds the tenants of requests; None without tenants.
 
     Attributes:
         ended: set when the last result has been handed over.
@@ -66,7 +69,9 @@ class Frontend:
         static_info: InfoValues,
         replaces: bool = False,
         logs_refusals: bool = False,
+        owners: RequestOwners | None = None,
     ) -> None:
+        self._owners = owners or RequestOwners(TenantArgs())
         self._preparation = preparation
         self._guard = guard
         self._scheduler = scheduler
@@ -74,7 +79,9 @@ class Frontend:
         self._instance = uuid.uuid4().hex
         self._info_requests = InfoRequests()
         self.clients = Clients(self._on_client_lost, logs_refusals)
-        self.intake = RequestIntake(preparation, guard, scheduler, self.clients, replaces)
+        self.intake = RequestIntake(
+            preparation, guard, scheduler, self.clients, replaces, self._owners
+        )
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
@@ -156,6 +163,7 @@ class Frontend:
 
     def _on_client_lost(self, client: bytes) -> None:
         self._info_requests.forget(client)
+        self._owners.forget(client)
         self.intake.lose_client(client)
 
     # --- results ----------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ class Frontend:
         if delivered.waiting is not None:
             self._guard.update_queue_length(delivered.waiting)
         if delivered.ended:
-            self.intake.count_ends(client, delivered.ended)
+            self.intake.count_ends(client, delivered.ended, delivered.generated)
         if delivered.settled:
             self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
+from quadriga.tenants.tenant import parent_name
 from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
 from quadriga.wire.messages.public import Accepted, Generate, Refused
@@ -28,6 +29,8 @@ from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
+from tokenizer_proc.quotas import Quotas
+from tokenizer_proc.tenants import Owner, RequestOwners
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones
 # that still have open requests have asked the next frontend for them.
@@ -73,6 +76,7 @@ class RequestIntake:
 
     Args:
         replaces: a frontend before this one has died, and its clients come back.
+        owners: finds the tenants of requests.
 
     Attributes:
         has_drained: the scheduler knows that no further request will come.
@@ -85,7 +89,10 @@ class RequestIntake:
         scheduler: Outbox,
         clients: Clients,
         replaces: bool,
+        owners: RequestOwners,
     ) -> None:
+        self._owners = owners
+        self._quotas = Quotas()
         self._preparation = preparation
         self._guard = guard
         self._scheduler = scheduler
@@ -188,7 +195,9 @@ class RequestIntake:
                 self._drain_if_idle()
 
     def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
-        message, received_at = prepared.request, request.received_at
+        owner = self._owners.owner(request.client, prepared.request.tenant)
+        message, received_at = self._owners.checked(prepared.request, owner), request.received_at
+        self._check_quota(request, owner, num_ids(message.prompt_token_ids or b""))
         self._guard.count_submitted(message.params.n)
         prompt_ids = message.prompt_token_ids or b""
         if message.acknowledge:
@@ -208,8 +217,19 @@ class RequestIntake:
             bad_words=prepared.bad_words,
             grammar=_grammar(form, prepared.thinking),
             client_retry=request.resent,
+            tenant=owner.name,
+            weight=owner.weight,
+            cache_salt=owner.cache_salt,
         )
-        self._open.submit(submit, request.aborted_by)
+        if self._open.submit(submit, request.aborted_by) and owner.tenant is not None:
+            self._quotas.count_opened(owner.tenant)
+
+    def _check_quota(self, request: IncomingRequest, owner: Owner, num_prompt: int) -> None:
+        """Count a new request against the limits of its tenant. Raise QuadrigaError if too much."""
+        is_new = self._is_new(request.client, request.request_id, request.resent)
+        if owner.tenant is not None and is_new:
+            self._quotas.check(owner.tenant, num_prompt)
+            self._quotas.count_accepted(owner.tenant, num_prompt)
 
     def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
         """Return those of a client's requests that are not submitted yet."""
@@ -225,17 +245,25 @@ class RequestIntake:
                 request.aborted_by = CLIENT
         self._open.abort(client, request_id, CLIENT)
 
-    def count_ends(self, client: bytes, request_ids: list[str]) -> None:
-        """Count one choice of each of these requests as ended."""
+    def count_ends(self, client: bytes, request_ids: list[str], num_generated: list[int]) -> None:
+        """Count one choice of each of these requests, and its generated tokens, as ended."""
         self._guard.count_ended(len(request_ids))
-        self._open.count_ends(client, request_ids)
+        counts = num_generated or [0] * len(request_ids)
+        for request_id, num_tokens in zip(request_ids, counts, strict=True):
+            request = self._open.count_end(client, request_id)
+            if request is not None and request.submit.tenant:
+                name = parent_name(request.submit.tenant)
+                self._quotas.count_generated(name, num_tokens)
+                if request.num_open_choices <= 0:
+                    self._quotas.count_closed(name)
 
     def lose_client(self, client: bytes) -> None:
         """Forget the incoming requests of a client that is gone, and abort its open ones."""
         self._preparation.pool.drop(client)
         for request in self._incoming.remove_client(client).values():
             _cancel(request)
-        self._open.lose_client(client)
+        for lost in self._open.lose_client(client):
+            self._quotas.count_closed(parent_name(lost.submit.tenant))
         self._drain_if_idle()
 
     # --- a new scheduler, and the end -------------------------------------------------------------

@@ -34,6 +34,7 @@ from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
 from tokenizer_proc.preparation.templates.overrule import ParserNames
+from tokenizer_proc.tenants import RequestOwners
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
@@ -90,7 +91,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     public = bind_public(child.public_endpoint, *([guard.prepare] if guard else []))
     deliveries = bind_frames(child.endpoints.delivery)
     preparation = _start_preparation(child, loaded)
-    frontend = _make_frontend(child, loaded, preparation)
+    frontend = _make_frontend(child, loaded, preparation, guard)
     if guard:
         port = guard.port(public, frontend.on_public, frontend.clients.block)
     else:
@@ -120,7 +121,11 @@ def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
     return RequestPreparation(loaded.preparer, pool, GrammarValidator(loaded.model))
 
 
-def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation) -> Frontend:
+def _make_frontend(
+    child: Child, loaded: Loaded, preparation: RequestPreparation, keys: Guard | None
+) -> Frontend:
+    key_names = None if keys is None else keys.key_names
+    owners = RequestOwners(child.config.tenants, child.config.model.shown_name, key_names)
     limits = child.config.scheduler
     guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
     scheduler = Outbox(child.endpoints.scheduler)
@@ -131,6 +136,7 @@ def _make_frontend(child: Child, loaded: Loaded, preparation: RequestPreparation
         loaded.static_info,
         replaces=child.is_restart,
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
+        owners=owners,
     )
 
 

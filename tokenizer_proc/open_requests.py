@@ -93,19 +93,23 @@ class OpenRequests:
         is_lost = request_id in self._lost.get(client, ())
         return is_lost or self._open.find(client, request_id) is not None
 
-    def submit(self, message: Submit, aborted_by: str) -> None:
+    def submit(self, message: Submit, aborted_by: str) -> bool:
         """Send a request to the scheduler, followed by its abort where `aborted_by` is not empty.
+
+        Return whether it was not open before.
 
         An open request is sent once more only if its client has resent it
         (`message.client_retry`); all of its choices will then end once more.
         """
         client, request_id = message.client, message.request_id
-        if not message.client_retry and self._open.find(client, request_id) is not None:
-            return
+        is_new = self._open.find(client, request_id) is None
+        if not message.client_retry and not is_new:
+            return False
         self._open.put(client, request_id, OpenRequest(message, message.params.n, aborted_by))
         self._scheduler.send(message)
         if aborted_by:
             self._scheduler.send(AbortRequest(client, request_id, aborted_by))
+        return is_new
 
     def abort(self, client: bytes, request_id: str, by: str) -> None:
         """Abort one request of a client, or with an empty id all of them."""
@@ -114,19 +118,26 @@ class OpenRequests:
                 request.aborted_by = by
         self._scheduler.send(AbortRequest(client, request_id, by))
 
-    def count_ends(self, client: bytes, request_ids: list[str]) -> None:
-        """Count one choice of each of these requests as ended."""
-        for request_id in request_ids:
-            request = self._open.find(client, request_id)
-            if request is not None:
-                request.num_open_choices -= 1
-                if request.num_open_choices <= 0:
-                    self._open.remove(client, request_id)
+    def count_end(self, client: bytes, request_id: str) -> OpenRequest | None:
+        """Count one choice of a request as ended. Return the request; None for an unknown one."""
+        request = self._open.find(client, request_id)
+        if request is not None:
+            request.num_open_choices -= 1
+            if request.num_open_choices <= 0:
+                self._open.remove(client, request_id)
+        return request
 
-    def lose_client(self, client: bytes) -> None:
-        """Abort all requests of a client whose connection is lost, and remember their ids."""
+    def lose_client(self, client: bytes) -> list[OpenRequest]:
+        """Abort all requests of a client whose connection is lost, and remember their ids.
+
+        Return the requests, which are not open any more.
+        """
         self.abort(client, "", CLIENT_LOST)
-        request_ids = set(self._open.remove_client(client))
+        requests = self._open.remove_client(client)
+        self._remember_lost(client, set(requests))
+        return list(requests.values())
+
+    def _remember_lost(self, client: bytes, request_ids: set[str]) -> None:
         if not request_ids:
             return
         self._forget_lost(client)

@@ -101,6 +101,14 @@ LABELED_COUNTERS = (
         "errors",
     ),
 )
+# Counters of each tenant, in the order of the numbers in the ring's info.
+TENANT_COUNTERS = (
+    ("tenant_requests", "Number of requests of a tenant that have ended"),
+    ("tenant_prompt_tokens", "Number of prompt tokens of a tenant"),
+    ("tenant_cached_tokens", "Number of prompt tokens of a tenant found in the prefix cache"),
+    ("tenant_generation_tokens", "Number of generated tokens of a tenant"),
+    ("tenant_queue_seconds", "Seconds that the requests of a tenant spent in the waiting queue"),
+)
 POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
 
 
@@ -157,6 +165,9 @@ class Collector:
             yield self._counter(name, text, info[key])
         for name, text, label, key in LABELED_COUNTERS:
             yield self._labeled_counter(name, text, label, info[key])
+        for index, (name, text) in enumerate(TENANT_COUNTERS if info.get("tenants") else ()):
+            counts = {tenant: numbers[index] for tenant, numbers in info["tenants"].items()}
+            yield self._labeled_counter(name, text, "tenant", counts)
         text = "Number of tokens that one step computes"
         yield self._histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
         text = "Seconds that a request spends in each stage, by HTTP or ZeroMQ"
@@ -183,7 +194,7 @@ class Collector:
         return family
 
     def _labeled_counter(
-        self, name: str, text: str, label: str, counts: Mapping[str, int]
+        self, name: str, text: str, label: str, counts: Mapping[str, float]
     ) -> CounterMetricFamily:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
         for value, count in counts.items():

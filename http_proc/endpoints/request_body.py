@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from http_proc.caller import current_caller
 from http_proc.endpoints.body_shape import SMALL_BYTES, check_shape
 from http_proc.gateway import GATEWAY
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, invalid
@@ -52,6 +53,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
+    current_caller().set_user(body.get("user"))
     if len(data) > SMALL_BYTES:
         await asyncio.sleep(0)
     return body

@@ -1,14 +1,19 @@
 """API keys and CORS: which clients, and which web pages, may call the gateway."""
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from http_proc.caller import USER_HEADER, Caller, set_caller
 from http_proc.gateway import REQUEST_ID, request_id
 from http_proc.protocol.errors import ApiError
 from quadriga.config.http_args import HttpArgs
+from quadriga.config.tenant_args import TenantArgs
+from quadriga.tenants.key_file import TenantFile
 
 # Probes need no key: monitoring should not have to hold one.
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
@@ -17,25 +22,53 @@ PREFLIGHT_MAX_AGE_S = "600"
 ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
-def key_check(args: HttpArgs) -> Middleware:
-    """Return a middleware that answers 401 unless the request has one of the API keys."""
+def key_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
+    """Return a middleware that finds the tenant of each request by its API key.
+
+    It answers 401 where keys are needed and the request has none of them. A key of --api-key is no
+    tenant's. Without any keys, --tenants-by says who the tenant is.
+    """
     keys = [_as_bytes(key) for key in args.api_keys]
+    file = TenantFile(Path(tenants.keys)) if tenants.keys else None
+
+    async def find(request: web.Request) -> Caller | None:
+        if file is None and not keys:
+            return Caller(request.remote or "")
+        given = _given_keys(request)
+        if file is not None:
+            if file.has_changed():
+                await asyncio.get_running_loop().run_in_executor(None, file.reload)
+            for tenant in map(file.index.with_key, given):
+                if tenant is not None:
+                    return Caller(tenant.name, tenant.sub_tenants)
+        # All keys are compared, so that the response time does not depend on them.
+        is_known = sum(hmac.compare_digest(one, key) for one in given for key in keys) > 0
+        address = request.remote if tenants.tenants_by == "address" else None
+        return Caller(address or "") if is_known else None
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        caller = Caller()
         if request.path not in PUBLIC_PATHS and request.method != "OPTIONS":
-            given = _given_keys(request)
-            # All keys are compared, so that the response time does not depend on them.
-            if sum(hmac.compare_digest(one, key) for one in given for key in keys) == 0:
+            found = await find(request)
+            if found is None:
                 raise ApiError(
                     401,
                     "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'",
                     "authentication_error",
                     code="invalid_api_key",
                 )
+            caller = found
+            caller.set_user(request.headers.get(USER_HEADER))
+        set_caller(caller)
         return await handler(request)
 
     return check
+
+
+def needs_key_check(args: HttpArgs, tenants: TenantArgs) -> bool:
+    """Return whether requests need keys, or belong to tenants."""
+    return bool(args.api_keys) or tenants.has_tenants
 
 
 def _given_keys(request: web.Request) -> list[bytes]:

@@ -171,6 +171,7 @@ class AsyncClient:
         stream: bool = True,
         sink: Sink | None = None,
         on_accepted: AcceptedSink | None = None,
+        tenant: str = "",
         **options: "Unpack[RequestOptions]",
     ) -> RequestHandle:
         """Send a request, now or as soon as the server is back. The client must be connected.
@@ -183,6 +184,7 @@ class AsyncClient:
                 be iterated.
             on_accepted: called on the event loop, once and before the first chunk, when the prompt
                 is tokenized, with its number of tokens and the end of a chat's text.
+            tenant: owner of the request; the server ignores it but from its own gateway.
             **options: timeout, priority, … (see RequestOptions).
 
                 handle = client.submit("Once upon a time")
@@ -196,7 +198,7 @@ class AsyncClient:
             QuadrigaError: the connection is lost, for this reason.
         """
         check_options("submit", options, RequestOptions.__annotations__)
-        return self._submit(prompt, params, _now(), stream, sink, options, on_accepted)
+        return self._submit(prompt, params, _now(), stream, sink, options, on_accepted, tenant)
 
     def _submit(
         self,
@@ -207,6 +209,7 @@ class AsyncClient:
         sink: Sink | None,
         options: RequestOptions,
         on_accepted: AcceptedSink | None = None,
+        tenant: str = "",
     ) -> RequestHandle:
         """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
@@ -221,6 +224,7 @@ class AsyncClient:
             stream,
             prompt_token_ids=wire.token_ids,
             acknowledge=on_accepted is not None,
+            tenant=tenant,
             **options,
         )
         # The handle records the time of submission.

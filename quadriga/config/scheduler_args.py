@@ -60,6 +60,9 @@ class SchedulerArgs:
     fair_clients: bool = flag(
         False, "serve clients in turns (deficit round robin), however much each has sent"
     )
+    fair_tenants: bool = flag(
+        False, "serve tenants in turns by their weights; --keys and --tenants-by imply it"
+    )
     schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
@@ -112,6 +115,11 @@ class SchedulerArgs:
                 f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
                 " it needs the prefix cache, leave --disable-radix-cache out"
             )
+        if self.fair_tenants and self.fair_clients:
+            raise ConfigError(
+                "--fair-clients shares between clients, and --keys, --tenants-by and --fair-tenants"
+                " between tenants: leave --fair-clients out"
+            )
         for name, policy in (
             ("pack_lookahead", "pack"),
             ("pack_fifo_every", "pack"),
@@ -127,6 +135,11 @@ class SchedulerArgs:
     def prefill_width(self) -> int:
         """Number of waiting requests that one step may admit."""
         return self.prefill_max_batch_size or self.max_batch_size
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether clients or tenants have turns."""
+        return self.fair_clients or self.fair_tenants
 
     @property
     def mode(self) -> str:

@@ -18,6 +18,7 @@ from quadriga.config.config_file import read_config
 from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.config.tenant_args import TenantArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 
@@ -231,6 +232,7 @@ class ServerConfig:
     worker: WorkerArgs = WorkerArgs()  # noqa: RUF009 - frozen, like the others
     detok: DetokArgs = DetokArgs()
     http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
+    tenants: TenantArgs = TenantArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
 
     def validate(self) -> None:
@@ -360,5 +362,7 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     from_file = read_config(namespace.config, fields | aliases) if "config" in namespace else {}
     given = {name: value for name, value in vars(namespace).items() if name in fields}
     config = ServerConfig().replace(**from_file | given)
+    if config.tenants.has_tenants:
+        config = config.replace(fair_tenants=True)
     config.validate()
     return config

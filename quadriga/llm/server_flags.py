@@ -53,6 +53,7 @@ class ServerFlags(TypedDict, total=False):
     pack_fifo_every: int | None
     priority_preemption_threshold: int | None
     fair_clients: bool
+    fair_tenants: bool
     schedule_conservativeness: float
     disable_radix_cache: bool
     plan_at_once: bool
@@ -77,6 +78,10 @@ class ServerFlags(TypedDict, total=False):
     no_affinity: bool
     # Detokenization, token ids to text (detok_proc)
     stream_interval: int
+    # Tenants (tokenizer_proc, scheduler_proc, http_proc)
+    keys: str
+    tenants_by: Literal["none", "address"]
+    usage_log: str
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

@@ -120,6 +120,11 @@ class AllowList:
             self._files, self._by_key, self._directory_stamp = {}, {}, -1
         return public_key in self._by_key
 
+    def name_of(self, public_key: bytes) -> str:
+        """Return the name of a key that may connect; "" for the server's own."""
+        file = self._by_key.get(public_key)
+        return "" if file is None else Path(file.path).name.removesuffix(PUBLIC)
+
     def _read(self) -> None:
         """Read the files that are new or have changed. Raise OSError without the directory."""
         self._read_at = time.monotonic()
@@ -184,9 +189,14 @@ class Guard:
     """The server's keys and its authentication of clients. Needs a running event loop.
 
     Make it before the socket is bound. Raises ConfigError if the server has no keys.
+
+    Attributes:
+        key_names: names of the keys of clients that have sent something, by address; "" for the
+            server's own key. The owner of the port removes clients that are gone.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.key_names: dict[bytes, str] = {}
         self._pair = load_pair(directory, SERVER)
         self._allowed = AllowList(directory)
         self._authenticator = AsyncioAuthenticator(zmq.Context.instance())
@@ -215,7 +225,7 @@ class Guard:
             on_frames: called with the frames of each other message.
             on_revoked: called with the client's address for each dropped message.
         """
-        return _CheckedPort(socket, on_frames, self._allowed, on_revoked)
+        return _CheckedPort(socket, on_frames, self._allowed, self.key_names, on_revoked)
 
     def close(self) -> None:
         """Stop authenticating."""
@@ -228,15 +238,19 @@ class _CheckedPort(AsyncPort):
         socket: "zmq.Socket[bytes]",
         on_frames: Callable[[list[bytes]], None],
         allowed: AllowList,
+        key_names: dict[bytes, str],
         on_revoked: Callable[[bytes], None],
     ) -> None:
         self._allowed = allowed
+        self._key_names = key_names
         self._on_revoked = on_revoked
         super().__init__(socket, on_frames)
 
     def _next(self) -> list[bytes]:
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        if str(frames[-1].get("User-Id")).encode() in self._allowed:
+        public_key = str(frames[-1].get("User-Id")).encode()
+        if public_key in self._allowed:
+            self._key_names[frames[0].bytes] = self._allowed.name_of(public_key)
             return [frame.bytes for frame in frames]
         self._on_revoked(frames[0].bytes)
         return []

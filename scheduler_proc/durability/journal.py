@@ -95,7 +95,7 @@ class Journal(NoJournal):
         record = self._record
         for message, requests in events.accepted:
             indexes = [request.index for request in requests]
-            record.accepted.append(AcceptedRecord(requests[0].seq, message, indexes))
+            record.accepted.append(AcceptedRecord(requests[0].seq, message.written(), indexes))
             self.keep(message, requests)
         if events.seqs:
             token_ids = pack_ids(events.token_ids)
@@ -199,7 +199,7 @@ class Journal(NoJournal):
             record = JournalRecord()
             for seq, (message, request) in choices:
                 if not record.accepted:
-                    record.accepted.append(AcceptedRecord(first_seq, message, []))
+                    record.accepted.append(AcceptedRecord(first_seq, message.written(), []))
                 record.accepted[0].indexes.append(request.index)
                 if generated := request.generated:
                     seqs, token_ids = [seq] * len(generated), pack_ids(generated)

@@ -217,6 +217,8 @@ def _check_message(accepted: AcceptedRecord, vocab_size: int) -> int:
     max_new_tokens = params.max_new_tokens
     if max_new_tokens is None or max_new_tokens < 1 or (params.seed is None and params.n > 1):
         raise InvalidRecord(f"request {accepted.seq} has no max_new_tokens or no seed")
+    if not message.weight > 0:
+        raise InvalidRecord(f"request {accepted.seq} has a weight of {message.weight}")
     _check_ids(unpack_ids(message.prompt_ids), vocab_size)
     for word in message.bad_words:
         unpack_ids(word)

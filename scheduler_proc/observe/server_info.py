@@ -24,6 +24,8 @@ def collect_info(args: SchedulerArgs, ready: WorkerReady | None, core: Scheduler
         "prefix_cache": not args.disable_radix_cache,
         "chunked_prefill_size": args.chunk_size(ready.prefill_tokens) if ready else None,
     }
+    if args.fair_tenants:
+        values["fair_tenants"] = True
     if ready is not None:
         values |= {
             "page_size": core.kv.page_size,

@@ -8,6 +8,7 @@ from quadriga.histogram import SECONDS, Histogram
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.observe.tenant_stats import TenantStats
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import FinishReason, Request
@@ -29,6 +30,7 @@ class SchedulerStats:
         errors: number of errors by code.
         step_tokens: tokens in a step.
         stages: seconds that a request spent in each stage that it came to.
+        tenants: what each tenant has used.
     """
 
     steps: int = 0
@@ -47,6 +49,7 @@ class SchedulerStats:
     stages: dict[str, Histogram] = field(
         default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
     )
+    tenants: TenantStats = field(default_factory=TenantStats)
     # Worker idle time between two steps, the second already planned.
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _last_ended: float = 0.0
@@ -73,13 +76,14 @@ class SchedulerStats:
         self.ended[request.finish_reason.value] += 1
         if request.finish_reason is FinishReason.ERROR and request.error is not None:
             self.errors[request.error.code] += 1
+        self.tenants.on_finish(request)
         for stage, seconds in stage_seconds(request, now):
             self.stages[stage].observe(seconds)
 
     def info(self) -> InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
         gaps = sorted(self._gaps)
-        return {
+        values: InfoValues = {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,
             "late_plans": self.late_plans,
@@ -95,6 +99,8 @@ class SchedulerStats:
             "step_tokens": self.step_tokens.as_map(),
             "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
         }
+        tenants = self.tenants.info()
+        return values | {"tenants": tenants} if tenants else values
 
 
 def stage_seconds(request: Request, now: float) -> list[tuple[str, float]]:

@@ -57,7 +57,7 @@ class WaitingQueue(Protocol):
         """
 
     def remove(self, request: Request) -> None:
-        """Remove a request that ended, if it waits."""
+        """Remove a request that ended, if it waits. It is called for every request at its end."""
 
     def __len__(self) -> int: ...
 

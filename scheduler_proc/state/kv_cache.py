@@ -192,8 +192,10 @@ class KVCache:
         node.page = page
 
     def _key(self, request: Request, index: int) -> bytes:
+        """Return the key of a page; that of the first one begins with the request's salt."""
         start = index * self.page_size
-        return request.tokens[start : start + self.page_size].tobytes()
+        key = request.tokens[start : start + self.page_size].tobytes()
+        return key if index else request.cache_salt + key
 
     def _take(self, count: int) -> list[int]:
         num_missing = count - len(self._free)

@@ -63,6 +63,9 @@ class Request:
             num_known_tokens; the step in which it does samples the next token. Prefill, chunk,
             decode and the return after a retraction follow from this one rule.
         max_total_tokens: prompt and completion at their longest.
+        tenant: name of its tenant, with its user where there is one; "" without tenants.
+        weight: share of its tenant, in proportion to the weights of the others.
+        cache_salt: what its cached pages are kept apart by.
         in_flight: number of steps planned and not yet answered. Slot and pages are released only
             at 0.
         slot: the worker's slot; -1 without one.
@@ -103,6 +106,9 @@ class Request:
     grammar: GrammarForm | None
     num_known_tokens: int
     max_total_tokens: int
+    tenant: str = ""
+    weight: float = 1.0
+    cache_salt: bytes = b""
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -162,6 +168,9 @@ class Request:
             grammar=message.grammar,
             num_known_tokens=len(tokens),
             max_total_tokens=len(tokens) + sampling.max_new_tokens,
+            tenant=message.tenant,
+            weight=message.weight,
+            cache_salt=message.cache_salt.encode(),
         )
 
     # --- life -------------------------------------------------------------------------------------

@@ -67,11 +67,20 @@ class ScriptedRing:
         self.facts = {**FACTS, "pages_total": 1, "pages_held": 0, **facts}
         self.handles: list[ScriptedHandle] = []
         self.sinks: list[Any] = []
+        self.tenants: list[str] = []
         self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def submit(
-        self, prompt: Any, params: Any, *, sink: Any, on_accepted: Any = None, **options: Any
+        self,
+        prompt: Any,
+        params: Any,
+        *,
+        sink: Any,
+        on_accepted: Any = None,
+        tenant: str = "",
+        **options: Any,
     ) -> ScriptedHandle:
+        self.tenants.append(tenant)
         handle = ScriptedHandle(str(len(self.handles)))
         if on_accepted is not None and self.error is None:
             accepted = Accepted("r", self.num_prompt_tokens, self.prompt_end)

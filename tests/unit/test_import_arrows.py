@@ -72,6 +72,7 @@ LAYERS = {
     "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
     "config": {"errors", "keywords", "known_formats", "programs", "__version__"},
+    "tenants": {"errors", "programs"},
     "model_files": {"errors", "config", "programs", "windows"},
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},
@@ -87,6 +88,7 @@ LAYERS = {
         "runtime",
         "__version__",
         "programs",
+        "tenants",
         "windows",
     },
 }

@@ -80,6 +80,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         resent: the client has sent the request before, over a connection that was lost. A known
             request continues; a Replay precedes its other messages, empty if it starts anew.
         acknowledge: send an Accepted before all other messages of the request.
+        tenant: owner of a gateway's request; ignored from other clients.
     """
 
     version: int
@@ -96,6 +97,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     clamp_max_new_tokens: bool = False
     resent: bool = False
     acknowledge: bool = False
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -141,12 +141,14 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
         settled: the scheduler's numbers of requests of any client whose ends have been delivered
             with this message or earlier.
         inspected: the message answers an InfoRequest or a ProgressRequest.
+        generated: number of tokens of each choice in `ended`.
     """
 
     ended: list[str] = []
     waiting: int | None = None
     settled: list[int] = []
     inspected: bool = False
+    generated: list[int] = []
 
 
 DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok

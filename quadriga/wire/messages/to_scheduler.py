@@ -1,5 +1,7 @@
 """tokenizer_proc, detok_proc -> scheduler_proc."""
 
+from typing import cast
+
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
@@ -7,8 +9,8 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import InfoValues
 
 
-class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenized request.
+class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """A validated, tokenized request of no tenant.
 
     Attributes:
         client: the client's address at the public ROUTER socket.
@@ -33,6 +35,30 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     grammar: GrammarForm | None = None
     client_retry: bool = False
     frontend_retry: bool = False
+
+
+class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
+    """A validated, tokenized request, in the form that is read.
+
+    Attributes:
+        tenant: name of its tenant, with its user where there is one; "" without tenants.
+        weight: the tenant's share, in proportion to the weights of the others.
+        cache_salt: what cached prefixes are kept apart by; "" for the common ones.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+
+    def written(self) -> "Submit":
+        """Return the form that is journaled: a PlainSubmit where there is no tenant.
+
+        The fields of PlainSubmit are the first ones, so that both are read as a Submit.
+        """
+        if self.tenant or self.cache_salt:
+            return self
+        fields = PlainSubmit.__struct_fields__
+        return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
 
 
 # Who aborts a request.

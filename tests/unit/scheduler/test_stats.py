@@ -46,7 +46,7 @@ def test_a_request_counts_in_the_stages_that_it_passed() -> None:
     for passed in range(5):
         stamps = [100.0, 100.25, 102.25, 103.25]
         times = dict(zip(names, [*stamps[:passed], *[0.0] * (4 - passed)], strict=True))
-        ended = SimpleNamespace(finish_reason=FinishReason.ABORT, **times)
+        ended = SimpleNamespace(finish_reason=FinishReason.ABORT, tenant="", **times)
         stats.on_finish(ended, 110.0)  # type: ignore[arg-type]
     stages: Any = stats.info()["stage_seconds"]
     assert {stage: times["+Inf"] for stage, times in stages.items()} == {

@@ -48,6 +48,7 @@ from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
 from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
+from tokenizer_proc.tenants import RequestOwners
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -129,7 +130,11 @@ class FrontendWorld:
     """A frontend without sockets. `limit` holds for the open requests of one client."""
 
     def __init__(
-        self, max_queued: int = 4, limit: int | None = None, replaces: bool = False
+        self,
+        max_queued: int = 4,
+        limit: int | None = None,
+        replaces: bool = False,
+        owners: RequestOwners | None = None,
     ) -> None:
         self.scheduler, self.port = Recorder(), Port()
         preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
@@ -137,7 +142,14 @@ class FrontendWorld:
         guard = OverloadGuard(max_queued, limit)
         self.grammars = SlowGrammars()
         preparation = RequestPreparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
-        self.frontend = Frontend(preparation, guard, self.scheduler, {}, replaces)  # type: ignore[arg-type]
+        self.frontend = Frontend(
+            preparation,
+            guard,
+            self.scheduler,  # type: ignore[arg-type]
+            {},
+            replaces,
+            owners=owners,
+        )
         self.frontend.clients.open(self.port)  # type: ignore[arg-type]
 
     def ask(self, name: str, client: bytes = b"c", late: bool = False, **fields: Any) -> None:

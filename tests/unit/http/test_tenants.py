@@ -1,0 +1,125 @@
+"""Web requests belong to the tenants of their keys, users or addresses."""
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from quadriga.tenants import key_file
+from quadriga.tenants.key_file import hash_of_key
+from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+
+ASK = {"prompt": "a", "max_tokens": 4}
+
+
+def entry(name: str, key: str, more: str = "") -> str:
+    return f"- name: {name}\n  key: {hash_of_key(key.encode())}\n{more}"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(entry("alice", "a-key") + entry("bob", "b-key", "  sub_tenants: true\n"))
+    return path
+
+
+async def ask(gateway: Any, body: dict[str, Any] = ASK, **headers: str) -> int:
+    url = f"{gateway.args.url}/v1/completions"
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=body, headers=names) as response,
+    ):
+        await response.read()
+        return response.status
+
+
+def test_a_key_says_whose_a_request_is_and_a_wrong_one_is_refused(keys: Path) -> None:
+    ring = ScriptedRing(["a"])
+
+    async def test(gateway: Any) -> None:
+        assert await ask(gateway, Authorization="Bearer a-key") == 200
+        assert await ask(gateway, X_Api_Key="b-key") == 200
+        assert await ask(gateway, Authorization="Bearer shared") == 200
+        assert await ask(gateway, Authorization="Bearer a-kez") == 401
+        assert await ask(gateway) == 401
+
+    run_at_gateway(ring, test, keys=str(keys), api_key="shared")
+    assert ring.tenants == ["alice", "bob", ""]
+
+
+def test_with_a_key_file_no_request_passes_without_a_key(keys: Path) -> None:
+    ring = ScriptedRing(["a"])
+
+    async def test(gateway: Any) -> None:
+        assert await ask(gateway) == 401
+        assert await ask(gateway, Authorization="Bearer ") == 401
+
+    run_at_gateway(ring, test, keys=str(keys))
+    assert ring.tenants == []
+
+
+def test_users_are_taken_where_the_key_allows_them(keys: Path) -> None:
+    ring = ScriptedRing(["a"])
+
+    async def test(gateway: Any) -> None:
+        bob = {"Authorization": "Bearer b-key"}
+        await ask(gateway, ASK | {"user": "u1"}, **bob)
+        await ask(gateway, ASK | {"user": "u1"}, X_Quadriga_User="u2", **bob)
+        await ask(gateway, ASK | {"user": "a/b c"}, **bob)
+        await ask(gateway, ASK | {"user": "u1"}, Authorization="Bearer a-key")
+
+    run_at_gateway(ring, test, keys=str(keys))
+    assert ring.tenants[:2] == ["bob/u1", "bob/u2"]
+    assert ring.tenants[2].startswith("bob/") and len(ring.tenants[2]) == len("bob/") + 32
+    assert ring.tenants[3] == "alice"
+
+
+def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_request(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_file, "CHECK_INTERVAL_S", 0.0)
+    ring = ScriptedRing(["a"])
+
+    async def test(gateway: Any) -> None:
+        assert await ask(gateway, Authorization="Bearer a-key") == 200
+        keys.write_text(entry("carol", "c-key"))
+        assert await ask(gateway, Authorization="Bearer a-key") == 401
+        assert await ask(gateway, Authorization="Bearer c-key") == 200
+        keys.write_text("- name: carol\n")
+        assert await ask(gateway, Authorization="Bearer c-key") == 200
+
+    run_at_gateway(ring, test, keys=str(keys))
+
+
+def test_without_keys_requests_can_belong_to_addresses() -> None:
+    ring = ScriptedRing(["a"])
+
+    async def test(gateway: Any) -> None:
+        assert await ask(gateway) == 200
+
+    run_at_gateway(ring, test, tenants_by="address")
+    run_at_gateway(ring, test)
+    assert ring.tenants == ["127.0.0.1", ""]
+
+
+def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
+    ring = ScriptedRing(["a"])
+    ring.leaves_open = True
+
+    async def test(gateway: Any) -> None:
+        url, stream = gateway.args.url, ASK | {"stream": True}
+        bob, alice = ({"Authorization": f"Bearer {key}"} for key in ("b-key", "a-key"))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=stream, headers=bob) as response,
+        ):
+            await response.content.readany()
+            everything = {"abort_all": True}
+            async with session.post(
+                f"{url}/abort_request", json=everything, headers=alice
+            ) as answer:
+                assert (await answer.json())["aborted"] == 0
+
+    run_at_gateway(ring, test, keys=str(keys))

@@ -1,0 +1,146 @@
+"""The file of --keys: what it may hold, how it is edited, and when it is read again."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.errors import ConfigError
+from quadriga.tenants.key_file import TenantFile, TenantIndex, hash_of_key, others_may_read
+from quadriga.tenants.parsing import parse_tenants, read_tenants
+
+KEY = hash_of_key(b"secret")
+FULL = f"""
+- name: alice            # a comment
+  key: {KEY}
+  weight: 2.5
+  priority: [-10, 10]
+  max_open_requests: 4
+  requests_per_minute: 60
+  tokens_per_minute: 10000
+  models: [tiny]
+  sub_tenants: true
+  cache: own
+- name: bob
+  curve: bob
+"""
+PATH = Path("keys.yaml")
+
+
+def test_every_field_is_read_and_a_key_is_found_by_its_hash() -> None:
+    alice, bob = parse_tenants(FULL, PATH)
+    assert (alice.weight, alice.priority, alice.max_open_requests) == (2.5, (-10, 10), 4)
+    assert (alice.requests_per_minute, alice.tokens_per_minute) == (60, 10000)
+    assert (alice.models, alice.sub_tenants, alice.cache) == (("tiny",), True, "own")
+    index = TenantIndex([alice, bob])
+    assert index.with_key(b"secret") is alice
+    assert index.with_key(b"Secret") is index.with_key(b"") is None
+    assert index.named("alice/carol") is alice
+    assert index.named("al") is None
+    assert index.by_curve["bob"] is bob
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: b", "keys.yaml must be a list of tenants"),
+        ("- alice", "keys.yaml: entry 1 is 'alice': it must be a map"),
+        ("- {name: [}", "keys.yaml is no YAML"),
+        (f"- {{name: a b, key: '{KEY}'}}", "entry 1 ('a b'): name is 'a b': it must be 1 to 64"),
+        (f"- {{name: 7, key: '{KEY}'}}", "entry 1: name is 7: it must be 1 to 64"),
+        (f"- {{key: '{KEY}'}}", "entry 1 has no name: add `name: NAME`"),
+        ("- {name: a}", "entry 1 ('a') has neither key nor curve"),
+        ("- {name: a, key: secret}", "entry 1 ('a'): key is not a hash: it must be sha256: and"),
+        ("- {name: a, curve: a, weight: 0}", "weight is 0: it must be a number from"),
+        ("- {name: a, curve: a, weight: .nan}", "weight is nan: it must be a number from"),
+        ("- {name: a, curve: a, weight: true}", "weight is True: it must be a number from"),
+        ("- {name: a, curve: a, priority: [5, 1]}", "priority is [5, 1]: it must be [smallest"),
+        ("- {name: a, curve: a, priority: 5}", "priority is 5: it must be [smallest"),
+        ("- {name: a, curve: a, max_open_requests: 0}", "max_open_requests is 0: it must be"),
+        ("- {name: a, curve: a, requests_per_minute: 1.5}", "is 1.5: it must be a number from 1"),
+        ("- {name: a, curve: a, models: tiny}", "models is 'tiny': it must be a list of names"),
+        ("- {name: a, curve: a, sub_tenants: 1}", "sub_tenants is 1: it must be true or false"),
+        ("- {name: a, curve: a, cache: none}", "cache is 'none': it must be shared or own"),
+        ("- {name: a, curve: a, wieght: 1}", "there is no field 'wieght': the fields are name"),
+        ("- {name: a, curve: a}\n- {name: a, curve: b}", "entries 1 and 2 have the same name 'a'"),
+        (
+            f"- {{name: a, key: '{KEY}'}}\n- {{name: b, key: '{KEY}'}}",
+            "entries 1 and 2 have the same key of 'b'",
+        ),
+        ("- &a [*a]", "keys.yaml"),
+        ("[" * 5000, "keys.yaml is no YAML"),
+    ],
+)
+def test_an_error_names_file_entry_field_value_and_remedy(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_tenants(text, PATH)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_file_is_read_again_and_an_error_keeps_the_old_tenants(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, now = tmp_path / "keys.yaml", 0.0
+    path.write_text(FULL)
+    file = TenantFile(path, lambda: now)
+    path.write_text(FULL.replace("2.5", "3.25"))
+    assert not file.has_changed()  # it looks once a second
+    now = 1.0
+    assert file.has_changed()
+    file.reload()
+    assert file.index.by_name["alice"].weight == 3.25
+    for broken in ("- {name: 1}", None):
+        path.unlink() if broken is None else path.write_text(broken)
+        for _ in range(3):
+            now += 1.0
+            if file.has_changed():
+                file.reload()
+        assert file.index.by_name["alice"].weight == 3.25
+    assert [r.message for r in caplog.records] == [
+        "the tenants stay as they were: " + text
+        for text in (
+            f"{path}: entry 1: name is 1: it must be 1 to 64 letters, digits and ._:@-, in quotes"
+            " if YAML reads it as a number",
+            f"--keys {path} cannot be read: No such file or directory",
+        )
+    ]
+
+
+def test_the_command_adds_lists_and_removes_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = ["--keys", str(path)]
+    assert main(["keys", "add", "alice", *keys, "--weight", "2", "--priority", "-5", "5"]) == 0
+    key = capsys.readouterr().out.split()[-1]
+    path.write_text("# ours\n" + path.read_text() + "\n# the next one\n")
+    assert main(["keys", "add", "bob", *keys, "--requests-per-minute", "9", "--cache", "own"]) == 0
+    index = TenantIndex(read_tenants(path))
+    alice = index.with_key(key.encode())
+    assert alice is not None and (alice.name, alice.weight, alice.priority) == ("alice", 2, (-5, 5))
+    assert key not in path.read_text()
+    assert not others_may_read(path)
+    capsys.readouterr()
+    assert main(["keys", "list", *keys]) == 0
+    assert capsys.readouterr().out == (
+        "alice · weight 2.0 · priority -5 5\nbob · requests_per_minute 9 · cache own\n"
+    )
+    assert main(["keys", "add", "bob", *keys]) == 1
+    assert main(["keys", "remove", "alice", *keys]) == 0
+    assert [tenant.name for tenant in read_tenants(path)] == ["bob"]
+    assert path.read_text().startswith("# ours\n")
+    assert main(["keys", "remove", "bob", *keys]) == 0
+    assert read_tenants(path) == []
+    assert main(["keys", "add", "carol", *keys]) == 0
+    assert main(["keys", "remove", "dora", *keys]) == 1
+    assert os.listdir(tmp_path) == ["keys.yaml"]
+
+
+def test_a_wrong_value_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FULL)
+    assert main(["keys", "add", "eve", "--keys", str(path), "--weight", "-1"]) == 1
+    assert main(["keys", "add", "a b", "--keys", str(path)]) == 1
+    assert path.read_text() == FULL

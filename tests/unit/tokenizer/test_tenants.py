@@ -1,0 +1,194 @@
+"""The frontend's part of tenants: who a request belongs to, and its quotas."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.config.tenant_args import TenantArgs
+from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.tenants.tenant import Tenant
+from quadriga.wire.client_address import gateway_address
+from quadriga.wire.messages.public import Refused
+from quadriga.wire.messages.to_detok import Delivered
+from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.sockets import encode
+from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
+from tokenizer_proc.quotas import WINDOW_S, Quotas
+from tokenizer_proc.tenants import RequestOwners
+
+GATEWAY = gateway_address().bytes
+FILE = """
+- {name: alice, curve: al, weight: 3, max_open_requests: 2, priority: [-10, -1], cache: own}
+- {name: bob, curve: bo, models: [other], sub_tenants: true}
+- {name: carol, curve: ca, tokens_per_minute: 10}
+"""
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> TenantArgs:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FILE)
+    return TenantArgs(keys=str(path))
+
+
+def world_of(args: TenantArgs, **keywords: Any) -> FrontendWorld:
+    return FrontendWorld(max_queued=1000, owners=RequestOwners(args, "tiny", **keywords))
+
+
+def submitted(world: FrontendWorld) -> list[Submit]:
+    return [message for message in world.scheduler.sent if isinstance(message, Submit)]
+
+
+def refusal(world: FrontendWorld) -> str:
+    refused = world.port.last()
+    assert isinstance(refused, Refused)
+    return refused.error.message
+
+
+@in_loop
+async def test_only_a_gateway_names_the_tenant_of_its_requests() -> None:
+    world = world_of(TenantArgs(tenants_by="address"))
+    world.ask("1", GATEWAY, tenant="10.0.0.1")
+    world.ask("1", b"a" * 16, tenant="10.0.0.1")
+    world.ask("1", b"b" * 16)
+    names = [message.tenant for message in submitted(world)]
+    assert names[0] == "10.0.0.1"
+    assert all(name.startswith("client-") for name in names[1:]) and names[1] != names[2]
+
+
+def test_an_address_like_a_gateways_needs_the_servers_key(args: TenantArgs) -> None:
+    names = {GATEWAY: "al", b"x": "bo", b"y": "unknown"}
+    owners = RequestOwners(args, "tiny", names)
+    assert owners.owner(GATEWAY, "bob").name == "alice"
+    assert owners.owner(b"x", "alice").name == "bob"
+    assert owners.owner(b"y", "alice").name.startswith("client-")
+    names[GATEWAY] = ""
+    assert owners.owner(GATEWAY, "bob").name == "bob"
+    owners.forget(b"x")
+    assert b"x" not in names
+
+
+@pytest.fixture
+def owners(args: TenantArgs) -> RequestOwners:
+    return RequestOwners(args, "tiny")
+
+
+def test_weight_priority_and_salt_go_with_a_request(args: TenantArgs) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(args)
+        world.ask("1", GATEWAY, tenant="alice")
+        world.ask("2", GATEWAY, tenant="alice", priority=-7)
+        world.ask("3", GATEWAY)
+        own, chosen, none = submitted(world)
+        assert (own.tenant, own.weight, own.cache_salt, own.priority) == ("alice", 3, "alice", -1)
+        assert chosen.priority == -7
+        assert (none.tenant, none.weight, none.cache_salt, none.priority) == ("", 1, "", 0)
+        world.ask("4", GATEWAY, tenant="alice", priority=5)
+        assert "tenant alice may use -10 to -1" in refusal(world)
+        world.ask("5", GATEWAY, tenant="bob/u")
+        assert "model is 'tiny', and tenant bob may use other" in refusal(world)
+        world.ask("6", GATEWAY, tenant="dora")
+        assert "there is no tenant 'dora' any more" in refusal(world)
+
+    test()
+
+
+def test_open_requests_are_counted_until_their_ends_or_the_loss_of_their_client(
+    args: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(args)
+        for name in ("1", "2", "3"):
+            world.ask(name, GATEWAY, tenant="alice")
+        assert len(submitted(world)) == 2
+        assert "has 2 open requests and its max_open_requests is 2" in refusal(world)
+        world.deliver(GATEWAY, ended=("1",))
+        world.ask("4", GATEWAY, tenant="alice")
+        assert len(submitted(world)) == 3
+        world.lose(GATEWAY)
+        world.ask("5", GATEWAY, tenant="alice")
+        world.ask("6", GATEWAY, tenant="alice")
+        world.ask("7", GATEWAY, tenant="alice")
+        assert len(submitted(world)) == 5
+
+    test()
+
+
+def test_a_request_that_is_sent_again_is_counted_once(args: TenantArgs) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(args)
+        for _ in range(3):
+            world.ask("1", GATEWAY, tenant="alice", resent=True)
+        world.ask("2", GATEWAY, tenant="alice")
+        assert {message.request_id for message in submitted(world)} == {"1", "2"}
+
+    test()
+
+
+def test_generated_tokens_count_when_a_request_ends(args: TenantArgs) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(args)
+        world.ask("1", GATEWAY, tenant="carol")
+        delivered = encode(Delivered(["1"], 0, [], generated=[9]))
+        world.frontend.on_delivery([GATEWAY, b"", delivered])
+        world.ask("2", GATEWAY, tenant="carol")
+        assert "has used 10 tokens in the last 60 s and its tokens_per_minute" in refusal(world)
+
+    test()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.1
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def retry_after(quotas: Quotas, tenant: Tenant, num_prompt_tokens: int) -> float | None:
+    """Return the hint of a refusal; None where the request would be accepted."""
+    try:
+        quotas.check(tenant, num_prompt_tokens)
+    except QueueFull as error:
+        return error.retry_after
+    return None
+
+
+def test_requests_a_minute_are_exact_to_one_request_and_so_is_the_hint() -> None:
+    clock = Clock()
+    quotas, tenant = Quotas(clock), Tenant(name="a", requests_per_minute=7)
+    accepted: list[float] = []
+    for _ in range(4000):
+        clock.now += 0.7713
+        hint = retry_after(quotas, tenant, 1)
+        if hint is not None:
+            expected = accepted[-7] + WINDOW_S - clock.now
+            assert expected - 1e-6 <= hint <= expected + 0.0011
+            clock.now += hint
+        quotas.check(tenant, 1)
+        quotas.count_accepted(tenant, 1)
+        accepted.append(clock.now)
+    waits = [later - first for first, later in zip(accepted, accepted[7:], strict=False)]
+    assert min(waits) >= WINDOW_S - 1e-6
+    assert max(waits) <= WINDOW_S + 0.8
+
+
+def test_tokens_a_minute_wait_for_as_many_as_the_prompt_needs() -> None:
+    clock = Clock()
+    quotas, tenant = Quotas(clock), Tenant(name="a", tokens_per_minute=100)
+    for _ in range(10):
+        quotas.check(tenant, 10)
+        quotas.count_accepted(tenant, 10)
+        clock.now += 1
+    hint = retry_after(quotas, tenant, 25)
+    assert hint is not None
+    assert 51.99 < hint < 52.01
+    clock.now += hint
+    quotas.check(tenant, 25)
+    with pytest.raises(InvalidRequest, match="tokens_per_minute of tenant a is 100; shorten it"):
+        quotas.check(tenant, 101)
