@@ -1,4 +1,4 @@
-"""The command line: `quadriga serve`, `chat`, `ask`, `batch`, `models`, `bench`, `keygen` and `keys`.
+"""The command line: `quadriga serve`, `chat`, `ask`, `batch`, `models`, `bench`, `keys`, `keygen`.
 
 `serve` and `bench` are programs above this package, which `quadriga/programs.py` finds.
 """
