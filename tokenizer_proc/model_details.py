@@ -3,6 +3,7 @@
 from typing import Any
 
 from quadriga.cli.models.weights import WeightSummary, summarize_weights, weight_files
+from quadriga.errors import ModelError
 from quadriga.model_details import ModelDetails
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles
@@ -19,8 +20,11 @@ DIMENSIONS = {
 
 
 def model_details(files: ModelFiles) -> ModelDetails:
-    """Return the details. Raise ModelError if a file is damaged or cut short."""
-    weights = summarize_weights(files, checks_files=False)
+    """Return the details; those of the weights are empty if a file of them is damaged."""
+    try:
+        weights = summarize_weights(files, checks_files=False)
+    except ModelError:  # the worker, which reads all of the file, reports it
+        weights = WeightSummary()
     return ModelDetails(
         family=str(files.config.get("model_type") or ""),
         container=_container(files),

@@ -118,7 +118,7 @@ def test_no_modules_of_quadriga_import_each_other() -> None:
 @pytest.mark.parametrize(
     "module",
     ["launcher", "quadriga.client", "scheduler_proc.main", "tokenizer_proc.main",
-     "detok_proc.main", "http_proc.main", "bench.serving"],
+     "worker_proc.main", "detok_proc.main", "http_proc.main", "bench.serving"],
 )  # fmt: skip
 def test_importing_it_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in {sorted(HEAVY)}))"

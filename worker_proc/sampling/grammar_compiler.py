@@ -11,10 +11,11 @@ from quadriga.sampling.grammar import load_vocabulary
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import GrammarReady
 from quadriga.wire.sockets import Outbox
-from worker_proc.sampling.compiled_grammar import CompiledGrammar, compile_form
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+    from worker_proc.sampling.compiled_grammar import CompiledGrammar
 
 NICENESS = 10
 
@@ -41,6 +42,9 @@ class GrammarCompiler:
 
     def compile_here(self, grammar: GrammarForm) -> str:
         """Compile a grammar in the calling thread. Return an error, or an empty string."""
+        # It imports torch, which takes a second: the process must answer the launcher before that.
+        from worker_proc.sampling.compiled_grammar import compile_form
+
         try:
             self.compiled[grammar.key] = compile_form(self._load_vocabulary(), grammar)
         except BaseException as error:  # the library's panics are not subclasses of Exception

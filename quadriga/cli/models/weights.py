@@ -92,6 +92,8 @@ def _safetensors_header(path: Path, checks_file: bool) -> dict[str, Any]:
                 pass
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"its header would have {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
             return header
     except (SafetensorError, OSError, ValueError, struct.error) as error:
