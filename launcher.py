@@ -39,8 +39,7 @@ from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
-from quadriga.tenants.key_file import others_may_read
-from quadriga.tenants.parsing import read_tenants
+from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
 
 STARTED_AT = time.monotonic()
@@ -307,16 +306,6 @@ def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
     sys.exit(code)
 
 
-def check_key_file(config: ServerConfig) -> None:
-    """Raise ConfigError for a file of --keys that cannot work; report one that others can read."""
-    if not config.tenants.keys:
-        return
-    path = Path(config.tenants.keys)
-    read_tenants(path)
-    if others_may_read(path):
-        say(f"{path} can be read by other users of this machine: chmod 600 {path}")
-
-
 def serve(arguments: list[str]) -> NoReturn:
     """Run the command `quadriga serve`."""
     main(arguments, "quadriga serve")
@@ -331,7 +320,9 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     owner = OwnerChannel(namespace.owner_fd)
     try:
         config = configuration.from_namespace(namespace)
-        check_key_file(config)
+        keys = config.tenants.keys
+        if keys and (warning := check_key_file(Path(keys))):
+            say(warning)
     except QuadrigaError as error:
         fail(error, EXIT_USAGE, owner)
     if config.launch.log_format == JSON:

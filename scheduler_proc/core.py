@@ -218,12 +218,15 @@ class SchedulerCore:
         if self._running.chunked is not None:
             budget -= self._add_prefill(self._running.chunked, self._chunk, plan)
         if self._running.chunked is not None or plan.has_retracted:
-            lacked = WaitReason.PAGES if plan.has_retracted else WaitReason.BUDGET
-            self._note_lack(lacked, now)
+            lacked: WaitReason | None = (
+                WaitReason.PAGES if plan.has_retracted else WaitReason.BUDGET
+            )
         elif budget <= 0:
-            self._note_lack(WaitReason.BUDGET, now)
-        elif len(self.waiting):
-            self._add_waiting(budget, plan, now)
+            lacked = WaitReason.BUDGET
+        else:
+            lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        if lacked is not None:
+            self._lacked, self._lacked_at = lacked, now
 
     def _add_prefill(self, request: Request, limit: int, plan: Plan) -> int:
         """Add the next tokens of a prompt, at most `limit`. Return their number.
@@ -259,16 +262,19 @@ class SchedulerCore:
             room += self.kv.page_size
         return min(count, room)
 
-    def _add_waiting(self, budget: int, plan: Plan, now: float) -> None:
+    def _add_waiting(self, budget: int, plan: Plan, now: float) -> WaitReason | None:
         """Admit prompts from the waiting queue, as far as width, tokens, slots and pages last.
 
         The pages of each are cached at once, so that the next one may match them: a common prefix
         is computed once, in this very step.
+
+        Returns:
+            What the step lacks for the requests that still wait; None if it has admitted all.
         """
         num_admissible = self._num_admissible()
         if num_admissible <= 0:
-            self._note_lack(WaitReason.SLOTS, now)
-            return
+            return WaitReason.SLOTS
+        lacked = None
         expected = self.admission.expected_tokens()
         lookahead = self.waiting.lookahead
         candidates = self.waiting.first(num_admissible + lookahead, budget)
@@ -277,10 +283,10 @@ class SchedulerCore:
         for request in candidates:
             count = self._num_tokens_for(request, plan.batch, budget)
             if count == 0 or not self._can_admit(request, expected, plan):
-                self._note_lack(self._lack_of(count), now)
+                lacked = self._lack_of(count)
                 lookahead -= 1
                 if lookahead < 0:
-                    return
+                    return lacked
                 continue
             self.waiting.take(request)
             expected += self.kv.growth([request], request.num_remaining_tokens)
@@ -288,12 +294,8 @@ class SchedulerCore:
             num_admissible -= 1
             if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:
                 has_budget = budget > 0 and self._running.chunked is None
-                self._note_lack(WaitReason.SLOTS if has_budget else WaitReason.BUDGET, now)
-                return
-
-    def _note_lack(self, reason: WaitReason, now: float) -> None:
-        """Note what a step lacked for the requests that still wait."""
-        self._lacked, self._lacked_at = reason, now
+                return WaitReason.SLOTS if has_budget else WaitReason.BUDGET
+        return lacked
 
     def _lack_of(self, count: int) -> WaitReason:
         """Return why a request whose next `count` tokens fit into the step is not admitted."""

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
-from quadriga.tenants.tenant import parent_name
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
+from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import Accepted, Generate, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
@@ -29,8 +28,8 @@ from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
-from tokenizer_proc.quotas import Quotas
-from tokenizer_proc.tenants import Owner, RequestOwners
+from tokenizer_proc.tenant_accounts import TenantAccounts
+from tokenizer_proc.tenants import RequestOwners
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones
 # that still have open requests have asked the next frontend for them.
@@ -91,8 +90,7 @@ class RequestIntake:
         replaces: bool,
         owners: RequestOwners,
     ) -> None:
-        self._owners = owners
-        self._quotas = Quotas()
+        self._tenants = TenantAccounts(owners)
         self._preparation = preparation
         self._guard = guard
         self._scheduler = scheduler
@@ -195,13 +193,13 @@ class RequestIntake:
                 self._drain_if_idle()
 
     def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
-        owner = self._owners.owner(request.client, prepared.request.tenant)
-        message, received_at = self._owners.checked(prepared.request, owner), request.received_at
-        self._check_quota(request, owner, num_ids(message.prompt_token_ids or b""))
+        prompt_ids, received_at = prepared.request.prompt_token_ids or b"", request.received_at
+        is_new = self._is_new(request.client, request.request_id, request.resent)
+        num_prompt = num_ids(prompt_ids)
+        message, owner = self._tenants.admit(request.client, prepared.request, num_prompt, is_new)
         self._guard.count_submitted(message.params.n)
-        prompt_ids = message.prompt_token_ids or b""
         if message.acknowledge:
-            accepted = Accepted(request.request_id, num_ids(prompt_ids), prepared.prompt_end)
+            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end)
             self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,
@@ -215,21 +213,14 @@ class RequestIntake:
             queue_deadline=_deadline(received_at, message.queue_timeout),
             deadline=_deadline(received_at, message.timeout),
             bad_words=prepared.bad_words,
-            grammar=_grammar(form, prepared.thinking),
+            grammar=GrammarForm.of_request(form, prepared.thinking),
             client_retry=request.resent,
             tenant=owner.name,
             weight=owner.weight,
             cache_salt=owner.cache_salt,
         )
-        if self._open.submit(submit, request.aborted_by) and owner.tenant is not None:
-            self._quotas.count_opened(owner.tenant)
-
-    def _check_quota(self, request: IncomingRequest, owner: Owner, num_prompt: int) -> None:
-        """Count a new request against the limits of its tenant. Raise QuadrigaError if too much."""
-        is_new = self._is_new(request.client, request.request_id, request.resent)
-        if owner.tenant is not None and is_new:
-            self._quotas.check(owner.tenant, num_prompt)
-            self._quotas.count_accepted(owner.tenant, num_prompt)
+        if self._open.submit(submit, request.aborted_by):
+            self._tenants.on_opened(owner)
 
     def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
         """Return those of a client's requests that are not submitted yet."""
@@ -251,19 +242,15 @@ class RequestIntake:
         counts = num_generated or [0] * len(request_ids)
         for request_id, num_tokens in zip(request_ids, counts, strict=True):
             request = self._open.count_end(client, request_id)
-            if request is not None and request.submit.tenant:
-                name = parent_name(request.submit.tenant)
-                self._quotas.count_generated(name, num_tokens)
-                if request.num_open_choices <= 0:
-                    self._quotas.count_closed(name)
+            if request is not None:
+                self._tenants.on_choice_ended(request, num_tokens)
 
     def lose_client(self, client: bytes) -> None:
         """Forget the incoming requests of a client that is gone, and abort its open ones."""
         self._preparation.pool.drop(client)
         for request in self._incoming.remove_client(client).values():
             _cancel(request)
-        for lost in self._open.lose_client(client):
-            self._quotas.count_closed(parent_name(lost.submit.tenant))
+        self._tenants.on_lost(self._open.lose_client(client))
         self._drain_if_idle()
 
     # --- a new scheduler, and the end -------------------------------------------------------------
@@ -297,12 +284,6 @@ class RequestIntake:
         if self._is_draining and not self._incoming and not self._awaits_clients:
             self.has_drained = True
             self._scheduler.send(Drain())
-
-
-def _grammar(form: str | None, thinking: ThinkingForm | None) -> GrammarForm | None:
-    if form is None and thinking is None:
-        return None
-    return GrammarForm.of(form or "", thinking)
 
 
 def _read_outcome(data: bytes) -> Prepared:

@@ -71,7 +71,7 @@ def _batch_of(state: Path, arguments: argparse.Namespace, api: BatchApi) -> str:
         if {name: known.get(name) for name in source} != source:
             raise InvalidRequest(
                 f"{state} belongs to {known.get('input')} at {known.get('url')}: remove it to start"
-                " anew, or choose another --output"
+                " again, or choose another --output"
             )
         note(f"goes on with {known['batch']}")
         return str(known["batch"])

@@ -97,9 +97,15 @@ class TenantFile:
         threading.Thread(target=self.reload, daemon=True).start()
 
 
-def others_may_read(path: Path) -> bool:
-    """Return whether other users of the machine may read or change a key file."""
-    return bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+def check_key_file(path: Path) -> str:
+    """Return a warning about a key file that other users may read or change, else "".
+
+    Raises:
+        ConfigError: the file cannot be read, or has an error.
+    """
+    read_tenants(path)
+    is_open = path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return f"{path} can be read by other users of this machine: chmod 600 {path}" if is_open else ""
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

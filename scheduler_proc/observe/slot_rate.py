@@ -9,7 +9,7 @@ class SlotRate:
     """Measure how often a running request ends while others wait.
 
     An end at which nothing waits forgets the ones before: a queue that forms later is measured
-    anew, and idle hours do not count.
+    from its beginning, and idle hours do not count.
     """
 
     def __init__(self) -> None:

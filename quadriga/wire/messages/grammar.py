@@ -48,6 +48,11 @@ class GrammarForm(msgspec.Struct, array_like=True, frozen=True):
             text = f"{THINKING}{msgspec.json.encode(thinking).decode()}\n{text}"
         return cls(hashlib.blake2b(text.encode(), digest_size=16).digest(), text)
 
+    @classmethod
+    def of_request(cls, text: str | None, thinking: ThinkingForm | None) -> "GrammarForm | None":
+        """Return the form for a request; None if it has neither a grammar nor a reasoning."""
+        return None if text is None and thinking is None else cls.of(text or "", thinking)
+
     def parts(self) -> tuple[ThinkingForm | None, str]:
         """Return the reasoning, if it is limited or precedes a grammar, and the grammar.
 

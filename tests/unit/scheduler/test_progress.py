@@ -18,7 +18,7 @@ PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
 
 
 def progress(world: World, *names: str, **fields: Any) -> list[RequestProgress]:
-    """Return the progress of requests of the client b"c", computed anew."""
+    """Return the progress of requests of the client b"c", computed again."""
     report = ProgressReport(world.scheduler.lifecycle, world.scheduler.pipeline)
     return report.values(ProgressRequest(b"c", "q", list(names), **fields), world.worker.now)
 

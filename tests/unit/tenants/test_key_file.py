@@ -7,7 +7,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.errors import ConfigError
-from quadriga.tenants.key_file import TenantFile, TenantIndex, hash_of_key, others_may_read
+from quadriga.tenants.key_file import TenantFile, TenantIndex, check_key_file, hash_of_key
 from quadriga.tenants.parsing import parse_tenants, read_tenants
 
 KEY = hash_of_key(b"secret")
@@ -121,7 +121,9 @@ def test_the_command_adds_lists_and_removes_keys(
     alice = index.with_key(key.encode())
     assert alice is not None and (alice.name, alice.weight, alice.priority) == ("alice", 2, (-5, 5))
     assert key not in path.read_text()
-    assert not others_may_read(path)
+    assert check_key_file(path) == ""
+    path.chmod(0o644)
+    assert f"chmod 600 {path}" in check_key_file(path)
     capsys.readouterr()
     assert main(["keys", "list", *keys]) == 0
     assert capsys.readouterr().out == (
