@@ -128,6 +128,11 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     has_special_marks: bool = False
 
 
+def ends_inside(text: str, open_mark: str, close_mark: str) -> bool:
+    """Return whether a text ends between the marks: the last mark in it is the one that opens."""
+    return text.rfind(open_mark) > text.rfind(close_mark)
+
+
 def to_info(answer_format: AnswerFormat) -> dict[str, object]:
     """Return the format as a value of Info."""
     values: dict[str, object] = msgspec.to_builtins(answer_format)

@@ -21,7 +21,14 @@ from http_proc.protocol.chat_messages import NAMES, template_options
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
-from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat, from_info
+from quadriga.answer_format import (
+    AnswerFormat,
+    CallFormat,
+    CallStyle,
+    ReasoningFormat,
+    ends_inside,
+    from_info,
+)
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.public import ChatOptions
@@ -103,7 +110,7 @@ def ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> boo
     """Return whether the last of the marks in the end of a prompt opens the reasoning."""
     if reasoning is None or not reasoning.open:
         return False
-    return prompt_end.rfind(reasoning.open) > prompt_end.rfind(reasoning.close)
+    return ends_inside(prompt_end, reasoning.open, reasoning.close)
 
 
 def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> None:

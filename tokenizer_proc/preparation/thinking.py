@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quadriga.answer_format import ends_inside
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.grammar import ThinkingForm
 
@@ -25,7 +26,7 @@ def thinking_form(
     start, end = params.thinking_start.strip(), params.thinking_end.strip()
     if not end or (params.thinking_token_budget is None and not has_grammar):
         return None
-    is_inside = not start or prompt_end.rfind(start) > prompt_end.rfind(end)
+    is_inside = not start or ends_inside(prompt_end, start, end)
     if not is_inside and prompt_end.rstrip().endswith(end):
         return None
     return ThinkingForm(params.thinking_end, start, is_inside, params.thinking_token_budget)
