@@ -2,13 +2,21 @@
 
 from collections.abc import Callable
 
-from http_proc.answer.call_context import CallBody, CallContext, first_part, stripped
-from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import EndOfAnswer, Marks, Steps, marks_of
-from http_proc.answer.named_json import NamedJsonCalls
-from http_proc.answer.pythonic import PythonicCalls, QuotedCalls
-from http_proc.answer.tagged import TaggedCalls
-from http_proc.answer.values import UnexpectedText
+from http_proc.answer.marks import (
+    EndOfAnswer,
+    Marks,
+    Steps,
+    UnexpectedText,
+    first_part,
+    marks_of,
+    stripped,
+)
+from http_proc.answer.styles.call_context import CallBody, CallContext
+from http_proc.answer.styles.json_calls import JsonCalls
+from http_proc.answer.styles.named_json import NamedJsonCalls
+from http_proc.answer.styles.pythonic import PythonicCalls
+from http_proc.answer.styles.quoted import QuotedCalls
+from http_proc.answer.styles.tagged import TaggedCalls
 from quadriga.answer_format import CallFormat, CallStyle
 
 _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {

@@ -2,11 +2,10 @@
 
 import re
 
-from http_proc.answer.call_context import stripped
 from http_proc.answer.calls import CallsParser
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, marks_of
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, marks_of, stripped
 from http_proc.answer.sinks import ReasoningSink, TextAroundCalls, TextSink
 from quadriga.answer_format import ReasoningFormat
 

@@ -19,6 +19,10 @@ class EndOfAnswer(Exception):
     """The answer ended where a parser needs more of it."""
 
 
+class UnexpectedText(Exception):
+    """The answer goes on in a way that the format does not have."""
+
+
 class AnswerInput:
     """The part of an answer that has arrived and is not consumed.
 
@@ -201,3 +205,13 @@ class Marks:
                 yield from source.more()
                 continue
             return next((mark for mark in self.all if text.startswith(mark)), "")
+
+
+def first_part(mark: str) -> str:
+    """Return the part of a mark before its first whitespace; empty if the mark is whitespace."""
+    return next(iter(mark.split()), "")
+
+
+def stripped(*marks: str) -> list[str]:
+    """Return the marks that are not empty, without the whitespace at their ends."""
+    return [mark.strip() for mark in marks if mark.strip()]

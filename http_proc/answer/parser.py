@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-from http_proc.answer.call_context import CallContext
 from http_proc.answer.calls import CallsParser
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent, ParsedAnswer
-from http_proc.answer.harmony import HarmonyParser
 from http_proc.answer.marked import MarkedAnswerParser
 from http_proc.answer.marks import AnswerInput
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.styles.harmony import HarmonyParser
 from http_proc.answer.tool_schemas import ToolSchemas
 from quadriga.answer_format import AnswerFormat, CallStyle
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, Write, marks_of
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write, marks_of
 
 # Objects and lists within each other. Decoders of JSON allow several hundred.
 MAX_DEPTH = 128
@@ -26,10 +26,6 @@ _REPLACEMENT = "\\ufffd"
 _HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB]")
 _LOW_SURROGATE = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _HEX = re.compile(r"[0-9a-fA-F]+")
-
-
-class UnexpectedText(Exception):
-    """The answer goes on in a way that the format does not have."""
 
 
 class Brackets(NamedTuple):

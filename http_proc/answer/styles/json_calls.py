@@ -2,9 +2,9 @@
 
 import json
 
-from http_proc.answer.call_context import MAX_NAME_LENGTH, CallContext
-from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, Write
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write
+from http_proc.answer.styles.call_context import MAX_NAME_LENGTH, CallContext
+from http_proc.answer.values import JSON, OBJECT, ValueCopier
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # An object without a mark that begins with another key is text, which need not be held back.

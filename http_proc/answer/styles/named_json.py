@@ -2,10 +2,10 @@
 
 import re
 
-from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import Steps, marks_of
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.marks import Steps, UnexpectedText, first_part, marks_of
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.styles.json_calls import JsonCalls
+from http_proc.answer.values import JSON, OBJECT, ValueCopier
 
 _ID = re.compile(r"[\w-]+")
 

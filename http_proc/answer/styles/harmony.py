@@ -4,10 +4,10 @@ import re
 
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, marks_of
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, UnexpectedText, marks_of
 from http_proc.answer.sinks import ReasoningSink, TextSink
 from http_proc.answer.tool_schemas import ToolSchemas
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.values import JSON, OBJECT, ValueCopier
 
 MAX_HEADER_LENGTH = 1024
 

@@ -2,9 +2,9 @@
 
 import json
 
-from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.marks import EndOfAnswer, Steps, Write, marks_of
-from http_proc.answer.values import UnexpectedText, escaped, to_json
+from http_proc.answer.marks import EndOfAnswer, Steps, UnexpectedText, Write, first_part, marks_of
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.values import escaped, to_json
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _UNTYPED = frozenset(("object", "array", "boolean", "null", "integer", "number"))

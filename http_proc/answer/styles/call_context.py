@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from http_proc.answer.event_writer import EventWriter
-from http_proc.answer.marks import AnswerInput, Marks, Steps
+from http_proc.answer.marks import AnswerInput, Marks, Steps, UnexpectedText
 from http_proc.answer.tool_schemas import ToolSchemas
-from http_proc.answer.values import UnexpectedText
 from quadriga.answer_format import CallFormat
 
 MAX_NAME_LENGTH = 256
@@ -77,13 +76,3 @@ class CallBody(Protocol):
             UnexpectedText: The text is no call, if none has begun; otherwise its arguments are
                 broken.
         """
-
-
-def first_part(mark: str) -> str:
-    """Return the part of a mark before its first whitespace; empty if the mark is whitespace."""
-    return next(iter(mark.split()), "")
-
-
-def stripped(*marks: str) -> list[str]:
-    """Return the marks that are not empty, without the whitespace at their ends."""
-    return [mark.strip() for mark in marks if mark.strip()]
