@@ -7,7 +7,8 @@ from http_proc.answer.events import AnswerEvent
 from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, UnexpectedText, marks_of
 from http_proc.answer.sinks import ReasoningSink, TextSink
 from http_proc.answer.tool_schemas import ToolSchemas
-from http_proc.answer.values import JSON, OBJECT, ValueCopier
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 MAX_HEADER_LENGTH = 1024
 

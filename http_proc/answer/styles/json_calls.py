@@ -4,7 +4,9 @@ import json
 
 from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write
 from http_proc.answer.styles.call_context import MAX_NAME_LENGTH, CallContext
-from http_proc.answer.values import JSON, OBJECT, ValueCopier
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.strings import copy_string
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # An object without a mark that begins with another key is text, which need not be held back.
@@ -93,7 +95,7 @@ class JsonCalls:
                 raise UnexpectedText
             pieces.append(text)
 
-        yield from ValueCopier(self._source, JSON, write).string('"', write)
+        yield from copy_string(self._source, '"', write)
         return str(json.loads("".join(pieces)))
 
 
@@ -163,7 +165,7 @@ class _Arguments:
                 raise
 
         source = self._context.source
-        yield from ValueCopier(source, JSON, write).string('"', write)
+        yield from copy_string(source, '"', write)
         if inner.is_empty:
             self._write("{}")
         else:

@@ -5,7 +5,8 @@ import re
 from http_proc.answer.marks import Steps, UnexpectedText, first_part, marks_of
 from http_proc.answer.styles.call_context import CallContext
 from http_proc.answer.styles.json_calls import JsonCalls
-from http_proc.answer.values import JSON, OBJECT, ValueCopier
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 _ID = re.compile(r"[\w-]+")
 

@@ -2,7 +2,8 @@
 
 from http_proc.answer.marks import Steps, UnexpectedText, marks_of
 from http_proc.answer.styles.call_context import CallContext
-from http_proc.answer.values import KEYWORD_ARGUMENTS, PYTHON_ARGUMENTS, ValueCopier
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import KEYWORD_ARGUMENTS, PYTHON_ARGUMENTS
 
 
 class PythonicCalls:

@@ -2,7 +2,8 @@
 
 from http_proc.answer.marks import Steps, UnexpectedText, first_part, marks_of
 from http_proc.answer.styles.call_context import CallContext
-from http_proc.answer.values import OBJECT, ValueCopier, quoted
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import OBJECT, quoted
 
 
 class QuotedCalls:

@@ -4,7 +4,8 @@ import json
 
 from http_proc.answer.marks import EndOfAnswer, Steps, UnexpectedText, Write, first_part, marks_of
 from http_proc.answer.styles.call_context import CallContext
-from http_proc.answer.values import escaped, to_json
+from http_proc.answer.values.copier import to_json
+from http_proc.answer.values.strings import escaped
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _UNTYPED = frozenset(("object", "array", "boolean", "null", "integer", "number"))
