@@ -3,6 +3,7 @@
 import json
 
 from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write
+from http_proc.answer.stepped import StepRunner
 from http_proc.answer.styles.call_context import MAX_NAME_LENGTH, CallContext
 from http_proc.answer.values.copier import ValueCopier
 from http_proc.answer.values.strings import copy_string
@@ -200,8 +201,7 @@ class _UnwrappedObject:
         self.is_empty = True
         self._write = write
         self._source = AnswerInput()
-        self._steps = self._copy()
-        self._is_done = next(self._steps, True) is True
+        self._runner = StepRunner(self._source, self._copy())
 
     @property
     def num_left(self) -> int:
@@ -215,8 +215,8 @@ class _UnwrappedObject:
             UnexpectedText: It is not part of an object.
         """
         self.is_empty = False
-        self._source.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        self._step()
+        self._runner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        self._check_end()
 
     def finish(self) -> None:
         """End the text.
@@ -224,16 +224,15 @@ class _UnwrappedObject:
         Raises:
             UnexpectedText: The object has not ended.
         """
-        self._source.is_ended = True
         try:
-            self._step()
+            self._runner.finish()
         except EndOfAnswer:
             raise UnexpectedText from None
+        self._check_end()
 
-    def _step(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._steps, True) is True
-        if self._is_done:
+    def _check_end(self) -> None:
+        """Consume whitespace after the object, which nothing else may follow."""
+        if self._runner.is_done:
             self._source.take_match(SPACE)
             if self._source.has_rest:
                 raise UnexpectedText
