@@ -14,15 +14,15 @@ _NO_REASONING = ReasoningFormat(open="", close="")
 
 
 class MarkedAnswerParser(SteppedParser):
-    """Parse reasoning at the begin of an answer, then text and calls.
+    """Parse reasoning at the beginning of an answer, then text and calls.
 
     Args:
         source: the answer.
         writer: takes the events.
-        reasoning: marks of the reasoning; None: there is none.
-        calls: parses the calls; None: there are none.
+        reasoning: marks of the reasoning; None: the format has no reasoning.
+        calls: parser of the calls; None: calls are text.
         begins_in_reasoning: the prompt ends within the reasoning.
-        parses_reasoning: write the reasoning as such; otherwise as text, with its marks.
+        parses_reasoning: write reasoning as reasoning; otherwise as text, with its marks.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class MarkedAnswerParser(SteppedParser):
         return ""
 
     def _space_before_answer(self) -> Steps[str]:
+        """Consume and return the whitespace that may stand before the reasoning."""
         if not self._opens.all:
             return ""
         pieces: list[str] = []
@@ -96,6 +97,7 @@ class MarkedAnswerParser(SteppedParser):
     # --- text and calls -----------------------------------------------------------------------
 
     def _answer_proper(self, space: str) -> Steps[None]:
+        """Parse the text and the calls after the reasoning; the whitespace belongs to the text."""
         self._text.write(space)
         calls = self._calls
         if calls is not None and calls.first_characters:
@@ -110,6 +112,7 @@ class MarkedAnswerParser(SteppedParser):
                 yield from self._parse_calls(mark, calls)
 
     def _parse_calls(self, mark: str, calls: CallsParser) -> Steps[None]:
+        """Parse calls that begin at a mark, and write as text what turns out to be none."""
         num_calls = self._writer.num_calls
         rest = yield from calls.parse(mark)
         if self._writer.num_calls > num_calls:

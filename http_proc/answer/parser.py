@@ -40,8 +40,8 @@ def make_parser(
         tools: the tools of the request; None or empty: calls are text.
         begins_in_reasoning: the prompt ends within the reasoning.
         parses_reasoning: separate the reasoning from the text. Otherwise it is part of the text,
-            with its marks; a call within it is still none.
-        max_calls: calls after so many are dropped; None: no limit.
+            with its marks; marks of calls within it still begin no call.
+        max_calls: number of calls after which further ones are dropped; None: no limit.
     """
     source, writer = AnswerInput(), EventWriter(max_calls)
     calls = answer_format.calls
@@ -61,7 +61,7 @@ def make_parser(
 
 
 def parse_answer(parser: AnswerParser, text: str) -> ParsedAnswer:
-    """Return a whole answer, parsed."""
+    """Parse a whole answer at once."""
     answer = ParsedAnswer()
     answer.add(parser.push(text))
     answer.add(parser.finish())

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls share."""
+"""Read the names of tool calls and begin the calls, in every style."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[\w.\-/:$]+")
 
 
 class CallContext(NamedTuple):
-    """What a parser of tool calls reads, and where it writes.
+    """Hold the input, the output, the marks and the tools of a parser of tool calls.
 
     Attributes:
         source: the answer.
@@ -30,10 +30,10 @@ class CallContext(NamedTuple):
     tools: ToolSchemas
 
     def begin(self, name: str, needs_known_name: bool, call_id: str = "") -> None:
-        """Begin a call; what was consumed is no text any more.
+        """Begin a call. The text consumed for it can no longer be returned as text.
 
         Raises:
-            UnexpectedText: The name cannot be that of a tool, or is not one that must be known.
+            UnexpectedText: The name is not valid, or it is of no tool of the request and must be.
         """
         if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
             raise UnexpectedText
@@ -43,7 +43,9 @@ class CallContext(NamedTuple):
         self.writer.begin_call(name, call_id)
 
     def read_name(self, ends: Marks) -> Steps[tuple[str, str]]:
-        """Consume the text before a mark, and return it stripped, and the mark, not consumed.
+        """Consume the text before a mark, and return the stripped text and the mark.
+
+        The mark is not consumed.
 
         Raises:
             UnexpectedText: The text is too long for a name.
@@ -73,6 +75,5 @@ class CallBody(Protocol):
         """Parse a call that begins here, after whitespace.
 
         Raises:
-            UnexpectedText: The text is no call, if none has begun; otherwise its arguments are
-                broken.
+            UnexpectedText: The text is not a call, or the arguments of the begun call are broken.
         """

@@ -23,17 +23,17 @@ _SEPARATOR = "\n"
 
 
 class HarmonyParser(SteppedParser):
-    """Parse messages: analysis is reasoning, a message to a function is a call, the rest is text.
+    """Parse messages into reasoning (channel analysis), calls (to a function) and text (others).
 
     A message consists of a header with the channel and the recipient, <|message|>, and the content.
-    An answer that begins without a header begins within a message.
+    An answer without a header at its beginning continues a message.
 
     Args:
         source: the answer.
         writer: takes the events.
         tools: the tools of the request; None or empty: calls are text.
         begins_in_reasoning: the prompt ends within a message to the channel analysis.
-        parses_reasoning: write the reasoning as such; otherwise as text.
+        parses_reasoning: write reasoning as reasoning; otherwise as text.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HarmonyParser(SteppedParser):
             return
 
     def _first_message(self) -> Steps[None]:
-        """Parse the content of the message that the prompt has begun, if it has."""
+        """Parse the content of the message that the prompt has begun, if there is one."""
         if self._begins_in_reasoning:
             yield from self._content(_REASONING_CHANNEL, "")
             return
@@ -81,7 +81,7 @@ class HarmonyParser(SteppedParser):
         yield from self._content(channel[1] if channel else "", recipient[1] if recipient else "")
 
     def _header(self) -> Steps[str]:
-        """Consume a header and return it. Of one that is too long, its end is returned."""
+        """Consume a header and return its last `MAX_HEADER_LENGTH` characters."""
         header = ""
 
         def write(text: str) -> None:
@@ -103,7 +103,7 @@ class HarmonyParser(SteppedParser):
             self._source.take(len(mark))
 
     def _copy_content(self, channel: str) -> Steps[None]:
-        """Copy text or reasoning."""
+        """Copy the content of a message as reasoning or as text, by its channel."""
         is_reasoning = channel == _REASONING_CHANNEL and self._parses_reasoning
         sink = ReasoningSink(self._writer) if is_reasoning else TextSink(self._writer)
         if sink.kind in self._has_written:

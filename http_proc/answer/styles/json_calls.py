@@ -15,7 +15,7 @@ _OTHER_KEYS = frozenset(("type", "id"))
 
 
 class JsonCalls:
-    """Parse {"name": "f", "arguments": {"a": 1}}.
+    """Parse calls such as {"name": "f", "arguments": {"a": 1}}.
 
     The arguments may stand before the name, be a string of JSON, be null, or be missing.
     """
@@ -86,7 +86,8 @@ class JsonCalls:
         if (yield from self._source.skip_space()) != '"':
             raise UnexpectedText
         pieces: list[str] = []
-        num_left = MAX_NAME_LENGTH * 6  # every character may be an escape
+        # A character takes up to 6 characters as an escape.
+        num_left = MAX_NAME_LENGTH * 6
 
         def write(text: str) -> None:
             nonlocal num_left
@@ -101,10 +102,10 @@ class JsonCalls:
 
 
 class _Arguments:
-    """The arguments of one call, which are held back until the name is known.
+    """Write the arguments of one call, which are held back until the name is known.
 
     Attributes:
-        needs_known_name: only the name of a tool of the request makes it a call.
+        needs_known_name: the object is a call only if its name is of a tool of the request.
         name: the name of the call; empty: it has not arrived.
         has_begun: the arguments have begun to arrive.
         are_complete: the call has ended.
@@ -119,7 +120,11 @@ class _Arguments:
         self._pieces: list[str] = []
 
     def set_name(self, name: str) -> None:
-        """Take the name."""
+        """Set the name of the call, and write the call if its arguments have arrived.
+
+        Raises:
+            UnexpectedText: The name is empty, or it is of no tool and must be.
+        """
         if not name or (self.needs_known_name and name not in self._context.tools):
             raise UnexpectedText
         self.name = name
@@ -128,7 +133,11 @@ class _Arguments:
             self._end()
 
     def end_without(self) -> None:
-        """End a call whose object has ended: without arguments, or it is no call."""
+        """End a call without arguments at the end of its object.
+
+        Raises:
+            UnexpectedText: The object has no name either, so that it is not a call.
+        """
         if not self.name:
             raise UnexpectedText
         self._write("{}")
@@ -157,7 +166,7 @@ class _Arguments:
         inner = _UnwrappedObject(self._write)
 
         def write(piece: str) -> None:
-            if piece == '"':  # one of the quotes around the string
+            if piece == '"':  # The quotes around the string are pieces of their own.
                 return
             try:
                 inner.push(json.loads(f'"{piece}"'))
@@ -245,4 +254,4 @@ class _UnwrappedObject:
 
 
 def _drop(_: str) -> None:
-    """Write nothing."""
+    """Discard a piece."""

@@ -1,4 +1,4 @@
-"""Parse calls that are calls of Python."""
+"""Parse calls that are written as function calls of Python."""
 
 from http_proc.answer.marks import Steps, UnexpectedText, marks_of
 from http_proc.answer.styles.call_context import CallContext
@@ -7,14 +7,14 @@ from http_proc.answer.values.syntax import KEYWORD_ARGUMENTS, PYTHON_ARGUMENTS
 
 
 class PythonicCalls:
-    """Parse f(a=1)."""
+    """Parse calls such as f(a=1)."""
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
         self._name_ends = marks_of("(")
 
     def call(self, needs_known_name: bool) -> Steps[None]:
-        """Parse one call. Arguments without a keyword make it text."""
+        """Parse one call. A call with an argument without a keyword is text."""
         source, writer = self._context.source, self._context.writer
         name, _ = yield from self._context.read_name(self._name_ends)
         source.take(1)

@@ -7,7 +7,7 @@ from http_proc.answer.values.syntax import OBJECT, quoted
 
 
 class QuotedCalls:
-    """Parse f{a:1,b:<|"|>x<|"|>}."""
+    """Parse calls such as f{a:1,b:<|"|>x<|"|>}."""
 
     def __init__(self, context: CallContext) -> None:
         self._context = context

@@ -9,22 +9,22 @@ from http_proc.answer.values.scalars import scalar_to_json
 from http_proc.answer.values.strings import ESCAPING_QUOTES, copy_string
 from http_proc.answer.values.syntax import PYTHON, Brackets, ValueSyntax
 
-# Objects and lists within each other. Decoders of JSON allow several hundred.
+# Objects and lists nest no deeper; decoders of JSON allow several hundred levels.
 MAX_DEPTH = 128
 
 _BARE_KEY = re.compile(r"""[^\s,:=\[\]{}()"']+""")
 
 
 def no_types(_: str) -> frozenset[str]:
-    """Return that the types of an argument are unknown."""
+    """Return no types, for arguments without a schema."""
     return frozenset()
 
 
 class ValueCopier:
     """Copy values from the answer and write them as JSON.
 
-    JSON is written as the model wrote it, but for control characters and backslashes in strings
-    that JSON does not allow, which are escaped, and commas before a closing bracket.
+    JSON is written as the model wrote it, with two exceptions: control characters and backslashes
+    that JSON does not allow in strings are escaped, and commas before closing brackets are dropped.
 
     Args:
         source: the answer.
@@ -64,7 +64,9 @@ class ValueCopier:
     def _copy(self, frames: list[Brackets], needs_value: bool) -> Steps[None]:
         """Copy up to the end of the outermost of the open objects and lists.
 
-        needs_value: a value follows; otherwise a closing bracket.
+        Args:
+            frames: the open objects and lists, outermost first.
+            needs_value: a value follows; otherwise a closing bracket.
         """
         while True:
             if needs_value:
@@ -113,6 +115,7 @@ class ValueCopier:
         return True
 
     def _copy_key(self, char: str, colon: str) -> Steps[None]:
+        """Copy a key and the colon, or what stands for it, after it."""
         quote = yield from self._quote_here(char)
         if quote and self._types is no_types:
             yield from self._string(quote, self._write)
@@ -140,7 +143,12 @@ class ValueCopier:
         return (yield from self._quotes.here(self._source))
 
     def _scalar(self, char: str, is_argument: bool) -> Steps[None]:
-        """Copy a string, a number or a literal. is_argument: it belongs to the outermost object."""
+        """Copy a string, a number or a literal.
+
+        Args:
+            char: the first character.
+            is_argument: the value is a member of the outermost object.
+        """
         quote = yield from self._quote_here(char)
         if quote:
             yield from self._string(quote, self._write)
@@ -155,9 +163,9 @@ class ValueCopier:
             raise UnexpectedText
 
     def _token(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume what stands without quotes and return it.
+        """Consume a token without quotes and return it.
 
-        If the answer ends in it, what there is of it is written.
+        If the answer ends within the token, its beginning is written.
         """
         pieces = []
         try:
@@ -175,6 +183,7 @@ class ValueCopier:
         return token
 
     def _string(self, quote: str, write: Write) -> Steps[None]:
+        """Copy a string in the syntax of the values."""
         return copy_string(self._source, quote, write, self._syntax.has_python_escapes)
 
 

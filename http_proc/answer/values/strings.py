@@ -5,7 +5,7 @@ import re
 
 from http_proc.answer.marks import AnswerInput, Steps, Write, marks_of
 
-# Quotes within which a backslash escapes.
+# A backslash escapes within these quotes, not within other marks.
 ESCAPING_QUOTES = ('"', "'")
 
 _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in ESCAPING_QUOTES}
@@ -57,7 +57,7 @@ def copy_string(
 
 
 def _escape(source: AnswerInput, has_python_escapes: bool) -> Steps[str]:
-    """Consume an escape and return it as it stands in JSON; one that JSON lacks is kept."""
+    """Consume an escape and return it in JSON. The backslash of an unknown escape is kept."""
     yield from _need(source, 2)
     char = source.text[source.at + 1]
     if char in _SHORT_ESCAPES:

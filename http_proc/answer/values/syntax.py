@@ -1,4 +1,4 @@
-"""How values are written: in JSON, in Python, or with bare keys."""
+"""Describe how values are written: in JSON, in Python, or with bare keys."""
 
 import re
 from typing import NamedTuple
@@ -28,15 +28,15 @@ _TUPLE = Brackets(")", "[]")
 
 
 class ValueSyntax(NamedTuple):
-    """How values are written.
+    """Describe how values are written.
 
     Attributes:
         brackets: objects and lists, by their opening brackets.
-        quotes: stand before and after a string. Backslashes escape in " and ', not in other marks.
+        quotes: marks before and after a string. Backslashes escape in " and ', not in other marks.
         has_python_escapes: strings may have the escapes of Python.
         has_bare_strings: strings without spaces or commas may lack quotes.
         has_bare_keys: keys of objects may lack quotes.
-        token: matches what stands without quotes.
+        token: pattern of numbers, literals and strings without quotes.
     """
 
     brackets: dict[str, Brackets]
