@@ -1,14 +1,22 @@
-"""Parse the calls of an answer with the marks around them."""
+"""Parse the calls of an answer, with the marks before, between and after them."""
 
 from collections.abc import Callable
 
-from http_proc.answer.call_context import CallBody, CallContext, first_part, stripped
-from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import EndOfAnswer, Marks, Steps, marks_of
-from http_proc.answer.named_json import NamedJsonCalls
-from http_proc.answer.pythonic import PythonicCalls, QuotedCalls
-from http_proc.answer.tagged import TaggedCalls
-from http_proc.answer.values import UnexpectedText
+from http_proc.answer.marks import (
+    EndOfAnswer,
+    Marks,
+    Steps,
+    UnexpectedText,
+    first_part,
+    marks_of,
+    stripped,
+)
+from http_proc.answer.styles.call_context import CallBody, CallContext
+from http_proc.answer.styles.json_calls import JsonCalls
+from http_proc.answer.styles.named_json import NamedJsonCalls
+from http_proc.answer.styles.pythonic import PythonicCalls
+from http_proc.answer.styles.quoted import QuotedCalls
+from http_proc.answer.styles.tagged import TaggedCalls
 from quadriga.answer_format import CallFormat, CallStyle
 
 _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
@@ -48,7 +56,7 @@ class CallsParser:
         self._is_after_call = False
 
     def parse(self, trigger: str) -> Steps[str]:
-        """Parse calls and return what was consumed of the answer's text instead.
+        """Parse calls and return the consumed text that turned out to be no call.
 
         Args:
             trigger: the mark that stands here; empty: calls without a mark may begin here.
@@ -68,6 +76,7 @@ class CallsParser:
         return self._source.release()
 
     def _calls(self, needs_known_name: bool) -> Steps[None]:
+        """Parse calls up to the mark that closes them. Text after broken arguments joins them."""
         while True:
             yield from self._open_call()
             try:
@@ -86,6 +95,7 @@ class CallsParser:
         yield from self._drop(self._closes)
 
     def _open_call(self) -> Steps[None]:
+        """Consume the bracket of a list of calls and the mark that opens a call."""
         char = yield from self._source.skip_space()
         if char == "[" and self._format.style in _LIST_STYLES and not self._is_in_list:
             self._source.take(1)
@@ -115,7 +125,7 @@ class CallsParser:
         return char == "{" and self._format.style is CallStyle.JSON
 
     def _drop(self, marks: Marks, mark: str = "") -> Steps[None]:
-        """Drop a mark if it stands here, also one that the end of the answer cuts off."""
+        """Drop a mark if it stands here, even if the end of the answer cuts it off."""
         if not marks.all:
             return
         yield from self._source.skip_space()
@@ -130,7 +140,7 @@ class CallsParser:
 
 
 def _inner_triggers(marks: CallFormat) -> list[str]:
-    """Return marks that begin calls whose `open` is missing."""
+    """Return the marks that begin calls when the model leaves out the mark `open`."""
     return [
         mark
         for mark in stripped(marks.call_open, marks.name_open)
@@ -139,6 +149,7 @@ def _inner_triggers(marks: CallFormat) -> list[str]:
 
 
 def _first_characters(marks: CallFormat) -> str:
+    """Return the characters that calls without a mark can begin with."""
     if marks.style is CallStyle.PYTHONIC:
         return "["
     return "{[" if marks.is_list else "{"

@@ -14,11 +14,11 @@ _Delta = type[TextDelta] | type[ReasoningDelta] | type[ArgumentsDelta]
 
 
 class EventWriter:
-    """Write events. Neighbouring deltas of a kind become one.
+    """Write events. Consecutive deltas of one kind are joined.
 
     Attributes:
         is_in_call: a call has begun and not ended.
-        num_calls: calls that have begun.
+        num_calls: number of calls that have begun, dropped ones included.
     """
 
     def __init__(self, max_calls: int | None) -> None:
@@ -38,7 +38,7 @@ class EventWriter:
         self._delta(ReasoningDelta, text)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """Write the begin of a call. An empty id: a new one is made."""
+        """Write the beginning of a call. An empty id is replaced by a new one."""
         self.is_in_call = True
         self.num_calls += 1
         if not self._is_too_many:
@@ -58,11 +58,11 @@ class EventWriter:
             self._events.append(CallEnd())
 
     def leave_call(self) -> None:
-        """End a call whose arguments are broken, which has no event."""
+        """End a call whose arguments are broken, without writing a `CallEnd`."""
         self.is_in_call = False
 
     def take(self) -> list[AnswerEvent]:
-        """Return what was written since the last time."""
+        """Return the events written since the last `take`."""
         self._flush()
         events, self._events = self._events, []
         return events

@@ -1,4 +1,4 @@
-"""What an answer consists of: events in the order in which the model writes them."""
+"""Events of an answer, in the order in which the model writes them, and the whole answer."""
 
 import secrets
 import string
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _ID_ALPHABET = string.ascii_letters + string.digits
-ID_LENGTH = 9  # the only length that Mistral's templates accept
+# Mistral's templates accept no other length.
+ID_LENGTH = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The begin of a tool call, whose name is complete."""
+    """The beginning of a tool call, with its whole name."""
 
     id: str
     name: str
@@ -48,7 +49,14 @@ AnswerEvent = TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A tool call. arguments: JSON text; is_complete: the model has written it to its end."""
+    """A tool call.
+
+    Attributes:
+        id: id of the call, from the model or made by the gateway.
+        name: name of the tool.
+        arguments: JSON text, cut off or broken unless `is_complete`.
+        is_complete: the model has written the arguments to their end.
+    """
 
     id: str
     name: str

@@ -2,28 +2,27 @@
 
 import re
 
-from http_proc.answer.call_context import stripped
 from http_proc.answer.calls import CallsParser
 from http_proc.answer.event_writer import EventWriter
-from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Marks, Steps, marks_of
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, marks_of, stripped
 from http_proc.answer.sinks import ReasoningSink, TextAroundCalls, TextSink
+from http_proc.answer.stepped import SteppedParser
 from quadriga.answer_format import ReasoningFormat
 
 _NEWLINES = re.compile(r"[\r\n]*")
 _NO_REASONING = ReasoningFormat(open="", close="")
 
 
-class MarkedAnswerParser:
-    """Parse reasoning at the begin of an answer, then text and calls.
+class MarkedAnswerParser(SteppedParser):
+    """Parse reasoning at the beginning of an answer, then text and calls.
 
     Args:
         source: the answer.
         writer: takes the events.
-        reasoning: marks of the reasoning; None: there is none.
-        calls: parses the calls; None: there are none.
+        reasoning: marks of the reasoning; None: the format has no reasoning.
+        calls: parser of the calls; None: calls are text.
         begins_in_reasoning: the prompt ends within the reasoning.
-        parses_reasoning: write the reasoning as such; otherwise as text, with its marks.
+        parses_reasoning: write reasoning as reasoning; otherwise as text, with its marks.
     """
 
     def __init__(
@@ -35,8 +34,7 @@ class MarkedAnswerParser:
         begins_in_reasoning: bool,
         parses_reasoning: bool,
     ) -> None:
-        self._source = source
-        self._writer = writer
+        super().__init__(source, writer)
         self._calls = calls
         marks = reasoning or _NO_REASONING
         self._opens = marks_of(*stripped(marks.open, *marks.open_variants))
@@ -47,29 +45,6 @@ class MarkedAnswerParser:
         self._text_marks = marks_of(*dropped, *(calls.triggers.all if calls else ()))
         self._dropped = frozenset(dropped)
         self._text = TextAroundCalls(writer) if calls else TextSink(writer)
-        self._copied: tuple[Marks, TextSink] | None = None
-        self._steps = self._answer()
-        self._is_done = next(self._steps, True) is True
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        """Take the next piece of the answer and return what is certain now."""
-        if self._copied is not None and not self._source.has_rest:
-            marks, sink = self._copied
-            if sink.is_plain(text, marks):
-                return [sink.kind(text)]
-        self._source.push(text)
-        self._step()
-        return self._writer.take()
-
-    def finish(self) -> list[AnswerEvent]:
-        """Return the rest; nothing may be pushed afterwards."""
-        self._source.is_ended = True
-        self._step()
-        return self._writer.take()
-
-    def _step(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._steps, True) is True
 
     def _answer(self) -> Steps[None]:
         try:
@@ -100,6 +75,7 @@ class MarkedAnswerParser:
         return ""
 
     def _space_before_answer(self) -> Steps[str]:
+        """Consume and return the whitespace that may stand before the reasoning."""
         if not self._opens.all:
             return ""
         pieces: list[str] = []
@@ -121,6 +97,7 @@ class MarkedAnswerParser:
     # --- text and calls -----------------------------------------------------------------------
 
     def _answer_proper(self, space: str) -> Steps[None]:
+        """Parse the text and the calls after the reasoning; the whitespace belongs to the text."""
         self._text.write(space)
         calls = self._calls
         if calls is not None and calls.first_characters:
@@ -135,15 +112,9 @@ class MarkedAnswerParser:
                 yield from self._parse_calls(mark, calls)
 
     def _parse_calls(self, mark: str, calls: CallsParser) -> Steps[None]:
+        """Parse calls that begin at a mark, and write as text what turns out to be none."""
         num_calls = self._writer.num_calls
         rest = yield from calls.parse(mark)
         if self._writer.num_calls > num_calls:
             self._text.after_calls()
         self._text.write(rest)
-
-    def _copy(self, marks: Marks, sink: TextSink) -> Steps[str]:
-        """Copy text up to a mark, which is not consumed, and return the mark."""
-        self._copied = (marks, sink)
-        mark = yield from marks.copy_before(self._source, sink.write)
-        self._copied = None
-        return mark

@@ -19,13 +19,17 @@ class EndOfAnswer(Exception):
     """The answer ended where a parser needs more of it."""
 
 
+class UnexpectedText(Exception):
+    """Text follows that the format does not allow here."""
+
+
 class AnswerInput:
     """The part of an answer that has arrived and is not consumed.
 
     Attributes:
         text: the part, from `at`; what stands before `at` is consumed.
         at: position of the next character.
-        is_ended: nothing will arrive any more.
+        is_ended: the whole answer has arrived.
     """
 
     __slots__ = ("_held", "_last", "at", "is_ended", "text")
@@ -87,7 +91,7 @@ class AnswerInput:
         self._held = []
 
     def release(self) -> str:
-        """Return what was consumed since `hold` and keep nothing any more."""
+        """Return the text consumed since `hold` and stop keeping it."""
         held = "".join(self._held or ())
         self._held = None
         return held
@@ -112,9 +116,7 @@ class AnswerInput:
         """Return whether the mark, which is not empty, stands here, without consuming it."""
         while not self.text.startswith(mark, self.at):
             rest = self.text[self.at : self.at + len(mark)]
-            if not mark.startswith(rest):
-                return False
-            if self.is_ended:
+            if self.is_ended or not mark.startswith(rest):
                 return False
             yield from self.more()
         return True
@@ -123,7 +125,7 @@ class AnswerInput:
         """Consume a mark and the whitespace before it, and return whether it stood here.
 
         Whitespace within the mark may be missing. If the mark does not stand here, its parts that
-        do are consumed. An empty mark stands everywhere.
+        do are consumed. An empty mark is always found.
         """
         for part in mark.split():
             yield from self.skip_space()
@@ -135,12 +137,12 @@ class AnswerInput:
 
 @lru_cache(maxsize=256)
 def marks_of(*marks: str) -> "Marks":
-    """Return the marks, which many answers share, to look for them together."""
+    """Return a search for the marks, which is compiled once for all answers."""
     return Marks(marks)
 
 
 class Marks:
-    """Marks that are looked for together. Empty ones are ignored."""
+    """Search for several marks at once. Empty marks are ignored."""
 
     def __init__(self, marks: Iterable[str]) -> None:
         self.all = tuple(sorted({mark for mark in marks if mark}, key=len, reverse=True))
@@ -174,7 +176,7 @@ class Marks:
         return end - at, match.group()
 
     def can_begin_with_rest(self, source: AnswerInput) -> bool:
-        """Return whether what is not consumed is the begin of a mark."""
+        """Return whether the text that is not consumed is the beginning of a mark."""
         return self._can_begin(source.text[source.at : source.at + self._longest])
 
     def _can_begin(self, text: str) -> bool:
@@ -201,3 +203,13 @@ class Marks:
                 yield from source.more()
                 continue
             return next((mark for mark in self.all if text.startswith(mark)), "")
+
+
+def first_part(mark: str) -> str:
+    """Return the part of a mark before its first whitespace; empty if the mark is whitespace."""
+    return next(iter(mark.split()), "")
+
+
+def stripped(*marks: str) -> list[str]:
+    """Return the marks that are not empty, without the whitespace at their ends."""
+    return [mark.strip() for mark in marks if mark.strip()]

@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-from http_proc.answer.call_context import CallContext
 from http_proc.answer.calls import CallsParser
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import AnswerEvent, ParsedAnswer
-from http_proc.answer.harmony import HarmonyParser
 from http_proc.answer.marked import MarkedAnswerParser
 from http_proc.answer.marks import AnswerInput
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.styles.harmony import HarmonyParser
 from http_proc.answer.tool_schemas import ToolSchemas
 from quadriga.answer_format import AnswerFormat, CallStyle
 
@@ -40,8 +40,8 @@ def make_parser(
         tools: the tools of the request; None or empty: calls are text.
         begins_in_reasoning: the prompt ends within the reasoning.
         parses_reasoning: separate the reasoning from the text. Otherwise it is part of the text,
-            with its marks; a call within it is still none.
-        max_calls: calls after so many are dropped; None: no limit.
+            with its marks; marks of calls within it still begin no call.
+        max_calls: number of calls after which further ones are dropped; None: no limit.
     """
     source, writer = AnswerInput(), EventWriter(max_calls)
     calls = answer_format.calls
@@ -61,7 +61,7 @@ def make_parser(
 
 
 def parse_answer(parser: AnswerParser, text: str) -> ParsedAnswer:
-    """Return a whole answer, parsed."""
+    """Parse a whole answer at once."""
     answer = ParsedAnswer()
     answer.add(parser.push(text))
     answer.add(parser.finish())

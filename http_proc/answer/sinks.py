@@ -1,4 +1,4 @@
-"""Where text and reasoning go, with the whitespace that belongs to marks dropped."""
+"""Write text and reasoning without the whitespace that belongs to the marks around them."""
 
 from http_proc.answer.event_writer import EventWriter
 from http_proc.answer.events import ReasoningDelta, TextDelta
@@ -18,7 +18,7 @@ class TextSink:
         self._writer.text(text)
 
     def after_calls(self) -> None:
-        """Go on after calls."""
+        """Prepare for the text that follows calls."""
 
     def is_plain(self, text: str, marks: Marks) -> bool:
         """Return whether a piece without marks would be written at once and unchanged."""
@@ -50,7 +50,7 @@ class TextAroundCalls(TextSink):
         return self._spaces is None and super().is_plain(text, marks)
 
     def after_calls(self) -> None:
-        """Drop the whitespace before calls, which have ended."""
+        """Drop the whitespace before the calls, and hold back the whitespace after them."""
         self._spaces = []
 
     def finish(self) -> None:

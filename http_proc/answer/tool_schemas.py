@@ -1,4 +1,4 @@
-"""The tools of a request, for the conversion of arguments that a model does not write as JSON."""
+"""Look up the types of arguments that a model does not write as JSON, in the tools' schemas."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +21,13 @@ class ToolSchemas(dict[str, Mapping[str, Any]]):
 
 
 def _types(schema: Any, root: Mapping[str, Any], references: int) -> Iterable[str]:
-    """Return the types of a schema, whose references point into the root."""
+    """Return the types of a schema.
+
+    Args:
+        schema: the schema; one of another type than an object has no types.
+        root: the schema that references point into.
+        references: how many further references and alternatives are followed.
+    """
     if not isinstance(schema, Mapping) or references == 0:
         return ()
     named = schema.get("type")

@@ -2,19 +2,20 @@
 
 import json
 
-from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.marks import EndOfAnswer, Steps, Write, marks_of
-from http_proc.answer.values import UnexpectedText, escaped, to_json
+from http_proc.answer.marks import EndOfAnswer, Steps, UnexpectedText, Write, first_part, marks_of
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.values.copier import to_json
+from http_proc.answer.values.strings import escaped
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _UNTYPED = frozenset(("object", "array", "boolean", "null", "integer", "number"))
 
 
 class TaggedCalls:
-    """Parse <function=f><parameter=a>1</parameter></function>.
+    """Parse calls such as <function=f><parameter=a>1</parameter></function>.
 
-    Text between the arguments is dropped. A value becomes what the tool's schema says, if it can be
-    read so, else a string.
+    Text between the arguments is dropped. A value becomes JSON of a type that the
+    tool's schema allows, if it can be read as one, otherwise a string.
     """
 
     def __init__(self, context: CallContext) -> None:
@@ -109,9 +110,9 @@ class _WithoutLastNewline:
 
 
 def _converted(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value of one of the types, or a string; no types: of any but a string.
+    """Return the text as a JSON value of one of the types, otherwise as a JSON string.
 
-    An integer may be written with a fraction of zeros.
+    Without types, every type but a string is tried first. The fraction of an integer may be zeros.
     """
     value = to_json(text)
     if value is not None:

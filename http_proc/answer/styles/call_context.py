@@ -1,13 +1,12 @@
-"""What the parsers of tool calls share."""
+"""Read the names of tool calls and begin the calls, in every style."""
 
 import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from http_proc.answer.event_writer import EventWriter
-from http_proc.answer.marks import AnswerInput, Marks, Steps
+from http_proc.answer.marks import AnswerInput, Marks, Steps, UnexpectedText
 from http_proc.answer.tool_schemas import ToolSchemas
-from http_proc.answer.values import UnexpectedText
 from quadriga.answer_format import CallFormat
 
 MAX_NAME_LENGTH = 256
@@ -16,7 +15,7 @@ _NAME = re.compile(r"[\w.\-/:$]+")
 
 
 class CallContext(NamedTuple):
-    """What a parser of tool calls reads, and where it writes.
+    """Hold the input, the output, the marks and the tools of a parser of tool calls.
 
     Attributes:
         source: the answer.
@@ -31,10 +30,10 @@ class CallContext(NamedTuple):
     tools: ToolSchemas
 
     def begin(self, name: str, needs_known_name: bool, call_id: str = "") -> None:
-        """Begin a call; what was consumed is no text any more.
+        """Begin a call. The text consumed for it can no longer be returned as text.
 
         Raises:
-            UnexpectedText: The name cannot be that of a tool, or is not one that must be known.
+            UnexpectedText: The name is not valid, or it is of no tool of the request and must be.
         """
         if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
             raise UnexpectedText
@@ -44,7 +43,9 @@ class CallContext(NamedTuple):
         self.writer.begin_call(name, call_id)
 
     def read_name(self, ends: Marks) -> Steps[tuple[str, str]]:
-        """Consume the text before a mark, and return it stripped, and the mark, not consumed.
+        """Consume the text before a mark, and return the stripped text and the mark.
+
+        The mark is not consumed.
 
         Raises:
             UnexpectedText: The text is too long for a name.
@@ -74,16 +75,5 @@ class CallBody(Protocol):
         """Parse a call that begins here, after whitespace.
 
         Raises:
-            UnexpectedText: The text is no call, if none has begun; otherwise its arguments are
-                broken.
+            UnexpectedText: The text is not a call, or the arguments of the begun call are broken.
         """
-
-
-def first_part(mark: str) -> str:
-    """Return the part of a mark before its first whitespace; empty if the mark is whitespace."""
-    return next(iter(mark.split()), "")
-
-
-def stripped(*marks: str) -> list[str]:
-    """Return the marks that are not empty, without the whitespace at their ends."""
-    return [mark.strip() for mark in marks if mark.strip()]

@@ -2,9 +2,12 @@
 
 import json
 
-from http_proc.answer.call_context import MAX_NAME_LENGTH, CallContext
-from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, Write
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.marks import SPACE, AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write
+from http_proc.answer.stepped import StepRunner
+from http_proc.answer.styles.call_context import MAX_NAME_LENGTH, CallContext
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.strings import copy_string
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # An object without a mark that begins with another key is text, which need not be held back.
@@ -12,7 +15,7 @@ _OTHER_KEYS = frozenset(("type", "id"))
 
 
 class JsonCalls:
-    """Parse {"name": "f", "arguments": {"a": 1}}.
+    """Parse calls such as {"name": "f", "arguments": {"a": 1}}.
 
     The arguments may stand before the name, be a string of JSON, be null, or be missing.
     """
@@ -83,7 +86,8 @@ class JsonCalls:
         if (yield from self._source.skip_space()) != '"':
             raise UnexpectedText
         pieces: list[str] = []
-        num_left = MAX_NAME_LENGTH * 6  # every character may be an escape
+        # A character takes up to 6 characters as an escape.
+        num_left = MAX_NAME_LENGTH * 6
 
         def write(text: str) -> None:
             nonlocal num_left
@@ -93,15 +97,15 @@ class JsonCalls:
                 raise UnexpectedText
             pieces.append(text)
 
-        yield from ValueCopier(self._source, JSON, write).string('"', write)
+        yield from copy_string(self._source, '"', write)
         return str(json.loads("".join(pieces)))
 
 
 class _Arguments:
-    """The arguments of one call, which are held back until the name is known.
+    """Write the arguments of one call, which are held back until the name is known.
 
     Attributes:
-        needs_known_name: only the name of a tool of the request makes it a call.
+        needs_known_name: the object is a call only if its name is of a tool of the request.
         name: the name of the call; empty: it has not arrived.
         has_begun: the arguments have begun to arrive.
         are_complete: the call has ended.
@@ -116,7 +120,11 @@ class _Arguments:
         self._pieces: list[str] = []
 
     def set_name(self, name: str) -> None:
-        """Take the name."""
+        """Set the name of the call, and write the call if its arguments have arrived.
+
+        Raises:
+            UnexpectedText: The name is empty, or it is of no tool and must be.
+        """
         if not name or (self.needs_known_name and name not in self._context.tools):
             raise UnexpectedText
         self.name = name
@@ -125,7 +133,11 @@ class _Arguments:
             self._end()
 
     def end_without(self) -> None:
-        """End a call whose object has ended: without arguments, or it is no call."""
+        """End a call without arguments at the end of its object.
+
+        Raises:
+            UnexpectedText: The object has no name either, so that it is not a call.
+        """
         if not self.name:
             raise UnexpectedText
         self._write("{}")
@@ -154,7 +166,7 @@ class _Arguments:
         inner = _UnwrappedObject(self._write)
 
         def write(piece: str) -> None:
-            if piece == '"':  # one of the quotes around the string
+            if piece == '"':  # The quotes around the string are pieces of their own.
                 return
             try:
                 inner.push(json.loads(f'"{piece}"'))
@@ -163,7 +175,7 @@ class _Arguments:
                 raise
 
         source = self._context.source
-        yield from ValueCopier(source, JSON, write).string('"', write)
+        yield from copy_string(source, '"', write)
         if inner.is_empty:
             self._write("{}")
         else:
@@ -198,8 +210,7 @@ class _UnwrappedObject:
         self.is_empty = True
         self._write = write
         self._source = AnswerInput()
-        self._steps = self._copy()
-        self._is_done = next(self._steps, True) is True
+        self._runner = StepRunner(self._source, self._copy())
 
     @property
     def num_left(self) -> int:
@@ -213,8 +224,8 @@ class _UnwrappedObject:
             UnexpectedText: It is not part of an object.
         """
         self.is_empty = False
-        self._source.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        self._step()
+        self._runner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        self._check_end()
 
     def finish(self) -> None:
         """End the text.
@@ -222,16 +233,15 @@ class _UnwrappedObject:
         Raises:
             UnexpectedText: The object has not ended.
         """
-        self._source.is_ended = True
         try:
-            self._step()
+            self._runner.finish()
         except EndOfAnswer:
             raise UnexpectedText from None
+        self._check_end()
 
-    def _step(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._steps, True) is True
-        if self._is_done:
+    def _check_end(self) -> None:
+        """Consume whitespace after the object, which nothing else may follow."""
+        if self._runner.is_done:
             self._source.take_match(SPACE)
             if self._source.has_rest:
                 raise UnexpectedText
@@ -244,4 +254,4 @@ class _UnwrappedObject:
 
 
 def _drop(_: str) -> None:
-    """Write nothing."""
+    """Discard a piece."""

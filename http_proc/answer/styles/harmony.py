@@ -3,11 +3,12 @@
 import re
 
 from http_proc.answer.event_writer import EventWriter
-from http_proc.answer.events import AnswerEvent
-from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, marks_of
+from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, UnexpectedText, marks_of
 from http_proc.answer.sinks import ReasoningSink, TextSink
+from http_proc.answer.stepped import SteppedParser
 from http_proc.answer.tool_schemas import ToolSchemas
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 MAX_HEADER_LENGTH = 1024
 
@@ -21,18 +22,18 @@ _REASONING_CHANNEL = "analysis"
 _SEPARATOR = "\n"
 
 
-class HarmonyParser:
-    """Parse messages: analysis is reasoning, a message to a function is a call, the rest is text.
+class HarmonyParser(SteppedParser):
+    """Parse messages into reasoning (channel analysis), calls (to a function) and text (others).
 
     A message consists of a header with the channel and the recipient, <|message|>, and the content.
-    An answer that begins without a header begins within a message.
+    An answer without a header at its beginning continues a message.
 
     Args:
         source: the answer.
         writer: takes the events.
         tools: the tools of the request; None or empty: calls are text.
         begins_in_reasoning: the prompt ends within a message to the channel analysis.
-        parses_reasoning: write the reasoning as such; otherwise as text.
+        parses_reasoning: write reasoning as reasoning; otherwise as text.
     """
 
     def __init__(
@@ -43,34 +44,11 @@ class HarmonyParser:
         begins_in_reasoning: bool,
         parses_reasoning: bool,
     ) -> None:
-        self._source = source
-        self._writer = writer
+        super().__init__(source, writer)
         self._has_tools = bool(tools)
         self._begins_in_reasoning = begins_in_reasoning
         self._parses_reasoning = parses_reasoning
         self._has_written: set[type] = set()
-        self._sink: TextSink | None = None
-        self._steps = self._answer()
-        self._is_done = next(self._steps, True) is True
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        """Take the next piece of the answer and return what is certain now."""
-        sink = self._sink
-        if sink is not None and sink.is_plain(text, _ENDS) and not self._source.has_rest:
-            return [sink.kind(text)]
-        self._source.push(text)
-        self._step()
-        return self._writer.take()
-
-    def finish(self) -> list[AnswerEvent]:
-        """Return the rest; nothing may be pushed afterwards."""
-        self._source.is_ended = True
-        self._step()
-        return self._writer.take()
-
-    def _step(self) -> None:
-        if not self._is_done:
-            self._is_done = next(self._steps, True) is True
 
     def _answer(self) -> Steps[None]:
         try:
@@ -81,7 +59,7 @@ class HarmonyParser:
             return
 
     def _first_message(self) -> Steps[None]:
-        """Parse the content of the message that the prompt has begun, if it has."""
+        """Parse the content of the message that the prompt has begun, if there is one."""
         if self._begins_in_reasoning:
             yield from self._content(_REASONING_CHANNEL, "")
             return
@@ -103,7 +81,7 @@ class HarmonyParser:
         yield from self._content(channel[1] if channel else "", recipient[1] if recipient else "")
 
     def _header(self) -> Steps[str]:
-        """Consume a header and return it. Of one that is too long, its end is returned."""
+        """Consume a header and return its last `MAX_HEADER_LENGTH` characters."""
         header = ""
 
         def write(text: str) -> None:
@@ -119,21 +97,19 @@ class HarmonyParser:
         if self._has_tools and recipient not in ("", "assistant", "user"):
             yield from self._call(recipient.removeprefix(_NAMESPACE))
         else:
-            yield from self._copy(channel)
+            yield from self._copy_content(channel)
         mark = yield from _ENDS.here(self._source)
         if mark not in ("<|start|>", "<|channel|>"):
             self._source.take(len(mark))
 
-    def _copy(self, channel: str) -> Steps[None]:
-        """Copy text or reasoning."""
+    def _copy_content(self, channel: str) -> Steps[None]:
+        """Copy the content of a message as reasoning or as text, by its channel."""
         is_reasoning = channel == _REASONING_CHANNEL and self._parses_reasoning
         sink = ReasoningSink(self._writer) if is_reasoning else TextSink(self._writer)
         if sink.kind in self._has_written:
             sink.write(_SEPARATOR)
         self._has_written.add(sink.kind)
-        self._sink = sink
-        yield from _ENDS.copy_before(self._source, sink.write)
-        self._sink = None
+        yield from self._copy(_ENDS, sink)
 
     def _call(self, name: str) -> Steps[None]:
         """Parse the arguments of a call, which begins with the first character of its content."""

@@ -2,18 +2,19 @@
 
 import re
 
-from http_proc.answer.call_context import CallContext, first_part
-from http_proc.answer.json_calls import JsonCalls
-from http_proc.answer.marks import Steps, marks_of
-from http_proc.answer.values import JSON, OBJECT, UnexpectedText, ValueCopier
+from http_proc.answer.marks import Steps, UnexpectedText, first_part, marks_of
+from http_proc.answer.styles.call_context import CallContext
+from http_proc.answer.styles.json_calls import JsonCalls
+from http_proc.answer.values.copier import ValueCopier
+from http_proc.answer.values.syntax import JSON, OBJECT
 
 _ID = re.compile(r"[\w-]+")
 
 
 class NamedJsonCalls:
-    """Parse f[ARGS]{"a": 1}.
+    """Parse calls such as f[ARGS]{"a": 1}.
 
-    If the name has no mark before it, a call may be an object with name and arguments, too.
+    If the format has no mark before the name, a call may also be an object with both.
     """
 
     def __init__(self, context: CallContext) -> None:
@@ -47,11 +48,10 @@ class NamedJsonCalls:
         self._context.writer.end_call()
 
     def _split_name(self, text: str) -> tuple[str, str]:
-        """Return the name and the id of a call whose name is followed by its number."""
+        """Return the name and the id of a call. The id is empty if no number follows the name."""
         marks = self._context.marks
-        name, index_open, index = (
-            text.rpartition(marks.index_open) if marks.index_open else ("",) * 3
-        )
-        if not index_open or not index.isdigit():
-            return text, ""
-        return name, f"{marks.name_open}{text}"
+        if marks.index_open:
+            name, index_open, index = text.rpartition(marks.index_open)
+            if index_open and index.isdigit():
+                return name, f"{marks.name_open}{text}"
+        return text, ""
