@@ -107,7 +107,7 @@ def response_hook(args: HttpArgs) -> ResponseHook:
         response.headers["Vary"] = "Origin"
         response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Request-Id, Retry-After"
         if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
             requested = request.headers.get("Access-Control-Request-Headers", "")
             response.headers["Access-Control-Allow-Headers"] = requested
             response.headers["Access-Control-Max-Age"] = PREFLIGHT_MAX_AGE_S

@@ -244,6 +244,7 @@ def test_only_allowed_origins_get_cors_headers(guarded: str, gateway: str) -> No
     assert preflight.status == 204
     assert preflight.headers["Access-Control-Allow-Origin"] == ORIGIN
     assert preflight.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+    assert preflight.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
     evil = call(f"{guarded}/livez", headers={"Origin": "https://evil.example"})
     assert evil.headers["Access-Control-Allow-Origin"] is None
     assert call(f"{gateway}/livez", headers=asked).headers["Access-Control-Allow-Origin"] is None

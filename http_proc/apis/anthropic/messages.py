@@ -9,6 +9,7 @@ from http_proc.apis.anthropic.blocks import BlockWriter, whole_blocks
 from http_proc.apis.anthropic.chat_call import chat_call, display_of, with_max_tokens
 from http_proc.apis.anthropic.request_types import SAMPLING, CountTokensRequest, MessagesRequest
 from http_proc.apis.anthropic.stream import MessageStream
+from http_proc.caller import current_caller
 from http_proc.chat.answers import ChatAnswer, collect_chat, stream_chat
 from http_proc.chat.prepare import prepare_chat
 from http_proc.endpoints.request_body import convert, read_object
@@ -30,6 +31,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     check_counts(body)
     sampling = take_sampling(body, SAMPLING, {})
     fields = convert(body, MessagesRequest)
+    current_caller().set_user((fields.metadata or {}).get("user_id"))
     gateway.check_model(fields.model)
     call = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
     prepared = await prepare_chat(gateway, call)

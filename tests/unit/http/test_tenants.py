@@ -24,8 +24,10 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-async def ask(gateway: Any, body: dict[str, Any] = ASK, **headers: str) -> int:
-    url = f"{gateway.args.url}/v1/completions"
+async def ask(
+    gateway: Any, body: dict[str, Any] = ASK, path: str = "/v1/completions", **headers: str
+) -> int:
+    url = f"{gateway.args.url}{path}"
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
         aiohttp.ClientSession() as session,
@@ -74,6 +76,21 @@ def test_users_are_taken_where_the_key_allows_them(keys: Path) -> None:
     assert ring.tenants[:2] == ["bob/u1", "bob/u2"]
     assert ring.tenants[2].startswith("bob/") and len(ring.tenants[2]) == len("bob/") + 32
     assert ring.tenants[3] == "alice"
+
+
+def test_messages_name_their_user_in_the_metadata(keys: Path) -> None:
+    ring = ScriptedRing(["a"])
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "tiny", "max_tokens": 4, "messages": messages}
+
+    async def test(gateway: Any) -> None:
+        bob = {"Authorization": "Bearer b-key"}
+        for metadata in ({"user_id": "u1"}, {}, None):
+            asked = body | {"metadata": metadata}
+            assert await ask(gateway, asked, path="/v1/messages", **bob) == 200
+
+    run_at_gateway(ring, test, keys=str(keys))
+    assert ring.tenants == ["bob/u1", "bob", "bob"]
 
 
 def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_request(
