@@ -23,6 +23,11 @@ class Point:
         """Whether a real server ran it."""
         return isinstance(self.run, Summary)
 
+    @property
+    def kind(self) -> str:
+        """How the point is known: measured or simulated."""
+        return "measured" if self.measured else "simulated"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -31,7 +36,7 @@ class Answer:
     Attributes:
         server: Model, device and number format.
         load: Lengths and arrivals of the requests.
-        rate: Requests per second within the limits.
+        rate: Requests per second within the limits; None if no rate is.
         verified: A real run at the rate was within the limits.
         points: All runs, measured ones in the order of their time.
     """
@@ -39,18 +44,16 @@ class Answer:
     targets: Sequence[LatencyTarget]
     server: str
     load: str
-    rate: float
+    rate: float | None
     verified: bool
     points: Sequence[Point]
 
 
 def text(answer: Answer) -> str:
     """Return the answer in one line, and the table of all points."""
-    source = "measured" if answer.verified else "simulated; no measured run was within the limits"
     return "\n".join(
         [
-            f"{answer.rate:.3g} requests/s within {limits_text(answer.targets)} ({source})",
-            *_above(answer),
+            *_headline(answer),
             f"{answer.server}; {answer.load}",
             "",
             *_table(answer),
@@ -58,14 +61,27 @@ def text(answer: Answer) -> str:
     )
 
 
-def _above(answer: Answer) -> list[str]:
-    """Return a line about the lowest rate above the answer that was measured."""
-    above = [point for point in answer.points if point.measured and point.rate > answer.rate]
+def _headline(answer: Answer) -> list[str]:
+    """Return the rate and how it is known, or that there is none."""
+    limits = limits_text(answer.targets)
+    if answer.rate is None:
+        lowest = min(answer.points, key=lambda point: point.rate)
+        values = (f"{t.title} {t.value_ms(lowest.run) or 0:.0f} ms" for t in answer.targets)
+        at_lowest = f"at {lowest.rate:.3g} requests/s it is {', '.join(values)}"
+        return [f"no rate is within {limits}: {at_lowest} ({lowest.kind})"]
+    source = "measured" if answer.verified else "simulated; no measured run was within the limits"
+    first = f"{answer.rate:.3g} requests/s within {limits} ({source})"
+    return [first, *_above(answer, answer.rate)]
+
+
+def _above(answer: Answer, rate: float) -> list[str]:
+    """Return a line about the lowest rate above `rate`, the answer's, that was measured."""
+    above = [point for point in answer.points if point.measured and point.rate > rate]
     if not above:
         return []
     point = min(above, key=lambda point: point.rate)
     state = "still within the limits" if are_kept(answer.targets, point.run) else "beyond them"
-    return [f"at {point.rate / answer.rate:.2g} times the rate it was {state} (measured)"]
+    return [f"at {point.rate / rate:.2g} times the rate it was {state} (measured)"]
 
 
 def _table(answer: Answer) -> list[str]:
@@ -81,11 +97,10 @@ def _table(answer: Answer) -> list[str]:
 def _row(targets: Sequence[LatencyTarget], point: Point) -> str:
     values = (target.value_ms(point.run) for target in targets)
     cells = (f"{'n/a' if ms is None else f'{ms:.1f}':>{COLUMN_WIDTH}}" for ms in values)
-    kind = "measured" if point.measured else "simulated"
     failed = f"{point.run.failed}/{point.run.requests}"
     within = "yes" if are_kept(targets, point.run) else "no"
     return (
-        f"{point.rate:{RATE_WIDTH}.2f}  {kind:{KIND_WIDTH}}{''.join(cells)}"
+        f"{point.rate:{RATE_WIDTH}.2f}  {point.kind:{KIND_WIDTH}}{''.join(cells)}"
         f"{failed:>{COLUMN_WIDTH}}  {within}"
     )
 

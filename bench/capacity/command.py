@@ -40,8 +40,6 @@ def _main(argv: list[str]) -> int:
 
 async def _search(planner: Planner, json_path: Path | None, draw: Callable[[Answer], None]) -> int:
     answer = await planner.search()
-    if answer is None:
-        return EXIT_FAILED
     print(text(answer), flush=True)
     if json_path is not None:
         json_path.write_text(json.dumps(document(answer), indent=2) + "\n")

@@ -11,10 +11,11 @@ from typing import Any
 from bench.capacity.answer import Answer, Point
 from bench.capacity.real_runs import RealServer, measure_cost_model
 from bench.capacity.search import Simulation, highest_rate
-from bench.capacity.targets import LatencyTarget, are_kept, limits_text
+from bench.capacity.targets import LatencyTarget, are_kept
 from bench.cli.load_flags import LOAD_DEFAULTS, trace_spec
 from bench.client.transport import info_of, start_server
 from bench.load.synthetic import TraceSpec
+from bench.report.report import Result
 from bench.serving import CONNECT_TIMEOUT_S
 from bench.simulate import cost_model
 from bench.simulate.cost_model import CostModel
@@ -77,9 +78,10 @@ class Planner:
         self._request = request
         self._spec = request.spec()
         self._points: list[Point] = []
+        self._kept_rate = 0.0  # the highest one of a real run within the limits
 
-    async def search(self) -> Answer | None:
-        """Return the answer; None if even the lowest rate is beyond the limits."""
+    async def search(self) -> Answer:
+        """Return the answer, which has no rate if even the lowest one is beyond the limits."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             config, endpoint = self._request.config, self._request.endpoint
@@ -97,8 +99,7 @@ class Planner:
             flags = self._request.load_argv()
             server = RealServer(endpoint, config.frontend.curve_dir, flags, self._request.seed)
             simulation = await self._fitted(Simulation(config, model, self._spec), server)
-            found = await self._verified_rate(simulation, server)
-            return None if found is None else self._answer(info, *found)
+            return self._answer(info, *await self._verified_rate(simulation, server))
 
     async def _cost_model(self, config: ServerConfig, folder: Path) -> CostModel:
         path = self._request.cost_model
@@ -111,16 +112,27 @@ class Planner:
         """Fit the simulator to a run at less than half the rate that it predicts."""
         rate = max(PROBE_SHARE * (self._highest(simulation) or 0.0), LOWEST_PROBE_RATE)
         _say(f"fitting the simulator to a run at {rate:.3g} requests/s")
-        return simulation.fitted_to(*await server.run(rate, PROBE_S))
+        spec, result = await server.run(rate, PROBE_S)
+        self._note(rate, result)
+        return simulation.fitted_to(spec, result)
 
     def _highest(self, simulation: Simulation) -> float | None:
+        """Return the highest rate within the limits in the simulator or in a real run."""
         targets = self._request.targets
-        return highest_rate(lambda rate: are_kept(targets, simulation.at(rate)))
+        found = highest_rate(lambda rate: are_kept(targets, simulation.at(rate)))
+        return max(found or 0.0, self._kept_rate) or None
+
+    def _note(self, rate: float, result: Result) -> bool:
+        """Return whether a real run was within the limits, and remember its rate if it was."""
+        kept = are_kept(self._request.targets, result.summary)
+        if kept:
+            self._kept_rate = max(self._kept_rate, rate)
+        return kept
 
     async def _verified_rate(
         self, simulation: Simulation, server: RealServer
-    ) -> tuple[float, bool, Simulation] | None:
-        """Return a rate, whether a real run at it was within the limits, and the last simulation.
+    ) -> tuple[float | None, bool, Simulation]:
+        """Return the rate, whether a real run at it was within the limits, and the last simulation.
 
         The simulator is fitted again to a run that is beyond the limits, and to one that is within
         them at OVERLOAD times the rate; both show that its prediction was wrong.
@@ -150,9 +162,6 @@ class Planner:
                 rate = found
         if verified is not None:
             return verified, True, simulation
-        if rate is None:
-            self._explain(simulation)
-            return None
         return rate, False, simulation
 
     async def _run(
@@ -161,23 +170,14 @@ class Planner:
         """Run the server; return whether it kept the limits, and the simulation fitted to it."""
         spec, result = await server.run(rate, self._request.verify_s)
         self._points.append(Point(rate, result.summary))
-        kept = are_kept(self._request.targets, result.summary)
-        return kept, simulation.fitted_to(spec, result)
-
-    def _explain(self, simulation: Simulation) -> None:
-        alone = simulation.at(LOWEST_PROBE_RATE)
-        values = (f"{t.title} {t.value_ms(alone) or 0:.0f} ms" for t in self._request.targets)
-        print(
-            f"no rate is within {limits_text(self._request.targets)}: at {LOWEST_PROBE_RATE}"
-            f" requests/s the simulator has {', '.join(values)}",
-            flush=True,
-        )
+        return self._note(rate, result), simulation.fitted_to(spec, result)
 
     def _answer(
-        self, info: Mapping[str, Any], rate: float, verified: bool, simulation: Simulation
+        self, info: Mapping[str, Any], rate: float | None, verified: bool, simulation: Simulation
     ) -> Answer:
         _say("simulating the curve")
-        curve = [Point(share * rate, simulation.at(share * rate)) for share in CURVE]
+        rates = [LOWEST_PROBE_RATE] if rate is None else [share * rate for share in CURVE]
+        curve = [Point(simulated, simulation.at(simulated)) for simulated in rates]
         device = f"{info.get('device', 'unknown')} ({info.get('dtype', 'unknown')})"
         load, burstiness = self._request.load, self._spec.burstiness
         arrivals = "Poisson arrivals" if burstiness == 1 else f"burstiness {burstiness:g}"

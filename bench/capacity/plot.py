@@ -11,13 +11,18 @@ from bench.report.report_files import now
 
 def draw(path: Path, answer: Answer) -> None:
     """Draw a panel for each limit: simulated line, measured points, and the rate that was found."""
-    headline = f"{answer.rate:.3g} requests/s within {limits_text(answer.targets)}"
+    headline = f"{_rate(answer)} within {limits_text(answer.targets)}"
     title = (headline, answer.server, answer.load, now()[:10])
     figure = new_figure(title, width=max(9.0, 6.5 * len(answer.targets)), height=5)
     panels = figure.subplots(1, len(answer.targets), squeeze=False)[0]
     for axes, target, color in zip(panels, answer.targets, SERIES * len(panels), strict=False):
         _panel(axes, answer, target, color)
     save(figure, path)
+
+
+def _rate(answer: Answer) -> str:
+    """Return the rate as text, or that there is none."""
+    return "no rate is" if answer.rate is None else f"{answer.rate:.3g} requests/s"
 
 
 def _panel(axes: Any, answer: Answer, target: LatencyTarget, color: str) -> None:
@@ -31,7 +36,8 @@ def _panel(axes: Any, answer: Answer, target: LatencyTarget, color: str) -> None
         )  # fmt: skip
     limit = f"limit {target.limit_ms:g} ms"
     axes.axhline(target.limit_ms, color=LIMIT, linestyle="--", label=limit)
-    axes.axvline(answer.rate, color=DARK, linestyle=":", label=f"{answer.rate:.3g} requests/s")
+    if answer.rate is not None:
+        axes.axvline(answer.rate, color=DARK, linestyle=":", label=_rate(answer))
     axes.set_yscale("log")
     log_ms(axes.yaxis)
     axes.set_xlim(left=0)

@@ -79,8 +79,9 @@ def highest_rate(is_kept: Callable[[float], bool]) -> float | None:
         if low < MIN_RATE:
             return None
     high = 2 * low
-    while high <= MAX_RATE and is_kept(high):
+    while low < MAX_RATE and is_kept(high):
         low, high = high, 2 * high
+    high = min(high, MAX_RATE)
     while high / low > PRECISION:
         middle = math.sqrt(low * high)
         if is_kept(middle):

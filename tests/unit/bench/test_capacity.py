@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.capacity import command, planner, search
+from bench.capacity import command, planner, real_runs, search
 from bench.capacity.answer import Answer, Point, document, text
 from bench.capacity.search import Simulation, highest_rate
 from bench.capacity.targets import LatencyTarget, are_kept
@@ -81,6 +81,10 @@ def test_bisection_finds_the_highest_rate(limit: float) -> None:
     found = highest_rate(lambda rate: rate <= limit)
     assert found is not None
     assert limit / search.PRECISION <= found <= limit
+
+
+def test_no_rate_beyond_the_highest_one_is_found() -> None:
+    assert highest_rate(lambda rate: rate <= 2 * search.MAX_RATE) == search.MAX_RATE
 
 
 def test_bisection_finds_nothing_where_nothing_holds() -> None:
@@ -183,14 +187,38 @@ def test_the_command_predicts_and_verifies_a_rate(
 
 
 def test_limits_that_no_rate_can_hold_are_explained(
-    server: FakeServer, model_file: Path, monkeypatch: pytest.MonkeyPatch,
+    server: FakeServer, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(planner, "PROBE_S", 0.1)
     monkeypatch.setattr(planner, "LOWEST_PROBE_RATE", 50.0)
+    out = tmp_path / "out.json"
     flags = f"--slo ttft_p50:0.0001 --endpoint {server.endpoint} --cost-model {model_file}"
-    assert command.main(flags.split()) == 1
+    assert command.main([*flags.split(), "--json", str(out)]) == 1
     assert "no rate is within TTFT p50 0.0001 ms: " in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert written["request_rate"] is None
+    assert [point["within"] for point in written["points"]] == [False]
+
+
+def test_a_rate_that_a_real_run_held_is_found_where_the_simulator_says_that_there_is_none(
+    server: FakeServer, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "PROBE_S", 0.1)
+    answers = iter([50.0, 1e6])
+    monkeypatch.setattr(planner, "highest_rate", lambda _: next(answers, None))
+    tried: list[float] = []
+
+    async def run(_: Any, rate: float, seconds: float) -> tuple[TraceSpec, Result]:
+        tried.append(rate)
+        return LOAD, result(summary(ttft=100.0 if rate <= 200 else 9000.0))
+
+    monkeypatch.setattr(real_runs.RealServer, "run", run)
+    out = tmp_path / "out.json"
+    flags = f"--slo ttft_p99:5000 --endpoint {server.endpoint} --cost-model {model_file}"
+    assert command.main([*flags.split(), "--json", str(out)]) == 0
+    assert tried == [20.0, 1e6, 20.0, 26.0]
+    assert json.loads(out.read_text())["request_rate"] == 26.0
 
 
 @pytest.mark.parametrize(
