@@ -7,7 +7,6 @@ full. Batches take turns.
 
 import asyncio
 import time
-from contextlib import suppress
 
 from http_proc.gateway import Gateway
 from quadriga.errors import QuadrigaError
@@ -35,11 +34,17 @@ class LineGate:
 
     async def acquire(self) -> None:
         """Wait until a line may run."""
+        loop = asyncio.get_running_loop()
         async with self._turn:
             while not await self._has_room():
                 self._released.clear()
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._released.wait(), SAMPLE_INTERVAL_S)
+                # Before Python 3.12, asyncio.wait_for drops a cancellation that comes with a
+                # release.
+                timer = loop.call_later(SAMPLE_INTERVAL_S, self._released.set)
+                try:
+                    await self._released.wait()
+                finally:
+                    timer.cancel()
             self.num_running += 1
 
     def release(self) -> None:

@@ -8,12 +8,16 @@ import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import uvloop
+from aiohttp.streams import StreamReader
+from aiohttp.test_utils import make_mocked_request
 
 from http_proc import listener
 from http_proc.endpoints import request_body
+from http_proc.gateway import GATEWAY
 from http_proc.middleware import request_scope, slow_client
 from http_proc.observe.request_metrics import RequestMetrics
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before, run_at_gateway
@@ -189,6 +193,27 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
         assert response.startswith(b"HTTP/1.1 408 ")
         assert gateway.body_bytes == 0
         client.close()
+
+    run_at_gateway(ScriptedRing([]), test)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int) -> None:
+    """Cancel the handler `num_turns` turns of the event loop after the last byte."""
+
+    async def test(gateway: Any) -> None:
+        content = StreamReader(mock.Mock(), 65536)
+        received = make_mocked_request("POST", "/", payload=content, app={GATEWAY: gateway})
+        handler = asyncio.create_task(request_body.read_object(received))
+        await asyncio.sleep(0.01)
+        content.feed_data(b"{}")
+        content.feed_eof()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_cancelled = handler.cancel()  # False: the handler had the body before
+        await asyncio.wait([handler])
+        assert handler.cancelled() == was_cancelled
+        assert gateway.body_bytes == 0
 
     run_at_gateway(ScriptedRing([]), test)
 

@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from http_proc.apis.batch import service
+from http_proc.apis.batch.line_gate import LineGate
 from http_proc.gateway import Gateway
 from quadriga.errors import QueueFull
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, run_at_gateway
@@ -267,6 +269,33 @@ def test_lines_without_an_answer_at_the_end_of_the_window_are_errors(
         assert len(ids(b"\n".join(lines))) == 5
 
     run(test, scripted, data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turns: int) -> None:
+    """Cancel the waiting line `num_turns` turns of the event loop after the release."""
+
+    async def idle() -> dict[str, Any]:
+        return {"ready": True, "running": 0, "waiting": 0}
+
+    async def test() -> None:
+        args = SimpleNamespace(batch_concurrency=1, batch_concurrency_beside=0)
+        gateway: Any = SimpleNamespace(
+            args=args, info=idle, max_batch_size=8, num_open=0, num_choices=0
+        )
+        gate = LineGate(gateway)
+        await gate.acquire()
+        waiting = asyncio.create_task(gate.acquire())
+        await asyncio.sleep(0.01)
+        gate.release()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_cancelled = waiting.cancel()  # False: the line was admitted before
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() == was_cancelled
+        assert gate.num_running == (not was_cancelled)
+
+    asyncio.run(test())
 
 
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
