@@ -221,7 +221,12 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return rid in (name, _ID_PREFIX.sub("", name))
+    return rid in (name, without_prefix(name))
+
+
+def without_prefix(answer_id: str) -> str:
+    """Return the X-Request-Id of which the id of an answer was made."""
+    return _ID_PREFIX.sub("", answer_id)
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

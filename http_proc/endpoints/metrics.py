@@ -22,6 +22,8 @@ from http_proc.apis.batch.batch_metrics import BatchCollector
 from http_proc.apis.batch.service import BATCHES
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
+from http_proc.streams.stream_metrics import StreamCollector
+from http_proc.streams.stream_table import STREAMS
 from quadriga.errors import QuadrigaError
 from quadriga.histogram import buckets
 
@@ -252,6 +254,7 @@ async def metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
+    registry.register(StreamCollector(gateway.model, request.app[STREAMS]))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -44,6 +44,18 @@ class HttpArgs:
         " share of its prompt that is computed; 0: never",
         unit="SECONDS",
     )
+    resumable_streams: bool = flag(
+        False,
+        "every stream of OpenAI's and Anthropic's APIs is resumable, also without resumable: true",
+    )
+    resume_window: float = flag(
+        60.0,
+        "seconds for which a resumable stream without a reader goes on and is kept",
+        unit="SECONDS",
+    )
+    max_resumable_streams: int = flag(
+        1024, "resumable streams that are kept, running or ended; further ones are refused"
+    )
     data_dir: str = flag(
         "",
         "directory of /v1/files and /v1/batches, which only one server may use (default: data in"
@@ -72,7 +84,11 @@ class HttpArgs:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
-        check_positive(self, "max_open_batches", "batch_concurrency")
+        check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
+        if not 0 < self.resume_window < math.inf:
+            raise ConfigError(
+                f"resume_window is {self.resume_window}: it must be a number of seconds above 0"
+            )
         if self.batch_concurrency_beside < 0:
             raise ConfigError(
                 f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"

@@ -68,7 +68,8 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
     input: a text, or items: messages, function_call, function_call_output, custom_tool_call,
     custom_tool_call_output, reasoning. tools: of the types function and custom. include:
-    message.output_text.logprobs returns the logprob of each token of the text. truncation: auto
+    message.output_text.logprobs returns the logprob of each token of the text. resumable: the
+    stream goes on when its connection breaks, and can be resumed. truncation: auto
     keeps the last tokens of a prompt that is longer than the context. previous_response_id,
     conversation, prompt and background: true are refused: no response is stored. store and the
     fields after priority have no effect.
@@ -86,6 +87,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     top_logprobs: Top = 0
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool = False
+    resumable: bool = False
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
