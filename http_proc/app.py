@@ -10,6 +10,7 @@ from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.streams.stream_table import stream_lifetime
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -25,6 +26,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.cleanup_ctx.append(store_lifetime)
     app.cleanup_ctx.append(batch_lifetime)
+    app.cleanup_ctx.append(stream_lifetime)
     app.on_response_prepare.append(auth.response_hook(args))
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,6 @@ READY_POLL_S = 0.02
 
 # Stands between the X-Request-Id, which has no such character, and what makes an id unique.
 UNIQUE_MARK = "~"
-NUM_UNIQUE_BYTES = 4
 
 _ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
@@ -92,17 +90,9 @@ class Gateway:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def head(
-        self, request: web.Request, prefix: str, separator: str = "-", is_kept: bool = False
-    ) -> ResponseHead:
-        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id.
-
-        The id of an answer that is kept is unique, also if the client sends an X-Request-Id twice.
-        """
-        answer_id = f"{prefix}{separator}{request[REQUEST_ID]}"
-        if is_kept and "X-Request-Id" in request.headers:
-            answer_id += UNIQUE_MARK + secrets.token_hex(NUM_UNIQUE_BYTES)
-        request[RECORD].id = answer_id
+    def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
+        answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
         return ResponseHead(answer_id, int(time.time()), self.model)
 
     def check_model(self, name: str | None) -> None:
@@ -234,7 +224,12 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return rid in (name, _ID_PREFIX.sub("", name).partition(UNIQUE_MARK)[0])
+    return rid in (name, without_prefix(name))
+
+
+def without_prefix(answer_id: str) -> str:
+    """Return the X-Request-Id of which the id of an answer was made."""
+    return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

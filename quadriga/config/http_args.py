@@ -43,6 +43,18 @@ class HttpArgs:
         " share of its prompt that is computed; 0: never",
         unit="SECONDS",
     )
+    resumable_streams: bool = flag(
+        False,
+        "every stream of OpenAI's and Anthropic's APIs is resumable, also without resumable: true",
+    )
+    resume_window: float = flag(
+        60.0,
+        "seconds for which a resumable stream without a reader goes on and is kept",
+        unit="SECONDS",
+    )
+    max_resumable_streams: int = flag(
+        1024, "resumable streams that are kept, running or ended; further ones are refused"
+    )
     data_dir: str = flag(
         "",
         "directory of /v1/files, /v1/batches and stored responses, which only one server may use"
@@ -83,11 +95,15 @@ class HttpArgs:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
-        check_positive(self, "max_open_batches", "batch_concurrency")
+        check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
         check_positive(self, "max_stored_bytes", "max_stored_age")
         if self.max_stored_responses < 0:
             raise ConfigError(
                 f"max_stored_responses is {self.max_stored_responses}: it must be 0 or more"
+            )
+        if not 0 < self.resume_window < math.inf:
+            raise ConfigError(
+                f"resume_window is {self.resume_window}: it must be a number of seconds above 0"
             )
         if self.batch_concurrency_beside < 0:
             raise ConfigError(

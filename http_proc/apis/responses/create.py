@@ -22,6 +22,7 @@ from http_proc.chat.call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.chat.prepare import PreparedChat, prepare_chat
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY
+from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import ANY_OBJECT, with_grammar
 from http_proc.protocol.sampling import Sampling, take_sampling
@@ -51,7 +52,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools))
     prepared = await prepare_chat(gateway, call)
     is_kept = fields.store and store.keeps_responses
-    head = gateway.head(request, "resp", "_", is_kept=is_kept)
+    head = gateway.head(request, "resp", "_")
+    if is_kept and "X-Request-Id" in request.headers:
+        head = head._replace(id=await store.unused_id(head.id))
+        request[RECORD].id = head.id
     response = new_response(head, fields, sampling.params, tools)
     response.store = is_kept
     answer = ResponseAnswer(response, ResponseOutput(head.id, tools.custom))

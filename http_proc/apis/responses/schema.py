@@ -69,10 +69,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
     input: a text, or items: messages, function_call, function_call_output, custom_tool_call,
     custom_tool_call_output, reasoning. tools: of the types function and custom. include:
-    message.output_text.logprobs returns the logprob of each token of the text. truncation: auto
-    keeps the last tokens of a prompt that is longer than the context. store: the response is kept,
-    where the server keeps responses. previous_response_id, or conversation (an id, or {"id"}): what
-    is continued. prompt and background: true are refused. The fields after priority have no effect.
+    message.output_text.logprobs returns the logprob of each token of the text. resumable: the
+    stream goes on when its connection breaks, and can be resumed. truncation: auto keeps the last
+    tokens of a prompt that is longer than the context. store: the response is kept, where the
+    server keeps responses. previous_response_id, or conversation (an id, or {"id"}): what is
+    continued. prompt and background: true are refused. The fields after priority have no effect.
     """
 
     input: str | list[dict[str, Any]]
@@ -87,6 +88,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     top_logprobs: Top = 0
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool = False
+    resumable: bool = False
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None

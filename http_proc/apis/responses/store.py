@@ -37,6 +37,9 @@ class ResponseStore(Protocol):
     def keeps_responses(self) -> bool:
         """Whether a saved response can be read again; the answer's field `store`."""
 
+    async def unused_id(self, response_id: str) -> str:
+        """Return the id for a new response, which is longer if an older one has it."""
+
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
 
@@ -54,6 +57,10 @@ class NoResponseStore:
     """A ResponseStore that keeps nothing."""
 
     keeps_responses = False
+
+    async def unused_id(self, response_id: str) -> str:
+        """Return the id as it is."""
+        return response_id
 
     async def items_of_response(self, response_id: str) -> Items:
         """Refuse the reference."""

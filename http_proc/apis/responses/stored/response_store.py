@@ -1,5 +1,6 @@
 """StoredResponses: the ResponseStore whose responses outlive the server."""
 
+import secrets
 import sqlite3
 import zlib
 from collections import Counter
@@ -23,9 +24,13 @@ from http_proc.apis.responses.stored.database import RETRY_S, Database, StorageE
 from http_proc.apis.responses.stored.item_forms import continued_items, stored_items
 from http_proc.apis.responses.stored.tables import ObjectKind, Reader, StoredItem, StoredObject
 from http_proc.caller import current_caller
+from http_proc.gateway import UNIQUE_MARK
 from http_proc.protocol.errors import ApiError
 from quadriga.clock import now
 from quadriga.wire.messages.public import MAX_TURNS
+
+# Bytes that make the id of a response unique.
+NUM_UNIQUE_BYTES = 4
 
 T = TypeVar("T")
 
@@ -70,6 +75,14 @@ class StoredResponses:
     def keeps_responses(self) -> bool:
         """Whether the next response can probably be kept."""
         return self._database.can_write
+
+    async def unused_id(self, response_id: str) -> str:
+        """Return the id for a new response, which is longer if an older one has it."""
+        is_used = False
+        with suppress(ApiError):  # the file cannot be read, and nothing is stored
+            is_used = await self.read(lambda reader: reader.knows(response_id))
+        unique = UNIQUE_MARK + secrets.token_hex(NUM_UNIQUE_BYTES)
+        return response_id + (unique if is_used else "")
 
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
@@ -132,7 +145,7 @@ class StoredResponses:
 
     async def read(self, work: Callable[[Reader], T]) -> T:
         """Return what `work` reads for the caller's tenant. Raise ApiError."""
-        tenant, read_at, max_age_s = current_caller().tenant, now(), self._bounds.max_age_s
+        tenant, read_at, max_age_s = current_caller().owner, now(), self._bounds.max_age_s
         try:
             return await self._database.read(
                 lambda connection: work(Reader(connection, tenant, read_at, max_age_s))
@@ -142,7 +155,7 @@ class StoredResponses:
 
     async def write(self, work: Callable[[sqlite3.Connection, Reader], T]) -> T:
         """Change what the caller's tenant has, in one transaction. Raise ApiError."""
-        tenant, written_at = current_caller().tenant, now()
+        tenant, written_at = current_caller().owner, now()
 
         def change(connection: sqlite3.Connection) -> T:
             reader = Reader(connection, tenant, written_at, self._bounds.max_age_s)
@@ -169,6 +182,8 @@ def _save(connection: sqlite3.Connection, reader: Reader, ended: EndedResponse) 
             add_new_items(connection, reader, owner, given + continued_items(response.output))
     if not ended.is_kept:
         return
+    if reader.knows(response.id):  # another request with this X-Request-Id ended meanwhile
+        raise ApiError(409, f"response {response.id!r} exists already", code="response_exists")
     previous = response.previous_response_id
     if previous is not None:
         with suppress(ApiError):  # a response of the chain was deleted meanwhile

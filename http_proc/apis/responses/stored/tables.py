@@ -137,6 +137,11 @@ class Reader:
         self._check_tenant(kind, object_id, removed[0], param)
         raise _missing(kind, object_id, removed[1], param, code)
 
+    def knows(self, object_id: str) -> bool:
+        """Return whether an object has this id, or had it."""
+        query = "SELECT 1 FROM objects WHERE id = ? UNION ALL SELECT 1 FROM removed WHERE id = ?"
+        return self._connection.execute(query, (object_id, object_id)).fetchone() is not None
+
     def chain(self, response_id: str, limit: int) -> list[StoredObject]:
         """Return a response after all those that it continues, at most `limit`. Raise ApiError."""
         name, code = "previous_response_id", "previous_response_not_found"

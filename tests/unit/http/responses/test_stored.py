@@ -268,7 +268,8 @@ def test_two_requests_of_one_request_id_are_two_responses(tmp_path: Path) -> Non
     async def test(client: Any) -> None:
         same = {"X-Request-Id": "same"}
         ids = {(await client.responses.create(**ASK, extra_headers=same)).id for _ in range(2)}
-        assert len(ids) == 2 and all(one.startswith("resp_same~") for one in ids)
+        assert len(ids) == 2 and "resp_same" in ids
+        assert all(one.partition("~")[0] == "resp_same" for one in ids)
         for one in ids:
             assert (await client.responses.retrieve(one)).id == one
 
