@@ -6,8 +6,10 @@ import logging
 import time
 
 import uvloop
+from aiohttp import web
 
-from http_proc.apis.batch.service import BATCHES, BatchService
+from http_proc.apis.batch.service import BATCHES
+from http_proc.apis.responses.background.service import BACKGROUND
 from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from quadriga.client.async_client import AsyncClient
@@ -45,14 +47,14 @@ async def serve(child: Child) -> None:
             await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
-        await _serve_until_stopped(child, gateway, server, runner.app[BATCHES])
+        await _serve_until_stopped(child, gateway, server, runner.app)
         await runner.cleanup()
 
 
 async def _serve_until_stopped(
-    child: Child, gateway: Gateway, server: asyncio.Server, batches: BatchService
+    child: Child, gateway: Gateway, server: asyncio.Server, app: web.Application
 ) -> None:
-    """Wait for a command to stop, then interrupt batches and answer the open requests.
+    """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
     The ring finishes every accepted request, so that only slow clients need a time limit.
     """
@@ -71,5 +73,7 @@ async def _serve_until_stopped(
     child.control.fail_clients_at_launcher_death()
     await stopping.wait()
     server.close()
-    await batches.stop()
+    await app[BATCHES].stop()
+    if BACKGROUND in app:
+        await app[BACKGROUND].stop()
     await gateway.drain(FLUSH_TIMEOUT_S)
