@@ -1,6 +1,5 @@
 """Output items of a response, and the stream's events about them."""
 
-import uuid
 from typing import Any
 
 from http_proc.answer.events import (
@@ -13,7 +12,10 @@ from http_proc.answer.events import (
 )
 from http_proc.apis.responses.custom_input import CustomInputReader
 from http_proc.protocol.logprobs import chat_logprobs
+from http_proc.resumption import id_chars
 from quadriga.client.logprobs import TokenLogprob
+
+NUM_ID_CHARS = 32
 
 StreamEvent = dict[str, Any]
 
@@ -22,7 +24,7 @@ class ItemEvents:
     """Make the events about one item. `prefix`: the begin of the item's id."""
 
     def __init__(self, prefix: str, index: int) -> None:
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
+        self.id = f"{prefix}_{id_chars(NUM_ID_CHARS)}"
         self._index = index
 
     def of_item(self, what: str, item: dict[str, Any]) -> StreamEvent:
