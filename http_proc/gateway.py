@@ -30,6 +30,9 @@ INFO_TIMEOUT_S = 2.0
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 
+# Stands between the X-Request-Id, which has no such character, and what makes an id unique.
+UNIQUE_MARK = "~"
+
 _ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
@@ -254,7 +257,7 @@ def _matches(name: str, rid: str) -> bool:
 
 def without_prefix(answer_id: str) -> str:
     """Return the X-Request-Id of which the id of an answer was made."""
-    return _ID_PREFIX.sub("", answer_id)
+    return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

@@ -16,6 +16,7 @@ from aiohttp import web
 from http_proc.apis import sglang_generate
 from http_proc.apis.anthropic.endpoints import ANTHROPIC_ENDPOINTS
 from http_proc.apis.batch.endpoints import BATCH_ENDPOINTS
+from http_proc.apis.conversations.endpoints import CONVERSATION_ENDPOINTS
 from http_proc.apis.files.endpoints import FILE_ENDPOINTS
 from http_proc.apis.llama_cpp.endpoints import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
@@ -147,6 +148,7 @@ ENDPOINTS = [
              landing.LandingAnswer),
     *OPENAI_ENDPOINTS,
     *RESPONSES_ENDPOINTS,
+    *CONVERSATION_ENDPOINTS,
     *ANTHROPIC_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *LLAMA_CPP_ENDPOINTS,

@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from http_proc.caller import USER_HEADER, Caller, set_caller, short_hash
 from http_proc.gateway import REQUEST_ID, request_id
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import POSITION_HEADER, WAIT_HEADER, ApiError
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.tenants.key_file import TenantFile
@@ -18,7 +18,9 @@ from quadriga.tenants.key_file import TenantFile
 # Probes need no key: monitoring should not have to hold one.
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
 PREFLIGHT_MAX_AGE_S = "600"
-EXPOSED_HEADERS = "X-Request-Id, Request-Id, X-Stream-Id, Retry-After"
+EXPOSED_HEADERS = (
+    f"X-Request-Id, Request-Id, X-Stream-Id, Retry-After, {POSITION_HEADER}, {WAIT_HEADER}"
+)
 
 ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
