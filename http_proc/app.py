@@ -11,7 +11,7 @@ from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
-from http_proc.streams.stream_table import stream_lifetime
+from http_proc.streams.earlier_streams import stream_lifetime
 from http_proc.ui.page import serve_page
 
 

@@ -12,6 +12,8 @@ from http_proc.apis.batch.service import BATCHES
 from http_proc.apis.responses.background.service import BACKGROUND
 from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
+from http_proc.streams.stream_rows import StreamRows
+from http_proc.streams.stream_table import STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
@@ -38,8 +40,12 @@ async def serve(child: Child) -> None:
     ring = AsyncClient(
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
     )
+    rows = _stream_rows(child)
+    lasting_ring = AsyncClient(
+        endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=rows.address
+    )
     async with ring:
-        gateway = Gateway(child.config, ring, child.endpoints.run_dir)
+        gateway = Gateway(child.config, ring, child.endpoints.run_dir, lasting_ring, rows)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
@@ -49,6 +55,14 @@ async def serve(child: Child) -> None:
         gc.freeze()
         await _serve_until_stopped(child, gateway, server, runner.app)
         await runner.cleanup()
+        await lasting_ring.close()
+        rows.close()
+
+
+def _stream_rows(child: Child) -> StreamRows:
+    """Return what earlier gateways have left: those of this server, or of the data directory."""
+    data_dir = child.config.data_dir
+    return StreamRows(data_dir or child.endpoints.run_dir, outlives_server=data_dir is not None)
 
 
 async def _serve_until_stopped(
@@ -64,6 +78,9 @@ async def _serve_until_stopped(
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
             if command is Command.FAIL:
+                if gateway.stream_rows.outlives_server:
+                    app[STREAMS].interrupt()
+                    gateway.lasting_ring.leave_requests()
                 gateway.fail_all(ServerFailed(reason))
             if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()

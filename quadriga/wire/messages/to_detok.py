@@ -4,6 +4,8 @@ detok_proc sends three frames on: the client's address, the encoded public messa
 Three empty frames are the last ones.
 """
 
+from typing import cast
+
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
@@ -24,7 +26,7 @@ class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     blocks: list[LogprobBlock]
 
 
-class StreamStart(msgspec.Struct, array_like=True, frozen=True):
+class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
     """Start of a stream: what the detokenizer needs of a request that has its first token.
 
     Attributes:
@@ -48,6 +50,23 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     min_new_tokens: int = 0
     logprobs: int | None = None
     prompt: PromptLogprobsData | None = None
+
+
+class StreamStart(PlainStreamStart, array_like=True, frozen=True):
+    """Start of a stream, in the form that is read.
+
+    Attributes:
+        text_lengths: chunks have the text lengths of their tokens.
+    """
+
+    text_lengths: bool = False
+
+    def sent(self) -> "StreamStart":
+        """Return the form that is sent: a PlainStreamStart where that suffices."""
+        if self.text_lengths:
+            return self
+        fields = PlainStreamStart.__struct_fields__
+        return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
 
 
 class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
