@@ -10,6 +10,7 @@ from http_proc.gateway import GATEWAY, Gateway
 from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.ui.page import serve_page
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -18,6 +19,8 @@ def make_app(gateway: Gateway) -> web.Application:
     middlewares: list[Middleware] = [request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
+    if not args.no_ui:
+        middlewares.append(serve_page())
     if auth.needs_key_check(args, gateway.tenant_args):
         middlewares.append(auth.key_check(args, gateway.tenant_args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)

@@ -20,6 +20,7 @@ class HttpArgs:
         "127.0.0.1", "address of the web gateway; 0.0.0.0 for all networks", unit="HOST", basic=True
     )
     port: int = flag(8000, "port of the web gateway", unit="PORT", basic=True)
+    no_ui: bool = flag(False, "serve no page for browsers at /")
     api_key: str = flag(
         "",
         "comma-separated keys that HTTP clients must use one of; the environment variable"
