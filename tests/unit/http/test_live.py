@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from http_proc.gateway import Gateway
@@ -22,33 +23,25 @@ from quadriga.tenants.key_file import hash_of_key
 from quadriga.wire.messages.live import (
     EventKind,
     LiveEvent,
-    LiveGauges,
     LiveProcess,
-    LiveRequest,
     LiveServer,
     LiveStep,
-    LiveTree,
     RowKind,
     SkipReason,
 )
+from tests.unit.live_messages import make_request, make_step
 from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
 
-GAUGES = LiveGauges(1, 2, 0, 10, 7, 1, 2, 5, 30, 10, 9, 0)
-REQUEST = LiveRequest(
-    7, "name", "abcd", "", 0, 0, 12, 1, 12, 4, 40, 0, 1.0, 2.0, 3.0, ["slots"]
-)  # fmt: skip
 SERVER = LiveServer(5.0, [LiveProcess("worker_proc", 12, 1.5, 1 << 20, 1.0)], 0, 1, 1, 0)
 
 
 def step(number: int = 0, **fields: Any) -> LiveStep:
-    values: dict[str, Any] = {
-        "number": number, "step": number, "time": 4.0, "seqs": [7], "kinds": [RowKind.CHUNK],
-        "num_tokens": [8], "num_hidden_rows": 0, "skipped": {SkipReason.PAGES: [8, 9]},
-        "num_hidden_skipped": 0, "requests": [REQUEST], "is_whole": True,
-        "events": [LiveEvent(EventKind.ADMITTED, 7, "4")], "ended_steps": [1], "began_at": [3.0],
-        "ended_at": [3.5], "gauges": GAUGES, "tree": LiveTree([-1], [3], [2], 3, True),
-    }  # fmt: skip
-    return LiveStep(**values | fields)
+    """Return a whole message with something in each field."""
+    events = [LiveEvent(EventKind.ADMITTED, 7, "4")]
+    skipped = {SkipReason.PAGES: [8, 9]}
+    request = make_request(7, request_id="name")
+    message = make_step(number, {7: RowKind.CHUNK}, skipped, [request], events, is_whole=True)
+    return msgspec.structs.replace(message, **fields)
 
 
 class Page:
