@@ -18,11 +18,11 @@ from quadriga.wire.messages.to_detok import (
     Delivered,
     DetokMessage,
     Drained,
+    ForecastStepOutput,
     InfoReply,
     LiveFrame,
     ProgressReply,
     SchedulerRestarted,
-    StepOutput,
     StopDetok,
 )
 from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
@@ -98,7 +98,7 @@ def _with_own_pid(info: Info) -> Info:
 
 
 def deliver(
-    output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
+    output: ForecastStepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
     """Send the results of one step: one message per client, and the stops for the scheduler.
 
@@ -117,6 +117,7 @@ def deliver(
             waiting=output.waiting,
             settled=ended_seqs,
             generated=[end.usage.completion_tokens for _, end in ends],
+            wait_s=output.wait_s,
         )
         delivery.send_frames(client, encode(message), encode(delivered))
     if deliveries.stop_found:
