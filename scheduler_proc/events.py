@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.messages.replica_news import ReplicaNews, ReplicaOutput
 from quadriga.wire.messages.to_detok import StepOutput, StreamReplay
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
@@ -71,9 +74,11 @@ class StepEvents:
         """Whether there is something for the detokenizer."""
         return bool(self.seqs or self.finished or self.replayed)
 
-    def to_detok(self, now: float, num_waiting: int, session: int) -> StepOutput:
+    def to_detok(
+        self, now: float, num_waiting: int, session: int, news: ReplicaNews | None = None
+    ) -> StepOutput:
         """Return the message for the detokenizer of this session."""
-        return StepOutput(
+        output = StepOutput(
             time=self.time or now,
             opened=[stream_start(request) for request in self.started],
             seqs=self.seqs,
@@ -83,6 +88,9 @@ class StepEvents:
             waiting=num_waiting,
             session=session,
             replayed=self.replayed,
+        )
+        return (
+            output if news is None else ReplicaOutput(**msgspec.structs.asdict(output), news=news)
         )
 
 

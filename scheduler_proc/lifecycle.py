@@ -18,6 +18,7 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
@@ -44,6 +45,7 @@ class RequestLifecycle:
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
+        report: what the frontend has to know of this replica; None where it is the only one.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RequestLifecycle:
         self._journal = journal
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
+        self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -153,6 +156,8 @@ class RequestLifecycle:
         capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
+        if self.report is not None:
+            self.report.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:
@@ -210,14 +215,17 @@ class RequestLifecycle:
 
     def publish(self, to_detok: bool = True) -> None:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
-        events = self.events
-        if events.is_empty and to_detok:
+        events, report = self.events, self.report
+        if events.is_empty and to_detok and not (report is not None and report.restates):
             return
         was_sent = events.has_output or not to_detok
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
-            self.outbox.send(events, self._clock(), self.num_waiting)
+            news = None
+            if report is not None and (events.has_output or report.restates):
+                news = report.take(self.core.kv, self.table, self.outbox.replayable_names)
+            self.outbox.send(events, self._clock(), self.num_waiting, news)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
@@ -230,11 +238,16 @@ class RequestLifecycle:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
+        if self.report is not None:
+            self.report.restate()
         self._reported_drained = False
         self._replay(self.table, self.outbox.seqs_to_replay)
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
+        if self.report is not None:
+            self.publish()
+            self.report.restate()
         self._replay([], self.outbox.seqs_to_replay)
 
     def acknowledge(self, seqs: list[int]) -> None:
