@@ -7,8 +7,8 @@ import msgspec
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.replica_news import ReplicaNews, ReplicaOutput
-from quadriga.wire.messages.to_detok import StepOutput, StreamReplay
+from quadriga.wire.messages.replica_news import ReplicaNews
+from quadriga.wire.messages.to_detok import ReplicaOutput, StepOutput, StreamReplay
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request

@@ -105,6 +105,10 @@ class RequestLifecycle:
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
+            for request in [request for request in requests if request.finished]:
+                requests.remove(request)
+                self.close(request)
+                self.publish(to_detok=False)  # the replay has the end
         error = None
         if not message.frontend_retry:
             num_choices = len(requests)

@@ -9,7 +9,7 @@ import numpy as np
 from quadriga.config.server_config import ServerConfig
 from quadriga.prefix_blocks import block_hashes, pages_per_block
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.replica_news import ReplicaOutput
+from quadriga.wire.messages.to_detok import ReplicaOutput
 from quadriga.wire.messages.to_scheduler import Submit
 from tokenizer_proc.replicas.router import Prompt, Router
 

@@ -14,11 +14,10 @@ from bench.simulate.cost_model import CostModel
 from bench.simulate.dispatch import Dispatcher
 from bench.simulate.records import Records, RecordSample
 from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
+from quadriga.config.replica_args import IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.replica_news import ReplicaOutput
-from quadriga.wire.messages.to_detok import StreamEnd
-from tokenizer_proc.replicas.router import IN_TURN
+from quadriga.wire.messages.to_detok import ReplicaOutput, StreamEnd
 
 # Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024

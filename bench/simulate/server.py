@@ -23,8 +23,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.replica_news import ReplicaOutput
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd
+from quadriga.wire.messages.to_detok import ReplicaOutput, StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP

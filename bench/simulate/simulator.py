@@ -39,11 +39,11 @@ from bench.simulate.run import World
 from bench.simulate.server import START
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
+from quadriga.config.replica_args import IN_TURN, LOAD_BALANCE_METHODS
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
-from tokenizer_proc.replicas.router import IN_TURN, METHODS
 
 # Defaults of the load flags.
 DEFAULTS = LOAD_DEFAULTS | {
@@ -216,7 +216,7 @@ def _add_world(group: Any) -> None:
     add("--replicas", type=int, default=1, metavar="R", help="number of servers")
     add(
         "--load-balance-method",
-        choices=METHODS,
+        choices=LOAD_BALANCE_METHODS,
         default=IN_TURN,
         help="choice of the replica for a request (default: round-robin)",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
+from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.page_changes import PageChanges
 from scheduler_proc.state.request import Request
@@ -45,8 +45,9 @@ class ReplicaReport:
         restates, self.restates = self.restates, False
         if not restates:
             return ReplicaNews(added, evicted, kv.num_available)
-        held = [_held(request) for request in live if request.generated]
-        return ReplicaNews(added, b"", kv.num_available, True, held, list(ended))
+        held = [_held(request) for request in live]
+        names = [EndedRequest(*name) for name in ended]
+        return ReplicaNews(added, b"", kv.num_available, True, held, names)
 
 
 def _held(request: Request) -> HeldChoice:

@@ -6,8 +6,7 @@ from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-# Prompt tokens whose computation takes as long as a choice's rows slow the others down; see
-# docs/scale.md for the measurement.
+# What an open choice costs the others, in prompt tokens; docs/scale.md has the measurement.
 ROW_TOKENS = 16
 # Added to the cost of a replica whose waiting queue is full: any other one is better.
 QUEUE_IS_FULL = 1e12

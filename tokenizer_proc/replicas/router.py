@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
+from quadriga.config.replica_args import BY_CACHE, BY_LOAD, IN_TURN
 from quadriga.prefix_blocks import split_hashes
 from quadriga.wire.messages.replica_news import ReplicaNews
 from tokenizer_proc.replicas.ledger import Ledger
@@ -19,7 +20,6 @@ from tokenizer_proc.replicas.page_index import MAX_BLOCKS, PageIndex
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-BY_CACHE, BY_LOAD, IN_TURN = METHODS = ("cache-aware", "least-loaded", "round-robin")
 # A token that is computed anew delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2
 # Holders of one length of a prefix that are compared.
@@ -55,7 +55,7 @@ class Router(Generic[KeyT]):
     """Choose replicas, and keep count of what they have.
 
     Args:
-        method: one of METHODS.
+        method: one of LOAD_BALANCE_METHODS.
         num_replicas: number of replicas, all of which take requests at first.
         block_tokens: tokens of a block.
         page_size: tokens of a page.

@@ -1,13 +1,19 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-Three empty frames are the last ones.
+Three empty frames are the last ones. One replica among several sends a StepNews in front of those
+of a step.
 """
+
+from functools import reduce
+from operator import or_
+from typing import Any, get_args
 
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
+from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
@@ -106,6 +112,12 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     replayed: list[StreamReplay] = []
 
 
+class ReplicaOutput(StepOutput, tag="output", array_like=True, frozen=True):
+    """A StepOutput in the form that is read. `news` is None where there is one replica."""
+
+    news: ReplicaNews | None = None
+
+
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """An Info for a client."""
 
@@ -151,4 +163,35 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     generated: list[int] = []
 
 
+class StepNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the frontend notes of a step before it passes the step's texts on.
+
+    It is sent in front of them, as an empty address, an empty message, and this. There is none
+    where there is one replica.
+
+    Attributes:
+        started: choices that have their first token with this step.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+    """
+
+    news: ReplicaNews
+    started: list[HeldChoice]
+    seqs: list[int]
+    token_ids: bytes
+
+
+class ReplicaDelivered(Delivered, array_like=True, frozen=True):
+    """A Delivered of one replica among several.
+
+    Attributes:
+        indexes: the choices that end, one for each item of `ended`.
+    """
+
+    indexes: list[int] = msgspec.field(default_factory=list)
+
+
 DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+
+# The type that is decoded, of which a StepOutput has all fields.
+READ_DETOK_MESSAGE: Any = reduce(or_, get_args(DetokMessage)[1:], ReplicaOutput)

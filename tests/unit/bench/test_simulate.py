@@ -23,9 +23,9 @@ from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
 from bench.worker_steps import MeasuredOn
+from quadriga.config.replica_args import BY_LOAD, IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.programs import install_command
-from tokenizer_proc.replicas.router import BY_LOAD, IN_TURN
 
 VOCABULARY = 1000
 PAGE = 4

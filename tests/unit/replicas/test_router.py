@@ -5,17 +5,14 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quadriga.config.replica_args import BY_CACHE, BY_LOAD, IN_TURN, LOAD_BALANCE_METHODS
 from quadriga.prefix_blocks import block_hashes, pages_per_block, split_hashes
 from quadriga.wire.messages.replica_news import ReplicaNews
 from tokenizer_proc.replicas.ledger import ROW_TOKENS, Ledger
 from tokenizer_proc.replicas.page_index import PageIndex
 from tokenizer_proc.replicas.router import (
-    BY_CACHE,
-    BY_LOAD,
     HIT,
-    IN_TURN,
     LEAST,
-    METHODS,
     SPILL,
     UNCACHED_WEIGHT,
     Prompt,
@@ -126,7 +123,7 @@ def test_least_loaded_counts_prompts_and_choices_and_equal_replicas_have_turns()
 
 
 def test_a_replica_that_takes_no_requests_gets_none() -> None:
-    for method in METHODS:
+    for method in LOAD_BALANCE_METHODS:
         router = router_of(method)
         home = run(router, "first", prompt(0))
         router.set_up(home, False)
@@ -184,7 +181,7 @@ actions = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(actions, st.sampled_from(METHODS))
+@given(actions, st.sampled_from(LOAD_BALANCE_METHODS))
 def test_whatever_happens_an_idle_router_counts_nothing(
     happened: list[tuple[str, int, int]], method: str
 ) -> None:
