@@ -21,12 +21,12 @@ from quadriga.wire.messages.to_detok import (
     Delivered,
     DetokMessage,
     Drained,
+    ForecastStepOutput,
     InfoReply,
     ProgressReply,
     ReplicaDelivered,
     ReplicaOutput,
     SchedulerRestarted,
-    StepOutput,
     StopDetok,
 )
 from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
@@ -100,7 +100,7 @@ def _with_own_pid(info: Info) -> Info:
 
 
 def deliver(
-    output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
+    output: ForecastStepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
     """Send the results of one step: one message per client, and the stops for the scheduler.
 
@@ -122,6 +122,7 @@ def deliver(
             waiting=output.waiting,
             settled=ended_seqs,
             generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
+            wait_s=output.wait_s,
         )
         if news is not None:
             indexes = [chunk.index if isinstance(chunk, Chunk) else 0 for chunk in ended]

@@ -46,6 +46,8 @@ class RequestLifecycle:
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
         report: what the frontend has to know of this replica; None where it is the only one.
+        queue_wait_s: estimated seconds that one more request would wait; None while the queue is
+            far from full, or where nothing is known.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RequestLifecycle:
         self.stats = SchedulerStats()
         self.slot_rate = SlotRate()
         self.events = StepEvents()
+        self.queue_wait_s: float | None = None
         self._is_draining = False
         self._reported_drained = False
 
@@ -229,7 +232,7 @@ class RequestLifecycle:
             news = None
             if report is not None and (events.has_output or report.restates):
                 news = report.take(self.core.kv, self.table, self.outbox.replayable_names)
-            self.outbox.send(events, self._clock(), self.num_waiting, news)
+            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:

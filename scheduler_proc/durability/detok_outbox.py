@@ -48,11 +48,16 @@ class DetokOutbox:
         self._seqs_by_name: dict[tuple[bytes, str], list[int]] = {}
 
     def send(
-        self, events: StepEvents, now: float, num_waiting: int, news: ReplicaNews | None = None
+        self,
+        events: StepEvents,
+        now: float,
+        num_waiting: int,
+        wait_s: float | None,
+        news: ReplicaNews | None = None,
     ) -> None:
         """Send a record, if it has anything for the detokenizer, or there are news."""
         if events.has_output or news is not None:
-            self._detok.send(events.to_detok(now, num_waiting, self._session, news))
+            self._detok.send(events.to_detok(now, num_waiting, wait_s, self._session, news))
 
     # --- ends -------------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class JournalState:
                 seq = accepted.seq + index
                 if seq in self.requests or seq in new:
                     raise InvalidRecord(f"request {seq} is accepted twice")
-                new[seq] = RecoveredRequest(seq, index, accepted.message, max_new_tokens)
+                new[seq] = RecoveredRequest(seq, index, accepted.message.begun(), max_new_tokens)
             for choice in accepted.message.progress:
                 request = new.get(accepted.seq + choice.index)
                 if request is not None:

@@ -47,6 +47,7 @@ class ReplicaState:
         is_known: it has said which requests it holds, since this frontend began.
         has_drained: it has nothing left after the last Drain.
         num_waiting: length of its waiting queue, as it was last reported.
+        wait_s: expected wait of one more request there; None while its queue is far from full.
         choices: open choices by the scheduler's numbers.
     """
 
@@ -56,6 +57,7 @@ class ReplicaState:
     is_known: bool = False
     has_drained: bool = False
     num_waiting: int = 0
+    wait_s: float | None = None
     choices: dict[int, PlacedChoice] = field(default_factory=dict)
 
 
@@ -204,14 +206,22 @@ class Replicas:
                 self._deliver_answer(answer)
             return
         if delivered.waiting is not None:
-            replica.num_waiting = delivered.waiting
+            replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
         for request_id, index in zip(delivered.ended, delivered.indexes, strict=True):
             self._on_end(number, (client, request_id), index)
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled))
         waiting = sum(replica.num_waiting for _, replica in self._live())
-        passed_on = Delivered(delivered.ended, waiting, generated=delivered.generated)
+        passed_on = Delivered(
+            delivered.ended, waiting, generated=delivered.generated, wait_s=self._wait_s()
+        )
         self._deliver(client, payload, passed_on)
+
+    def _wait_s(self) -> float | None:
+        """Return the shortest expected wait; None while some queue is far from full."""
+        waits = [replica.wait_s for _, replica in self._live()]
+        known = [wait_s for wait_s in waits if wait_s is not None]
+        return min(known) if known and len(known) == len(waits) else None
 
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))

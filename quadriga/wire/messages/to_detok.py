@@ -112,8 +112,18 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     replayed: list[StreamReplay] = []
 
 
-class ReplicaOutput(StepOutput, tag="output", array_like=True, frozen=True):
-    """A StepOutput in the form that is read. `news` is None where there is one replica."""
+class ForecastStepOutput(StepOutput, tag="output", array_like=True, frozen=True):
+    """The output of a step while the queue is nearly full, and the form in which each is read.
+
+    Attributes:
+        wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
+    """
+
+    wait_s: float | None = None
+
+
+class ReplicaOutput(ForecastStepOutput, tag="output", array_like=True, frozen=True):
+    """A ForecastStepOutput of one replica among several, whose `news` are not None."""
 
     news: ReplicaNews | None = None
 
@@ -154,6 +164,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
             with this message or earlier.
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
+        wait_s: as in ForecastStepOutput.
     """
 
     ended: list[str] = []
@@ -161,6 +172,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     settled: list[int] = []
     inspected: bool = False
     generated: list[int] = []
+    wait_s: float | None = None
 
 
 class StepNews(msgspec.Struct, array_like=True, frozen=True):
@@ -191,7 +203,9 @@ class ReplicaDelivered(Delivered, array_like=True, frozen=True):
     indexes: list[int] = msgspec.field(default_factory=list)
 
 
-DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+DetokMessage = (
+    ForecastStepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+)
 
-# The type that is decoded, of which a StepOutput has all fields.
+# The type that is decoded, with the fields of a ReplicaOutput.
 READ_DETOK_MESSAGE: Any = reduce(or_, get_args(DetokMessage)[1:], ReplicaOutput)
