@@ -9,6 +9,7 @@ import uvloop
 from aiohttp import web
 
 from http_proc.apis.batch.service import BATCHES
+from http_proc.apis.responses.background.service import BACKGROUND
 from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from http_proc.streams.stream_rows import StreamRows
@@ -67,7 +68,7 @@ def _stream_rows(child: Child) -> StreamRows:
 async def _serve_until_stopped(
     child: Child, gateway: Gateway, server: asyncio.Server, app: web.Application
 ) -> None:
-    """Wait for a command to stop, then interrupt batches and answer the open requests.
+    """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
     The ring finishes every accepted request, so that only slow clients need a time limit.
     """
@@ -90,4 +91,6 @@ async def _serve_until_stopped(
     await stopping.wait()
     server.close()
     await app[BATCHES].stop()
+    if BACKGROUND in app:
+        await app[BACKGROUND].stop()
     await gateway.drain(FLUSH_TIMEOUT_S)

@@ -101,6 +101,11 @@ class SchedulerCore:
         return self._budget
 
     @property
+    def decode_width(self) -> int:
+        """Largest number of decode rows of a step."""
+        return self._width
+
+    @property
     def has_work(self) -> bool:
         """Whether a request could use a step."""
         if self.kv.num_pages == 0:
@@ -225,6 +230,7 @@ class SchedulerCore:
             lacked = WaitReason.BUDGET
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
@@ -397,6 +403,7 @@ class SchedulerCore:
         self.num_retractions += 1
         request.num_retractions += 1
         plan.has_retracted = True
+        plan.retracted.append(request)
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED
         self.admission.pending_release.add(request.seq)

@@ -8,6 +8,7 @@ import msgspec
 from quadriga import errors
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.live import LiveServer, LiveStep
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 
 PROTOCOL_VERSION = 1
@@ -164,7 +165,21 @@ class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=Tr
     request_ids: list[str]
 
 
-ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress
+class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
+    """Watch the live feed for some seconds, or longer; it is answered by the feed's messages.
+
+    Attributes:
+        seconds: time from now on, at most MAX_WATCH_S; 0: stop.
+    """
+
+    version: int
+    request_id: str
+    seconds: float = 10.0
+
+
+ClientMessage = (
+    Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress | Watch
+)
 
 
 # --- tokenizer_proc -> client ---------------------------------------------------------------------
@@ -440,4 +455,6 @@ ServerMessage = (
     | Tokens
     | Text
     | ProgressAnswer
+    | LiveStep
+    | LiveServer
 )
