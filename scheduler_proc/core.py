@@ -96,6 +96,11 @@ class SchedulerCore:
         return len(self.waiting) + len(self.quarantine)
 
     @property
+    def width(self) -> int:
+        """Number of requests that take part in a decode step."""
+        return self._width
+
+    @property
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
         return self._budget

@@ -18,6 +18,7 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
+from scheduler_proc.observe.step_speed import StepSpeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.sender import Sender
@@ -30,6 +31,8 @@ class Scheduler:
     Attributes:
         lifecycle: every request from its Submit to its end.
         pipeline: the steps in flight.
+        speed: how long they take.
+        progress: how far requests are.
         stopped: whether the process may leave.
     """
 
@@ -50,7 +53,8 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._progress = ProgressReport(self.lifecycle, self.pipeline, args.max_queued_requests)
+        self.speed = StepSpeed()
+        self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -84,7 +88,7 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
-        lifecycle.queue_wait_s = self._progress.wait_if_nearly_full(now)
+        lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
         self._journal.commit()
         if self.pipeline.idle:
@@ -132,6 +136,7 @@ class Scheduler:
             lifecycle.fail(batch.requests[row.row], InvalidRequest(row.error))
         update = lifecycle.core.complete(batch, result)
         lifecycle.stats.on_step(batch, result, update)
+        self.speed.on_step(batch, result)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)
@@ -171,7 +176,7 @@ class Scheduler:
                 )
                 self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
             case to_scheduler.ProgressRequest():
-                values = self._progress.values(message, self._clock())
+                values = self.progress.values(message, self._clock())
                 self._detok.send(progress_reply(message, values))
             case to_scheduler.Drain():
                 lifecycle.drain()

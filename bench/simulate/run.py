@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle
 
 import msgspec
@@ -11,11 +12,13 @@ from bench.load import trace
 from bench.load.trace import TraceRequest
 from bench.metrics.percentiles import MS
 from bench.simulate.cost_model import CostModel
-from bench.simulate.records import Records, RecordSample
+from bench.simulate.records import ExpectedWait, Records, RecordSample
 from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.public import RequestState
 from quadriga.wire.messages.to_detok import StreamEnd
+from quadriga.wire.messages.to_scheduler import ProgressRequest
 
 # Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
@@ -35,7 +38,8 @@ class World:
     """Clients and replicas, each with `num_pages` KV pages.
 
     A request goes to the next replica in turn, or with `least_loaded` to the one with the fewest
-    open requests. `on_end` is called once for each request that has ended.
+    open requests. `on_end` is called once for each request that has ended. With `ask_after_s`, the
+    estimated wait of each request that is queued so many seconds after its arrival is recorded.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class World:
         least_loaded: bool = False,
         seed: int = 0,
         on_end: Callable[[], object] = lambda: None,
+        ask_after_s: float | None = None,
     ) -> None:
         self.records = Records()
         self.samples: list[RecordSample] = []
@@ -58,6 +63,7 @@ class World:
         self._delivery_delay = model.delays_ms.delivery / MS
         self._seed = seed
         self._on_end = on_end
+        self._ask_after_s = ask_after_s
         self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(())
         self._followers: dict[int, list[Sent]] = {}
         self._continued: dict[int, array[int]] = {}
@@ -105,6 +111,17 @@ class World:
         replica = self._replica()
         replica.load += 1
         self._clock.at(message.tokenized_at, replica.take_message, message)
+        if self._ask_after_s is not None:
+            question = ProgressRequest(message.client, "", [message.request_id])
+            asked_at = message.tokenized_at + self._ask_after_s
+            self._clock.at(asked_at, partial(self._ask, replica), question)
+
+    def _ask(self, replica: Replica, question: ProgressRequest) -> None:
+        """Record the estimated wait of a request that is queued."""
+        (value,) = replica.scheduler.progress.values(question, self._clock.now)
+        if value.state is RequestState.QUEUED:
+            index = int(question.request_ids[0])
+            self.records.expected_waits[index] = ExpectedWait(self._clock.now, value.wait_s)
 
     def _replica(self) -> Replica:
         if self._turns is not None:
