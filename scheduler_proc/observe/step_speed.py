@@ -3,38 +3,54 @@
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
 
-# Weight of the last step in the average.
-LAST_WEIGHT = 0.1
+# Weight of the last step in the averages, once there are many.
+MIN_WEIGHT = 0.03
+# A worker that waits longer for its plan had nothing to do.
+MAX_GAP_S = 0.05
+
+
+class RunningMean:
+    """A mean in which earlier values count less and less."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.value = 0.0
+
+    def observe(self, value: float) -> None:
+        """Take in a value."""
+        self._count += 1
+        self.value += max(MIN_WEIGHT, 1 / self._count) * (value - self.value)
 
 
 class StepSpeed:
-    """Averages of the last steps.
-
-    Attributes:
-        decode_s: seconds of a step without prompts; None before the first one.
-    """
+    """Averages of the last steps."""
 
     def __init__(self) -> None:
-        self.decode_s: float | None = None
-        self._prefill_s = 0.0
-        self._prefill_tokens = 0.0
+        self._decode_s = RunningMean()
+        self._prefill_s = RunningMean()
+        self._prefill_tokens = RunningMean()
         self._last_ended = 0.0
 
     def on_step(self, batch: ScheduleBatch, result: StepResult) -> None:
         """Take in a step that ended."""
-        seconds = result.ended - max(self._last_ended, batch.planned_at)
+        has_gap = batch.planned_at - self._last_ended > MAX_GAP_S
+        seconds = result.ended - (batch.planned_at if has_gap else self._last_ended)
         self._last_ended = result.ended
         if batch.mode is ForwardMode.DECODE:
-            before = seconds if self.decode_s is None else self.decode_s
-            self.decode_s = before + LAST_WEIGHT * (seconds - before)
+            self._decode_s.observe(seconds)
             return
         if batch.num_decodes:  # the decode rows of a step take their time, too
-            seconds = max(0.0, seconds - (self.decode_s or 0.0))
-        num_tokens = sum(batch.num_tokens) - batch.num_decodes
-        self._prefill_s += LAST_WEIGHT * (seconds - self._prefill_s)
-        self._prefill_tokens += LAST_WEIGHT * (num_tokens - self._prefill_tokens)
+            seconds = max(0.0, seconds - self._decode_s.value)
+        self._prefill_s.observe(seconds)
+        self._prefill_tokens.observe(sum(batch.num_tokens) - batch.num_decodes)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds of a step without prompts; None before the first one."""
+        return self._decode_s.value or None
 
     @property
     def prefill_s_per_token(self) -> float:
         """Seconds for which a prompt token delays all else; 0.0 before the first prompt."""
-        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+        num_tokens = self._prefill_tokens.value
+        return self._prefill_s.value / num_tokens if num_tokens else 0.0

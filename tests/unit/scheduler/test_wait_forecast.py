@@ -77,7 +77,7 @@ def test_the_speed_of_steps_counts_from_end_to_end_and_idle_time_does_not() -> N
     mixed = step(ForwardMode.MIXED, [1, 1, 50], 2)
     ended.ended = 100.5
     speed.on_step(mixed, ended)
-    assert speed.prefill_s_per_token == pytest.approx((0.9 * 0.1 + 0.05) / (0.9 * 10 + 5))
+    assert speed.prefill_s_per_token == pytest.approx((1.0 + 0.5) / (100 + 50))
 
 
 def test_requests_wait_for_pages_where_those_run_out_before_slots() -> None:
