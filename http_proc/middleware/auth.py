@@ -41,7 +41,7 @@ def key_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
                 await asyncio.get_running_loop().run_in_executor(None, file.reload)
             for tenant in map(file.index.with_key, given):
                 if tenant is not None:
-                    return Caller(tenant.name, tenant.sub_tenants)
+                    return Caller.of_key(tenant)
         # All keys are compared, so that the response time does not depend on them.
         is_known = sum(hmac.compare_digest(one, key) for one in given for key in keys) > 0
         address = request.remote if tenants.tenants_by == "address" else None
