@@ -61,9 +61,6 @@ class HttpArgs:
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
     )
-    batch_concurrency_beside: int = flag(
-        1, "lines of batches that run at one time beside other requests; 0: none"
-    )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
@@ -72,10 +69,6 @@ class HttpArgs:
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
         check_positive(self, "max_open_batches", "batch_concurrency")
-        if self.batch_concurrency_beside < 0:
-            raise ConfigError(
-                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
-            )
         if not 0 <= self.sse_ping_interval < math.inf:
             raise ConfigError(
                 f"sse_ping_interval is {self.sse_ping_interval}: it must be a number of seconds,"

@@ -25,7 +25,7 @@ class LineGate:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.max_alone = gateway.args.batch_concurrency
-        self._max_beside = gateway.args.batch_concurrency_beside
+        self._max_beside = gateway.batch_concurrency_beside
         self._turn = asyncio.Lock()  # its waiters are served in order
         self._released = asyncio.Event()
         self._sampled_at = 0.0
