@@ -20,12 +20,14 @@ class Caller:
         has_users: the request may name a user of the tenant.
         user: name of that user; "" for none.
         entry: the tenant's entry in the key file; None for a request without a key of that file.
+        key_hash: hash of its API key; "" where the key is a tenant's, or none is needed.
     """
 
     tenant: str = ""
     has_users: bool = False
     user: str = ""
     entry: Tenant | None = None
+    key_hash: str = ""
 
     @classmethod
     def of_key(cls, entry: Tenant) -> "Caller":
@@ -39,16 +41,21 @@ class Caller:
         return cls(tenant, has_users, name[len(tenant) + 1 :])
 
     @property
-    def owner(self) -> str:
-        """Name of the tenant to which the caller's files and batches belong; "" for nobody's."""
+    def file_owner(self) -> str:
+        """Name of the tenant to which the caller's files and batches belong; "" for none."""
         return "" if self.entry is None else self.entry.name
 
-    def may_use(self, owner: str) -> bool:
-        """Return whether the caller may use what belongs to a tenant.
+    def may_use_files_of(self, owner: str) -> bool:
+        """Return whether the caller may use the files and batches of a tenant.
 
-        One without a key of the key file may use everything.
+        One without a key of the key file may use all.
         """
         return self.entry is None or self.entry.name == owner
+
+    @property
+    def owner(self) -> str:
+        """Who may read what the request leaves behind: its tenant, else those with its key."""
+        return self.tenant or self.key_hash
 
     @property
     def name(self) -> str:
@@ -61,8 +68,13 @@ class Caller:
         A name that no tenant could have is replaced by its hash.
         """
         if self.has_users and not self.user and isinstance(user, str) and user:
-            digest = hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()
-            self.user = user if is_name(user) else digest[:NUM_HASH_CHARS]
+            self.user = user if is_name(user) else short_hash(user)
+
+
+def short_hash(text: str) -> str:
+    """Return a hash of a user's name or an API key."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return digest[:NUM_HASH_CHARS]
 
 
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)

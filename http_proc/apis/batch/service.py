@@ -180,7 +180,7 @@ class BatchService:
             batch=batch,
             answers_id=new_file_id(),
             failures_id=new_file_id(),
-            owner=caller.owner,
+            owner=caller.file_owner,
             caller=caller.name,
             has_users=caller.has_users,
         )
@@ -208,7 +208,7 @@ class BatchService:
 
     def newest_first(self) -> list[BatchObject]:
         """Return the batches that the caller may use."""
-        stored = [s for s in self._batches.values() if current_caller().may_use(s.owner)]
+        stored = [s for s in self._batches.values() if current_caller().may_use_files_of(s.owner)]
         return [self.get(s.batch.id) for s in sorted(stored, key=_age)[::-1]]
 
     def cancel(self, batch_id: str) -> BatchObject:

@@ -114,7 +114,9 @@ class FileStore:
 
     def newest_first(self) -> list[FileObject]:
         """Return the files that the caller may use, the newest first."""
-        files = [file for file in self._files.values() if current_caller().may_use(file.owner)]
+        files = [
+            file for file in self._files.values() if current_caller().may_use_files_of(file.owner)
+        ]
         return sorted(files, key=lambda f: (f.created_at, f.id), reverse=True)
 
     def delete(self, file_id: str) -> None:
@@ -143,7 +145,7 @@ class FileStore:
         try:
             while piece := await read():
                 size += len(piece)
-                self.num_bytes_of[current_caller().owner] += len(piece)
+                self.num_bytes_of[current_caller().file_owner] += len(piece)
                 self._check_limits(size)
                 await asyncio.to_thread(durable.write_all, fd, piece)
             await asyncio.to_thread(os.fsync, fd)
@@ -156,7 +158,7 @@ class FileStore:
 
     def discard(self, file_id: str, size: int) -> None:
         """Remove an upload that does not become a file."""
-        self.num_bytes_of[current_caller().owner] -= size
+        self.num_bytes_of[current_caller().file_owner] -= size
         self.path(file_id).unlink(missing_ok=True)
 
     def add(self, file_id: str, size: int, filename: str, purpose: str, owner: str) -> FileObject:
@@ -197,11 +199,11 @@ class FileStore:
                 " (--max-files-bytes)"
             )
         entry = current_caller().entry
-        limit = None if entry is None else entry.max_stored_bytes
+        limit = None if entry is None else entry.max_files_bytes
         if entry is not None and limit is not None and self.num_bytes_of[entry.name] > limit:
             raise _no_space(
                 f"the files of tenant {entry.name} would have more than {limit} bytes"
-                " (max_stored_bytes in the key file)"
+                " (max_files_bytes in the key file)"
             )
 
     def _too_large(self) -> ApiError:
@@ -216,7 +218,7 @@ class FileStore:
 
 def check_owner(owner: str, what: str) -> None:
     """Raise a 403 where the caller may not use what belongs to a tenant."""
-    if not current_caller().may_use(owner):
+    if not current_caller().may_use_files_of(owner):
         raise ApiError(
             403,
             f"{what} is not of tenant {current_caller().tenant}: use the key that made it",

@@ -87,7 +87,9 @@ class _Upload:
         if self._received is None:
             raise invalid("the form has no file", "file")
         file_id, size = self._received
-        return self._store.add(file_id, size, self._filename, self._purpose, current_caller().owner)
+        return self._store.add(
+            file_id, size, self._filename, self._purpose, current_caller().file_owner
+        )
 
     def discard(self) -> None:
         """Remove what was received."""

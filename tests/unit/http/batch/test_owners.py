@@ -22,7 +22,7 @@ ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("a-key", 
 def flags(tmp_path: Path) -> dict[str, Any]:
     entries = [("alice", "a-key", ""), ("bob", "b-key", "\n  sub_tenants: true")]
     text = "".join(
-        f"- name: {name}\n  key: {hash_of_key(key.encode())}\n  max_stored_bytes: 6000{more}\n"
+        f"- name: {name}\n  key: {hash_of_key(key.encode())}\n  max_files_bytes: 6000{more}\n"
         for name, key, more in entries
     )
     keys = tmp_path / "keys.yaml"
