@@ -109,9 +109,7 @@ class World:
         self.replicas.on_delivery(number, [b"", b"", encode(step)])
 
     def end(self, number: int, request_id: str, index: int = 0, settled: int = 0) -> None:
-        delivered = ReplicaDelivered(
-            [request_id], 3, [settled], False, [2], indexes=[index]
-        )
+        delivered = ReplicaDelivered([request_id], 3, [settled], False, [2], indexes=[index])
         self.replicas.on_delivery(number, [b"c", b"text", encode(delivered)])
 
 

@@ -40,9 +40,7 @@ def test_too_few_gpus_are_an_error_with_what_would_fit(
 def test_replicas_on_a_cpu_share_the_memory_for_their_pools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "worker_proc.startup.memory_profile.free_memory", lambda _: 2**30
-    )
+    monkeypatch.setattr("worker_proc.startup.memory_profile.free_memory", lambda _: 2**30)
     args = WorkerArgs(page_size=16)
     one, two = (
         num_pool_pages(args, SHAPE, torch.float32, CPU, 10**9, num_replicas=count)
