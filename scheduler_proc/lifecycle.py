@@ -7,6 +7,7 @@ feeds detokenizer and journal.
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
@@ -18,9 +19,9 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
-from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
@@ -32,6 +33,13 @@ from scheduler_proc.state.request import FinishReason, Request, RequestFailure, 
 from scheduler_proc.static_core import make_core
 
 
+class EndObserver(Protocol):
+    """Is called at the end of each request."""
+
+    def on_finish(self, request: Request) -> None:
+        """Take in that a request has ended."""
+
+
 class RequestLifecycle:
     """Accept, queue and end requests, and publish what happened.
 
@@ -40,11 +48,12 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
-        slot_rate: how fast slots become free.
+        recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
+        feed: the same; None while no client watches.
         report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
@@ -65,13 +74,14 @@ class RequestLifecycle:
         self._journal = journal
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
+        self.feed: EndObserver | None = None
         self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
-        self.slot_rate = SlotRate()
+        self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
         self._is_draining = False
@@ -208,11 +218,13 @@ class RequestLifecycle:
         now = self._clock()
         self.stats.on_finish(request, now)
         if request.admitted_at:
-            self.slot_rate.on_end(now, has_waiting=len(self.core.waiting) > 0)
+            self.recent_ends.on_end(request)
         if self.request_log is not None:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:
             self.usage_log.on_finish(request, now)
+        if self.feed is not None:
+            self.feed.on_finish(request)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)

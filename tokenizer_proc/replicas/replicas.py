@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.replica_news import HeldChoice
 from quadriga.wire.messages.to_detok import Delivered, ReplicaDelivered, StepNews
@@ -21,6 +22,7 @@ from quadriga.wire.messages.to_scheduler import (
     InfoRequest,
     ProgressRequest,
     Submit,
+    WatchSteps,
 )
 from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.open_requests import ClientRequests
@@ -97,6 +99,11 @@ class Replicas:
                 self._abort(message)
             case InfoRequest() | ProgressRequest():
                 self._ask(message)
+            case WatchSteps():
+                raise InvalidRequest(
+                    f"this server has {len(self._replicas)} replicas (--dp), and the live feed is"
+                    " made of one: watch a server that is started without --dp"
+                )
             case Drain():
                 self._is_draining = True
                 self._send_drain()
