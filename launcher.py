@@ -159,7 +159,11 @@ class Launcher:
         """Schedule the restart of a process that died; return False if it must not be restarted."""
         if death.restart_delay_s is None:
             return False
-        fate = "by ZeroMQ go on, those by HTTP are lost" if death.name == GATEWAY else "go on"
+        fate = (
+            "by ZeroMQ and resumable streams go on, others by HTTP are lost"
+            if death.name == GATEWAY
+            else "go on"
+        )
         say(
             f"{death.name} died ({death.reason}) and is restarted; requests {fate}",
             event="process_died", child=death.name, reason=death.reason,

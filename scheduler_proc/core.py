@@ -106,6 +106,11 @@ class SchedulerCore:
         return self._budget
 
     @property
+    def decode_width(self) -> int:
+        """Largest number of decode rows of a step."""
+        return self._width
+
+    @property
     def has_work(self) -> bool:
         """Whether a request could use a step."""
         if self.kv.num_pages == 0:
@@ -230,6 +235,7 @@ class SchedulerCore:
             lacked = WaitReason.BUDGET
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
@@ -402,6 +408,7 @@ class SchedulerCore:
         self.num_retractions += 1
         request.num_retractions += 1
         plan.has_retracted = True
+        plan.retracted.append(request)
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED
         self.admission.pending_release.add(request.seq)

@@ -257,7 +257,7 @@ async def metrics(request: web.Request) -> web.Response:
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
     registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
-    registry.register(StreamCollector(gateway.model, request.app[STREAMS]))
+    registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

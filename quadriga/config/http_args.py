@@ -82,6 +82,9 @@ class HttpArgs:
         "seconds after its last use in which a stored response or conversation expires",
         unit="SECONDS",
     )
+    max_background_responses: int = flag(
+        1000, "responses with background: true that have not ended; further ones are refused"
+    )
     max_open_batches: int = flag(100, "batches that have not ended; further ones are refused")
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
@@ -94,6 +97,7 @@ class HttpArgs:
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
         check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
+        check_positive(self, "max_background_responses")
         check_positive(self, "max_stored_bytes", "max_stored_age")
         if self.max_stored_responses < 0:
             raise ConfigError(

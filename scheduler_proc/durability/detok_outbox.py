@@ -124,7 +124,9 @@ class DetokOutbox:
                 replays.append(stream_replay(self._unacknowledged[seq]))
             else:
                 self._replaying.add(seq)
-                replays.append(_decode(self._acknowledged[seq].replay))
+                replay = _decode(self._acknowledged[seq].replay)
+                opening = replay.opening.sent()
+                replays.append(msgspec.structs.replace(replay, opening=opening))
         return replays
 
 

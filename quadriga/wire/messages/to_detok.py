@@ -1,8 +1,10 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-Three empty frames are the last ones.
+A message of the live feed has no address, and three empty frames are the last ones.
 """
+
+from typing import cast
 
 import msgspec
 
@@ -24,7 +26,7 @@ class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     blocks: list[LogprobBlock]
 
 
-class StreamStart(msgspec.Struct, array_like=True, frozen=True):
+class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
     """Start of a stream: what the detokenizer needs of a request that has its first token.
 
     Attributes:
@@ -48,6 +50,23 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     min_new_tokens: int = 0
     logprobs: int | None = None
     prompt: PromptLogprobsData | None = None
+
+
+class StreamStart(PlainStreamStart, array_like=True, frozen=True):
+    """Start of a stream, in the form that is read.
+
+    Attributes:
+        text_lengths: chunks have the text lengths of their tokens.
+    """
+
+    text_lengths: bool = False
+
+    def sent(self) -> "StreamStart":
+        """Return the form that is sent: a PlainStreamStart where that suffices."""
+        if self.text_lengths:
+            return self
+        fields = PlainStreamStart.__struct_fields__
+        return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
 
 
 class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
@@ -130,6 +149,12 @@ class ProgressReply(msgspec.Struct, tag="progress", array_like=True, frozen=True
     progress: ProgressAnswer
 
 
+class LiveFrame(msgspec.Struct, tag="live", array_like=True, frozen=True):
+    """An encoded LiveStep on its way to the frontend, which knows the viewers."""
+
+    frame: bytes
+
+
 class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every text, and answer with a DetokReady of a new session."""
 
@@ -164,5 +189,11 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
 
 
 DetokMessage = (
-    ForecastStepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+    ForecastStepOutput
+    | InfoReply
+    | ProgressReply
+    | LiveFrame
+    | SchedulerRestarted
+    | Drained
+    | StopDetok
 )
