@@ -20,6 +20,7 @@ from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.observe.recent_ends import RecentEnds
+from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.usage_log import UsageLog
@@ -53,6 +54,7 @@ class RequestLifecycle:
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
         feed: the same; None while no client watches.
+        report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
     """
@@ -73,6 +75,7 @@ class RequestLifecycle:
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
         self.feed: EndObserver | None = None
+        self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -115,6 +118,10 @@ class RequestLifecycle:
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
+            for request in [request for request in requests if request.finished]:
+                requests.remove(request)
+                self.close(request)
+                self.publish(to_detok=False)  # the replay has the end
         error = None
         if not message.frontend_retry:
             num_choices = len(requests)
@@ -166,6 +173,8 @@ class RequestLifecycle:
         capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
+        if self.report is not None:
+            self.report.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:
@@ -225,14 +234,17 @@ class RequestLifecycle:
 
     def publish(self, to_detok: bool = True) -> None:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
-        events = self.events
-        if events.is_empty and to_detok:
+        events, report = self.events, self.report
+        if events.is_empty and to_detok and not (report is not None and report.restates):
             return
         was_sent = events.has_output or not to_detok
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
-            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s)
+            news = None
+            if report is not None and (events.has_output or report.restates):
+                news = report.take(self.core.kv, self.table, self.outbox.replayable_names)
+            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
@@ -245,11 +257,16 @@ class RequestLifecycle:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
+        if self.report is not None:
+            self.report.restate()
         self._reported_drained = False
         self._replay(self.table, self.outbox.seqs_to_replay)
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
+        if self.report is not None:
+            self.publish()
+            self.report.restate()
         self._replay([], self.outbox.seqs_to_replay)
 
     def acknowledge(self, seqs: list[int]) -> None:

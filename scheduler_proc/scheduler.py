@@ -54,9 +54,9 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
+        self._feed: StepFeed | None = None  # only while a client watches
         self.speed = StepSpeed()
         self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
-        self._feed: StepFeed | None = None  # only while a client watches
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -144,9 +144,9 @@ class Scheduler:
             lifecycle.fail(batch.requests[row.row], InvalidRequest(row.error))
         update = lifecycle.core.complete(batch, result)
         lifecycle.stats.on_step(batch, result, update)
-        self.speed.on_step(batch, result)
         if self._feed is not None:
             self._feed.on_result(result)
+        self.speed.on_step(batch, result)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)

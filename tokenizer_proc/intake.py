@@ -21,10 +21,14 @@ from quadriga.wire.messages.to_scheduler import (
     FrontendRestarted,
     Submit,
 )
-from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.open_requests import ClientRequests, OpenRequest, OpenRequests
+from tokenizer_proc.open_requests import (
+    ClientRequests,
+    OpenRequest,
+    OpenRequests,
+    SchedulerLink,
+)
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.pool import PreparePool
@@ -86,7 +90,7 @@ class RequestIntake:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: Outbox,
+        scheduler: SchedulerLink,
         clients: Clients,
         replaces: bool,
         owners: RequestOwners,

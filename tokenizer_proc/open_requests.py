@@ -9,12 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
-from quadriga.wire.sockets import Outbox
 
 # Lost clients and their requests are remembered up to these bounds, so that the next scheduler ends
 # what it has of them, and so that a request among them may come back past the limits for new ones.
@@ -22,6 +21,16 @@ MAX_LOST_CLIENTS = 1024
 MAX_LOST_REQUESTS = 65536
 
 RequestT = TypeVar("RequestT")
+
+
+class SchedulerLink(Protocol):
+    """The way to the scheduler, or to those of several replicas (replicas/replicas.py)."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. Never blocks."""
+
+    def renew(self) -> None:
+        """Connect to a new scheduler; unsent messages are discarded."""
 
 
 class ClientRequests(Generic[RequestT]):
@@ -88,7 +97,7 @@ class LostRequests(NamedTuple):
 class OpenRequests:
     """Send requests and aborts to the scheduler, and keep each request until its last end."""
 
-    def __init__(self, scheduler: Outbox) -> None:
+    def __init__(self, scheduler: SchedulerLink) -> None:
         self._scheduler = scheduler
         self._open = ClientRequests[OpenRequest]()
         self._lost: OrderedDict[bytes, set[str]] = OrderedDict()

@@ -83,6 +83,9 @@ class ServerFlags(TypedDict, total=False):
     keys: str
     tenants_by: Literal["none", "address"]
     usage_log: str
+    # Replicas (launcher.py, tokenizer_proc)
+    dp: int
+    load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

@@ -197,6 +197,19 @@ class Request:
         self.status = RequestStatus.FINISHED
         self.finish_reason, self.matched_stop, self.error = reason, matched_stop, error
 
+    def take_over(self, token_ids: "array[int]", first_token_at: float) -> None:
+        """Begin with the tokens that another scheduler has published.
+
+        If they are all of the answer, the request ends at once.
+        """
+        self.tokens += token_ids
+        self.num_known_tokens = len(self.tokens)
+        self.first_token_at = first_token_at
+        if token_ids and token_ids[-1] in self.stop_ids:
+            self.finish(FinishReason.STOP, token_ids[-1])
+        elif len(self.tokens) >= self.max_total_tokens:
+            self.finish(FinishReason.LENGTH)
+
     def reset_for_new_worker(self) -> None:
         """Forget what the worker that died had computed, and the steps that it had in flight."""
         self.status = RequestStatus.WAITING

@@ -1,15 +1,19 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-A message of the live feed has no address, and three empty frames are the last ones.
+A message of the live feed has no address, and three empty frames are the last ones. One replica
+among several sends a StepNews in front of those of a step.
 """
 
-from typing import cast
+from functools import reduce
+from operator import or_
+from typing import Any, cast, get_args
 
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
+from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
@@ -135,6 +139,12 @@ class ForecastStepOutput(StepOutput, tag="output", array_like=True, frozen=True)
     wait_s: float | None = None
 
 
+class ReplicaOutput(ForecastStepOutput, tag="output", array_like=True, frozen=True):
+    """A ForecastStepOutput of one replica among several, whose `news` are not None."""
+
+    news: ReplicaNews | None = None
+
+
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """An Info for a client."""
 
@@ -188,6 +198,34 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     wait_s: float | None = None
 
 
+class StepNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the frontend notes of a step before it passes the step's texts on.
+
+    It is sent in front of them, as an empty address, an empty message, and this. There is none
+    where there is one replica.
+
+    Attributes:
+        started: choices that have their first token with this step.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+    """
+
+    news: ReplicaNews
+    started: list[HeldChoice]
+    seqs: list[int]
+    token_ids: bytes
+
+
+class ReplicaDelivered(Delivered, array_like=True, frozen=True):
+    """A Delivered of one replica among several.
+
+    Attributes:
+        indexes: the choices that end, one for each item of `ended`.
+    """
+
+    indexes: list[int] = msgspec.field(default_factory=list)
+
+
 DetokMessage = (
     ForecastStepOutput
     | InfoReply
@@ -197,3 +235,6 @@ DetokMessage = (
     | Drained
     | StopDetok
 )
+
+# The type that is decoded, with the fields of a ReplicaOutput.
+READ_DETOK_MESSAGE: Any = reduce(or_, get_args(DetokMessage)[1:], ReplicaOutput)
