@@ -9,6 +9,7 @@ import os
 import time
 
 from detok_proc.detokenizer import Detokenizer
+from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
@@ -101,6 +102,7 @@ def deliver(
     The last message lists all ends of the step, because only then all of them are on their way.
     """
     deliveries = detokenizer.process(output)
+    traces = open_traces(output) if deliveries.ended else {}
     messages: list[tuple[bytes, SentReplay | SentChunks]] = [
         *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
@@ -113,6 +115,7 @@ def deliver(
             waiting=output.waiting,
             settled=ended_seqs,
             generated=[end.usage.completion_tokens for _, end in ends],
+            traces=close_traces(traces, client, message.chunks) if traces else [],
         )
         delivery.send_frames(client, encode(message), encode(delivered))
     if deliveries.stop_found:

@@ -9,12 +9,13 @@ from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.tracing import add_header, trace_requests
 
 
 def make_app(gateway: Gateway) -> web.Application:
     """Return the web application of a gateway."""
     args = gateway.args
-    middlewares: list[Middleware] = [request_scope]
+    middlewares: list[Middleware] = [trace_requests, request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
     if auth.needs_key_check(args, gateway.tenant_args):
@@ -24,6 +25,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.cleanup_ctx.append(batch_lifetime)
     app.on_response_prepare.append(auth.response_hook(args))
+    app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:
         route = routes[endpoint.method]

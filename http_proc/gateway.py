@@ -14,6 +14,7 @@ from aiohttp import web
 from http_proc.caller import current_caller
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_trace import WebTraces
 from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
@@ -22,6 +23,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tenants.tenant import parent_name
+from quadriga.tracing.exporter import make_exporter
 
 INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
@@ -59,6 +61,7 @@ class Gateway:
         max_batch_size: requests in one decode step.
         progress: the poller of streams that wait.
         log_level: which requests are logged.
+        traces: decides which requests are traced, and keeps their traces.
         body_bytes: bytes of request bodies that are being received.
     """
 
@@ -75,6 +78,7 @@ class Gateway:
         self.metrics = RequestMetrics()
         self.progress = ProgressPoller(ring, config.http.sse_ping_interval)
         self.log_level = RequestLogLevel.of(config.launch)
+        self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
         self.started_at = int(time.time())
         self.is_draining = False
         self.body_bytes = 0

@@ -47,6 +47,7 @@ async def serve(child: Child) -> None:
         gc.freeze()
         await _serve_until_stopped(child, gateway, server, runner.app[BATCHES])
         await runner.cleanup()
+        await asyncio.to_thread(gateway.traces.close)
 
 
 async def _serve_until_stopped(

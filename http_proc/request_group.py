@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_trace import current_trace
 from http_proc.protocol.timings import Stage
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import RequestHandle, Sink
@@ -92,6 +93,9 @@ class RequestGroup:
 
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
+        trace = current_trace()
+        if trace is not None:
+            options = {**options, "traceparent": trace.traceparent}
         handle = self._ring.submit(
             prompt,
             params,
@@ -101,6 +105,8 @@ class RequestGroup:
             tenant=self.tenant,
             **options,
         )
+        if trace is not None:
+            trace.ring_ids.append(handle.request_id)
         self._metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n

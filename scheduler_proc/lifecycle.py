@@ -21,6 +21,7 @@ from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.observe.tracer import Tracer
 from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
@@ -44,6 +45,7 @@ class RequestLifecycle:
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
+        tracer: records the spans of traced requests.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RequestLifecycle:
         self._journal = journal
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
+        self.tracer = Tracer(clock)
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -77,6 +80,7 @@ class RequestLifecycle:
         for choice in recovered:
             request = self.table.restore(choice)
             self._journal.keep(choice.message, [request], choice.acknowledged)
+            self.tracer.on_restored(request, choice.last_token_at)
             if request.finished:
                 self.outbox.finish(request)
                 self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
@@ -99,6 +103,8 @@ class RequestLifecycle:
         self.outbox.forget_name(message.client, message.request_id)
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
+        if message.trace is not None:
+            self.tracer.on_submit(requests, num_waiting)
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
@@ -128,6 +134,8 @@ class RequestLifecycle:
         """Queue a request, at once or when the worker has compiled its grammar."""
         if request.grammar is None or not self.grammars.add(request):
             self._add_to_core(request)
+        else:
+            self.tracer.on_grammar(request, "waits")
 
     def on_grammar_ready(self, ready: GrammarReady) -> None:
         """Queue or fail the requests that have waited for a grammar."""
@@ -136,6 +144,7 @@ class RequestLifecycle:
                 self.fail(request, RequestFailed(ready.error))
             else:
                 request.waited_for = (WaitReason.GRAMMAR,)
+                self.tracer.on_grammar(request, "compiled")
                 self._add_to_core(request)
 
     def _add_to_core(self, request: Request) -> None:
@@ -201,6 +210,8 @@ class RequestLifecycle:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:
             self.usage_log.on_finish(request, now)
+        if request.trace is not None:
+            self.tracer.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)
@@ -228,6 +239,7 @@ class RequestLifecycle:
 
     def replay_to_detok(self, session: int) -> None:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
+        self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
         self._reported_drained = False
@@ -235,6 +247,7 @@ class RequestLifecycle:
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
+        self.tracer.note("frontend ready")
         self._replay([], self.outbox.seqs_to_replay)
 
     def acknowledge(self, seqs: list[int]) -> None:

@@ -22,6 +22,7 @@ from http_proc.apis.batch.batch_metrics import BatchCollector
 from http_proc.apis.batch.service import BATCHES
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
+from http_proc.observe.trace_metrics import TraceCollector
 from quadriga.errors import QuadrigaError
 from quadriga.histogram import buckets
 
@@ -252,6 +253,7 @@ async def metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
+    registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -23,6 +23,7 @@ from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
+from http_proc.endpoints.traces import TRACE_ENDPOINTS
 from http_proc.protocol import sampling
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
@@ -151,6 +152,7 @@ ENDPOINTS = [
     *LLAMA_CPP_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
+    *TRACE_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",

@@ -1,4 +1,4 @@
-"""The command line: `quadriga serve`, `chat`, `ask`, `batch`, `models`, `bench`, `keys`, `keygen`.
+"""The command line: `quadriga serve`, `chat`, `ask`, `batch`, `trace` and the others.
 
 `serve` and `bench` are programs above this package, which `quadriga/programs.py` finds.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from quadriga import __version__
-from quadriga.cli import ask, batch, chat, keygen, keys
+from quadriga.cli import ask, batch, chat, keygen, keys, trace
 from quadriga.cli.models import command as models
 from quadriga.errors import QuadrigaError
 from quadriga.programs import load_function
@@ -24,7 +24,7 @@ HELP_OF_PROGRAMS = {
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
 }
 
-COMMANDS = (chat, ask, batch, models, keygen, keys)
+COMMANDS = (chat, ask, batch, trace, models, keygen, keys)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

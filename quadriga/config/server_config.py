@@ -19,6 +19,7 @@ from quadriga.config.flags import check_positive, flag, flag_name, metavar, valu
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.tenant_args import TenantArgs
+from quadriga.config.trace_args import TraceArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 
@@ -233,6 +234,7 @@ class ServerConfig:
     detok: DetokArgs = DetokArgs()
     http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
     tenants: TenantArgs = TenantArgs()  # noqa: RUF009 - frozen, like the others
+    traces: TraceArgs = TraceArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
 
     def validate(self) -> None:

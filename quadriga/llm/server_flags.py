@@ -82,6 +82,10 @@ class ServerFlags(TypedDict, total=False):
     keys: str
     tenants_by: Literal["none", "address"]
     usage_log: str
+    # Traces (tokenizer_proc, http_proc)
+    otlp_endpoint: str
+    trace_sampling_ratio: float | None
+    keep_traces: Literal["sampled", "all"]
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

@@ -7,12 +7,12 @@ longer, for clients that reconnect.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
-from quadriga.wire.messages.to_detok import StreamReplay
+from quadriga.wire.messages.to_detok import PlainStreamReplay, StreamReplay
 from scheduler_proc.events import StepEvents
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.request import FinishReason, Request
@@ -23,7 +23,8 @@ MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 1 << 26
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(StreamReplay).decode
+# Without the trace, which the frontend has got with the end.
+_decode = msgspec.msgpack.Decoder(PlainStreamReplay).decode
 
 
 class AcknowledgedEnd(NamedTuple):
@@ -124,7 +125,7 @@ class DetokOutbox:
                 replays.append(stream_replay(self._unacknowledged[seq]))
             else:
                 self._replaying.add(seq)
-                replays.append(_decode(self._acknowledged[seq].replay))
+                replays.append(cast("StreamReplay", _decode(self._acknowledged[seq].replay)))
         return replays
 
 

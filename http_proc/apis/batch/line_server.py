@@ -17,6 +17,7 @@ from http_proc.apis.openai.completions import completions
 from http_proc.apis.responses.create import create_response
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.tracing import trace_requests
 from quadriga.sampling.limits import LIMITS
 
 ENDPOINTS = {
@@ -53,7 +54,8 @@ class LineServer:
         """Listen, and connect."""
         gateway = self._gateway
         max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
-        app = web.Application(middlewares=[request_scope], client_max_size=max_bytes)
+        middlewares = [trace_requests, request_scope]
+        app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
         app[GATEWAY], app[ERROR_BODIES] = gateway, {}
         app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
         self._directory = tempfile.TemporaryDirectory(prefix="batch-", dir=gateway.run_dir)

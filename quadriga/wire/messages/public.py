@@ -9,6 +9,7 @@ from quadriga import errors
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
+from quadriga.wire.messages.trace import RequestTrace
 
 PROTOCOL_VERSION = 1
 # A larger public frame is refused with an error; one of twice this size ends the connection.
@@ -21,6 +22,7 @@ MAX_TOOL_CALLS = 4096
 MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
 MAX_PROGRESS_IDS = 64
+MAX_TRACE_IDS = 64
 
 
 # --- client -> tokenizer_proc ---------------------------------------------------------------------
@@ -81,6 +83,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
             request continues; a Replay precedes its other messages, empty if it starts anew.
         acknowledge: send an Accepted before all other messages of the request.
         tenant: owner of a gateway's request; ignored from other clients.
+        traceparent: the caller's span, as in W3C Trace Context; a malformed one is ignored.
     """
 
     version: int
@@ -98,6 +101,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     resent: bool = False
     acknowledge: bool = False
     tenant: str = ""
+    traceparent: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -161,7 +165,17 @@ class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=Tr
     request_ids: list[str]
 
 
-ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress
+class GetTraces(msgspec.Struct, tag="get_traces", array_like=True, frozen=True):
+    """Ask for the Traces of ended requests of this client, at most MAX_TRACE_IDS."""
+
+    version: int
+    request_id: str
+    request_ids: list[str]
+
+
+ClientMessage = (
+    Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress | GetTraces
+)
 
 
 # --- tokenizer_proc -> client ---------------------------------------------------------------------
@@ -368,6 +382,13 @@ class ProgressAnswer(msgspec.Struct, tag="progress", array_like=True, frozen=Tru
     values: list[RequestProgress]
 
 
+class Traces(msgspec.Struct, tag="traces", array_like=True, frozen=True):
+    """Answer to GetTraces: the traces that are kept, one for each choice of each request."""
+
+    request_id: str
+    traces: list[RequestTrace]
+
+
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
     """Answer to Tokenize; `token_ids` are int32 bytes, and `text` is "" unless asked for."""
 
@@ -395,4 +416,5 @@ ServerMessage = (
     | Tokens
     | Text
     | ProgressAnswer
+    | Traces
 )

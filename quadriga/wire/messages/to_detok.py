@@ -4,10 +4,13 @@ detok_proc sends three frames on: the client's address, the encoded public messa
 Three empty frames are the last ones.
 """
 
+from typing import cast
+
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
+from quadriga.wire.messages.trace import RequestTrace
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
@@ -50,7 +53,7 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     prompt: PromptLogprobsData | None = None
 
 
-class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
+class PlainStreamEnd(msgspec.Struct, array_like=True, frozen=True):
     """End of a stream; the detokenizer adds times and the number of completion tokens."""
 
     seq: int
@@ -68,7 +71,27 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     index: int = 0
 
 
-class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
+class StreamEnd(PlainStreamEnd, array_like=True, frozen=True):
+    """End of a stream in the form that is read.
+
+    Attributes:
+        trace: spans of the request up to its end; None: it is not traced.
+    """
+
+    trace: RequestTrace | None = None
+
+    @classmethod
+    def with_trace(cls, end: PlainStreamEnd, trace: RequestTrace | None) -> "StreamEnd":
+        """Return the form that is sent: a PlainStreamEnd where there is no trace.
+
+        The fields of PlainStreamEnd are the first ones, so that both are read as a StreamEnd.
+        """
+        if trace is None:
+            return cast("StreamEnd", end)
+        return cls(**msgspec.structs.asdict(end), trace=trace)
+
+
+class PlainStreamReplay(msgspec.Struct, array_like=True, frozen=True):
     """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
 
     Attributes:
@@ -80,6 +103,12 @@ class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
     opening: StreamStart
     token_ids: bytes
     logprobs: list[LogprobBlock]
+    closing: PlainStreamEnd | None
+
+
+class StreamReplay(PlainStreamReplay, array_like=True, frozen=True):
+    """A replay in the form that is read."""
+
     closing: StreamEnd | None
 
 
@@ -142,6 +171,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
             with this message or earlier.
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
+        traces: of choices in `ended` that are traced.
     """
 
     ended: list[str] = []
@@ -149,6 +179,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     settled: list[int] = []
     inspected: bool = False
     generated: list[int] = []
+    traces: list[RequestTrace] = []
 
 
 DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
