@@ -18,10 +18,10 @@ from quadriga.wire.messages.to_detok import (
     Delivered,
     DetokMessage,
     Drained,
+    ForecastStepOutput,
     InfoReply,
     ProgressReply,
     SchedulerRestarted,
-    StepOutput,
     StopDetok,
 )
 from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
@@ -95,7 +95,7 @@ def _with_own_pid(info: Info) -> Info:
 
 
 def deliver(
-    output: StepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
+    output: ForecastStepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
 ) -> None:
     """Send the results of one step: one message per client, and the stops for the scheduler.
 
@@ -115,6 +115,7 @@ def deliver(
             waiting=output.waiting,
             settled=ended_seqs,
             generated=[end.usage.completion_tokens for _, end in ends],
+            wait_s=output.wait_s,
             traces=close_traces(traces, client, message.chunks) if traces else [],
         )
         delivery.send_frames(client, encode(message), encode(delivered))

@@ -4,12 +4,15 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from http_proc.apis.batch.service import batch_lifetime
+from http_proc.apis.responses.stored.service import store_lifetime
 from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import add_header, trace_requests
+from http_proc.streams.stream_table import stream_lifetime
+from http_proc.ui.page import serve_page
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -18,12 +21,16 @@ def make_app(gateway: Gateway) -> web.Application:
     middlewares: list[Middleware] = [trace_requests, request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
+    if not args.no_ui:
+        middlewares.append(serve_page())
     if auth.needs_key_check(args, gateway.tenant_args):
         middlewares.append(auth.key_check(args, gateway.tenant_args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
+    app.cleanup_ctx.append(store_lifetime)
     app.cleanup_ctx.append(batch_lifetime)
+    app.cleanup_ctx.append(stream_lifetime)
     app.on_response_prepare.append(auth.response_hook(args))
     app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}

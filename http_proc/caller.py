@@ -19,11 +19,18 @@ class Caller:
         tenant: its name; "" without tenants.
         has_users: the request may name a user of the tenant.
         user: name of that user; "" for none.
+        key_hash: hash of its API key; "" where the key is a tenant's, or none is needed.
     """
 
     tenant: str = ""
     has_users: bool = False
     user: str = ""
+    key_hash: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Who may read what the request leaves behind: its tenant, else those with its key."""
+        return self.tenant or self.key_hash
 
     @property
     def name(self) -> str:
@@ -36,8 +43,13 @@ class Caller:
         A name that no tenant could have is replaced by its hash.
         """
         if self.has_users and not self.user and isinstance(user, str) and user:
-            digest = hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()
-            self.user = user if is_name(user) else digest[:NUM_HASH_CHARS]
+            self.user = user if is_name(user) else short_hash(user)
+
+
+def short_hash(text: str) -> str:
+    """Return a hash of a user's name or an API key."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return digest[:NUM_HASH_CHARS]
 
 
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)

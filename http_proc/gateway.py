@@ -30,6 +30,9 @@ INFO_TIMEOUT_S = 2.0
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 
+# Stands between the X-Request-Id, which has no such character, and what makes an id unique.
+UNIQUE_MARK = "~"
+
 _ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
@@ -225,7 +228,12 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return rid in (name, _ID_PREFIX.sub("", name))
+    return rid in (name, without_prefix(name))
+
+
+def without_prefix(answer_id: str) -> str:
+    """Return the X-Request-Id of which the id of an answer was made."""
+    return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

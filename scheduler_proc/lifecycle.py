@@ -45,6 +45,8 @@ class RequestLifecycle:
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
+        queue_wait_s: estimated seconds that one more request would wait; None while the queue is
+            far from full, or where nothing is known.
         tracer: records the spans of traced requests.
     """
 
@@ -71,6 +73,7 @@ class RequestLifecycle:
         self.stats = SchedulerStats()
         self.slot_rate = SlotRate()
         self.events = StepEvents()
+        self.queue_wait_s: float | None = None
         self._is_draining = False
         self._reported_drained = False
 
@@ -228,7 +231,7 @@ class RequestLifecycle:
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
-            self.outbox.send(events, self._clock(), self.num_waiting)
+            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:

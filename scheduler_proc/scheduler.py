@@ -50,7 +50,7 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._progress = ProgressReport(self.lifecycle, self.pipeline)
+        self._progress = ProgressReport(self.lifecycle, self.pipeline, args.max_queued_requests)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -84,6 +84,7 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
+        lifecycle.queue_wait_s = self._progress.wait_if_nearly_full(now)
         lifecycle.publish()
         self._journal.commit()
         if self.pipeline.idle:

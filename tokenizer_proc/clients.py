@@ -133,7 +133,7 @@ class Clients:
                 code=error.code,
                 error=str(error)[:MAX_REASON_CHARS],
             )
-        self.answer(client, Refused(request_id, ErrorInfo.of(error)))
+        self.answer(client, Refused.of(request_id, error))
 
     def broadcast(self, error: QuadrigaError) -> None:
         """End the open requests of every client with an error, because the server ends."""

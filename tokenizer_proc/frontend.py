@@ -186,7 +186,7 @@ class Frontend:
             return
         delivered = _decode_delivered(delivered_frame)
         if delivered.waiting is not None:
-            self._guard.update_queue_length(delivered.waiting)
+            self._guard.update_queue(delivered.waiting, delivered.wait_s)
         if delivered.ended:
             self.intake.count_ends(client, delivered.ended, delivered.generated)
         if delivered.traces:

@@ -16,6 +16,7 @@ from aiohttp import web
 from http_proc.apis import sglang_generate
 from http_proc.apis.anthropic.endpoints import ANTHROPIC_ENDPOINTS
 from http_proc.apis.batch.endpoints import BATCH_ENDPOINTS
+from http_proc.apis.conversations.endpoints import CONVERSATION_ENDPOINTS
 from http_proc.apis.files.endpoints import FILE_ENDPOINTS
 from http_proc.apis.llama_cpp.endpoints import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
@@ -25,6 +26,7 @@ from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
 from http_proc.endpoints.traces import TRACE_ENDPOINTS
 from http_proc.protocol import sampling
+from http_proc.streams.endpoints import STREAM_ENDPOINTS
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -147,11 +149,13 @@ ENDPOINTS = [
              landing.LandingAnswer),
     *OPENAI_ENDPOINTS,
     *RESPONSES_ENDPOINTS,
+    *CONVERSATION_ENDPOINTS,
     *ANTHROPIC_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *LLAMA_CPP_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
+    *STREAM_ENDPOINTS,
     *TRACE_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),

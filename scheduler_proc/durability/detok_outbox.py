@@ -47,10 +47,10 @@ class DetokOutbox:
         self._replaying: set[int] = set()
         self._seqs_by_name: dict[tuple[bytes, str], list[int]] = {}
 
-    def send(self, events: StepEvents, now: float, num_waiting: int) -> None:
+    def send(self, events: StepEvents, now: float, num_waiting: int, wait_s: float | None) -> None:
         """Send a record, if it has anything for the detokenizer."""
         if events.has_output:
-            self._detok.send(events.to_detok(now, num_waiting, self._session))
+            self._detok.send(events.to_detok(now, num_waiting, wait_s, self._session))
 
     # --- ends -------------------------------------------------------------------------------------
 

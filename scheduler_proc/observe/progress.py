@@ -15,6 +15,9 @@ from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.state.request import Request, RequestStatus
 
 MAX_AGE_S = 0.1
+# A queue of this share of --max-queued-requests, and of this length, is nearly full: a wait is
+# estimated for the requests that may be refused. The ends of a shorter queue say as much.
+NEARLY_FULL, MIN_NEARLY_FULL = 0.5, 32
 
 STATES = {
     RequestStatus.WAITING: RequestState.QUEUED,
@@ -32,21 +35,40 @@ class QueuePlace(NamedTuple):
     wait_s: float | None
 
 
+NO_PLACE = QueuePlace(0, None)
+
+
 class ProgressReport:
     """Answer how far requests are."""
 
-    def __init__(self, lifecycle: RequestLifecycle, pipeline: Pipeline) -> None:
+    def __init__(self, lifecycle: RequestLifecycle, pipeline: Pipeline, max_queued: int) -> None:
+        self._num_nearly_full = max(NEARLY_FULL * max_queued, MIN_NEARLY_FULL)
         self._lifecycle = lifecycle
         self._pipeline = pipeline
         self._places: dict[int, QueuePlace] = {}
         self._places_until = 0.0
+        self._last_wait_s: float | None = None
 
     def values(self, message: ProgressRequest, now: float) -> list[RequestProgress]:
         """Return the progress of each request of a question."""
+        self._refresh(now)
+        return [self._value(message, request_id) for request_id in message.request_ids]
+
+    def wait_if_nearly_full(self, now: float) -> float | None:
+        """Return the estimated seconds that one more request would wait.
+
+        None while the queue is far from full, or where nothing is known.
+        """
+        if len(self._lifecycle.core.waiting) < self._num_nearly_full:
+            return None
+        self._refresh(now)
+        return self._last_wait_s
+
+    def _refresh(self, now: float) -> None:
         if now >= self._places_until:
             self._places = places_in_queue(self._lifecycle, self._pipeline, now)
+            self._last_wait_s = next(reversed(self._places.values()), NO_PLACE).wait_s
             self._places_until = now + MAX_AGE_S
-        return [self._value(message, request_id) for request_id in message.request_ids]
 
     def _value(self, message: ProgressRequest, request_id: str) -> RequestProgress:
         # An empty id would stand for all requests of the client.
@@ -60,7 +82,7 @@ class ProgressReport:
         )
 
     def _of_choice(self, request: Request) -> RequestProgress:
-        state, place = STATES[request.status], QueuePlace(0, None)
+        state, place = STATES[request.status], NO_PLACE
         if state is RequestState.QUEUED:
             if self._lifecycle.grammars.holds(request):
                 state = RequestState.PREPARING

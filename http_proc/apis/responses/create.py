@@ -1,15 +1,19 @@
 """The handler of POST /v1/responses."""
 
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
 from http_proc.apis.responses.answer import ResponseAnswer, new_response
 from http_proc.apis.responses.items import list_items, parse_items
 from http_proc.apis.responses.output import ResponseOutput
-from http_proc.apis.responses.schema import LOGPROBS, RESPONSES, ResponsesRequest
-from http_proc.apis.responses.store import NoResponseStore, ResponseStore
+from http_proc.apis.responses.saving import Saving
+from http_proc.apis.responses.schema import (
+    LOGPROBS,
+    RESPONSES,
+    ResponsesRequest,
+    conversation_id,
+)
+from http_proc.apis.responses.store import Items, ResponseStore, store_of
 from http_proc.apis.responses.stream import ResponseStream
 from http_proc.apis.responses.tools import RequestTools, request_tools
 from http_proc.apis.responses.turns import chat_turns
@@ -18,6 +22,7 @@ from http_proc.chat.call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.chat.prepare import PreparedChat, prepare_chat
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY
+from http_proc.observe.request_log import RECORD
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import ANY_OBJECT, with_grammar
 from http_proc.protocol.sampling import Sampling, take_sampling
@@ -26,7 +31,6 @@ from http_proc.responses import json_response
 from quadriga.client.types import Chat
 from quadriga.sampling.params import SamplingParams
 
-STORE: ResponseStore = NoResponseStore()
 # The request's name of each field of the ring.
 NAMES = {"prompt": "input", "messages": "input"}
 
@@ -39,23 +43,37 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     fields = convert(body, ResponsesRequest, RESPONSES)
     gateway.check_model(fields.model)
     _check_supported(fields, sampling.params)
-    items = _conversation(fields)
+    store = store_of(request)
+    history, given = await _stored_items(fields, store), await list_items(fields.input, store)
     tools = request_tools(fields.tools, fields.tool_choice)
-    turns = chat_turns(fields.instructions, parse_items(items))
+    turns = chat_turns(
+        fields.instructions, parse_items(history + given, len(history)), len(history)
+    )
     call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools))
     prepared = await prepare_chat(gateway, call)
+    is_kept = fields.store and store.keeps_responses
     head = gateway.head(request, "resp", "_")
+    if is_kept and "X-Request-Id" in request.headers:
+        head = head._replace(id=await store.unused_id(head.id))
+        request[RECORD].id = head.id
     response = new_response(head, fields, sampling.params, tools)
-    answer = ResponseAnswer(response, ResponseOutput(tools.custom))
+    response.store = is_kept
+    answer = ResponseAnswer(response, ResponseOutput(head.id, tools.custom))
+    saving = Saving(store, response, given, is_kept)
     with gateway.open_group(head.id, prepared.names) as group:
         _submit(group, call, prepared, fields)
+        renderer = ResponseStream(answer, saving.begin if saving.is_needed else None)
         if call.stream:
-            stream = await stream_chat(request, group, prepared, ResponseStream(answer))
+            stream = await stream_chat(request, group, prepared, renderer)
+        elif saving.is_needed:
+            renderer.start(0)
+            async for events, chunk in read_chat(request, group, prepared):
+                renderer.render(0, events, chunk)
+            renderer.finish()
         else:
             async for events, chunk in read_chat(request, group, prepared):
                 answer.push(events, chunk)
-    if fields.store and STORE.keeps_responses:
-        STORE.save(response, items)
+    await saving.done()
     return stream if call.stream else json_response(response)
 
 
@@ -68,10 +86,9 @@ def _check_supported(fields: ResponsesRequest, params: SamplingParams) -> None:
             " out, and read the answer with stream: true",
             "background",
         )
-    if fields.conversation is not None:
+    if fields.conversation is not None and fields.previous_response_id is not None:
         raise invalid(
-            "conversation is given, and this server stores no conversations: send the items of the"
-            " whole conversation in input",
+            "conversation and previous_response_id are given: a response continues one of them",
             "conversation",
         )
     if fields.prompt is not None:
@@ -82,14 +99,13 @@ def _check_supported(fields: ResponsesRequest, params: SamplingParams) -> None:
         )
 
 
-def _conversation(fields: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the items of the request's input, after those of the response that it continues."""
-    before = (
-        []
-        if fields.previous_response_id is None
-        else STORE.conversation(fields.previous_response_id)
-    )
-    return before + list_items(fields.input, STORE)
+async def _stored_items(fields: ResponsesRequest, store: ResponseStore) -> Items:
+    """Return the items that come before the request's input. Raise ApiError."""
+    if fields.previous_response_id is not None:
+        return await store.items_of_response(fields.previous_response_id)
+    if fields.conversation is not None:
+        return await store.items_of_conversation(conversation_id(fields.conversation))
+    return []
 
 
 def _sampling(sampling: Sampling, fields: ResponsesRequest, tools: RequestTools) -> Sampling:

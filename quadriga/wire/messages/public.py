@@ -206,6 +206,32 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         return errors.from_code(self.code, self.message, self.field, self.retry_after)
 
 
+class RefusalInfo(ErrorInfo, array_like=True, frozen=True):
+    """The error of a Refused.
+
+    Attributes:
+        queue_position: as in QueueFull.
+        expected_wait: as in QueueFull.
+    """
+
+    queue_position: int | None = None
+    expected_wait: float | None = None
+
+    @classmethod
+    def of(cls, error: QuadrigaError) -> "RefusalInfo":
+        """Return the wire form of an exception."""
+        info = ErrorInfo.of(error)
+        hint = getattr(error, "queue_position", None), getattr(error, "expected_wait", None)
+        return cls(info.code, info.message, info.field, info.retry_after, *hint)
+
+    def exception(self) -> QuadrigaError:
+        """Return the exception of this error."""
+        error = super().exception()
+        if isinstance(error, errors.QueueFull):
+            error.queue_position, error.expected_wait = self.queue_position, self.expected_wait
+        return error
+
+
 class Usage(msgspec.Struct, array_like=True, frozen=True):
     """Numbers of tokens; `cached_tokens` of the prompt came from the prefix cache."""
 
@@ -302,7 +328,12 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """Refusal of a message; the terminal message of its request, if it has an id."""
 
     request_id: str
-    error: ErrorInfo
+    error: RefusalInfo
+
+    @classmethod
+    def of(cls, request_id: str, error: QuadrigaError) -> "Refused":
+        """Return the refusal with the error of an exception."""
+        return cls(request_id, RefusalInfo.of(error))
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):

@@ -135,6 +135,16 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     replayed: list[StreamReplay] = []
 
 
+class ForecastStepOutput(StepOutput, tag="output", array_like=True, frozen=True):
+    """The output of a step while the queue is nearly full, and the form in which each is read.
+
+    Attributes:
+        wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
+    """
+
+    wait_s: float | None = None
+
+
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """An Info for a client."""
 
@@ -171,6 +181,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
             with this message or earlier.
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
+        wait_s: as in ForecastStepOutput.
         traces: of choices in `ended` that are traced.
     """
 
@@ -179,7 +190,10 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     settled: list[int] = []
     inspected: bool = False
     generated: list[int] = []
+    wait_s: float | None = None
     traces: list[RequestTrace] = []
 
 
-DetokMessage = StepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+DetokMessage = (
+    ForecastStepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+)
