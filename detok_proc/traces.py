@@ -10,11 +10,15 @@ TraceKey = tuple[bytes, str, int]  # client, id of the request, number of the ch
 
 
 def open_traces(output: StepOutput) -> dict[TraceKey, RequestTrace]:
-    """Return the traces of the traced requests that end with this output."""
-    ends = [
-        *output.closed,
-        *(replay.closing for replay in output.replayed if replay.closing is not None),
-    ]
+    """Return the traces of the traced requests that end with this output.
+
+    The trace of an end that is sent again, to a new detokenizer or frontend, says so.
+    """
+    replayed = [replay.closing for replay in output.replayed if replay.closing is not None]
+    for end in replayed:
+        if end.trace is not None:
+            end.trace.attributes["quadriga.replayed"] = True
+    ends = [*output.closed, *replayed]
     return {(e.client, e.request_id, e.index): e.trace for e in ends if e.trace is not None}
 
 

@@ -11,7 +11,7 @@ from quadriga.tracing.context import HeadSampling
 from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.client_address import is_gateway
 from quadriga.wire.messages.public import MAX_TRACE_IDS, Generate, GetTraces, InfoValues, Traces
-from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
@@ -31,6 +31,7 @@ class RingTraces:
     def __init__(self, args: TraceArgs, exporter: NoExporter) -> None:
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
+        self._ready_at = clock.now()
         # By client and id; a trace of each choice, encoded, which takes less memory.
         self._kept: OrderedDict[tuple[bytes, str], dict[int, bytes]] = OrderedDict()
         self._num_bytes = 0
@@ -48,10 +49,12 @@ class RingTraces:
     def take(self, client: bytes, traces: list[RequestTrace]) -> None:
         """Keep and export traces, whose ends are handed to the client now."""
         for trace in traces:
+            began_at = trace.ended_at
             if not is_gateway(client):  # the gateway has a span until its client has the answer
-                began_at = trace.ended_at
                 ended_at = max(began_at, clock.now())
                 trace.spans.append(Span("deliver", "tokenizer_proc", began_at, ended_at))
+            if began_at < self._ready_at:
+                trace.spans[-1].events.append(SpanEvent("frontend ready", self._ready_at))
             data = _encode(trace)
             is_new = self._keep(client, trace, data)
             if is_new and trace.context.sampled:

@@ -39,4 +39,7 @@ def test_a_span_from_the_last_phase_to_the_last_text_is_added_to_each_choice() -
     spans = [trace.spans[-1] for trace in (first, second, third)]
     assert {(span.name, span.process) for span in spans} == {("detokenize", "detok_proc")}
     assert [(s.began_at, s.ended_at) for s in spans] == [(2.0, 2.5), (2.0, 3.5), (2.0, 2.0)]
+    assert [trace.attributes for trace in (first, second, third)] == [
+        {}, {}, {"quadriga.replayed": True},
+    ]  # fmt: skip
     assert close_traces(traces, b"d", chunks) == []

@@ -105,6 +105,14 @@ async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets(
 
 
 @in_loop
+async def test_an_end_that_a_frontend_before_this_one_missed_says_so() -> None:
+    world = world_of()
+    ended(world, b"c", trace_of("a"))
+    (trace,) = kept(world, b"c", "a")
+    assert [event.name for event in trace.spans[-1].events] == ["frontend ready"]
+
+
+@in_loop
 async def test_an_end_that_is_delivered_again_is_exported_once() -> None:
     exporter = Exported()
     world = world_of(exporter)
