@@ -1,7 +1,8 @@
 """The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
 
 Its messages go to the tokenizer process as three frames: the client's address, the encoded public
-message, and a Delivered. Three empty frames stand for Drained.
+message, and a Delivered. A message of the live feed has no address, and three empty frames stand
+for Drained.
 """
 
 import logging
@@ -20,6 +21,7 @@ from quadriga.wire.messages.to_detok import (
     Drained,
     ForecastStepOutput,
     InfoReply,
+    LiveFrame,
     ProgressReply,
     SchedulerRestarted,
     StopDetok,
@@ -75,6 +77,8 @@ def serve(
             elif isinstance(message, ProgressReply):
                 progress = encode(message.progress)
                 delivery.send_frames(message.client, progress, encode(Delivered(inspected=True)))
+            elif isinstance(message, LiveFrame):
+                delivery.send_frames(b"", message.frame, b"")
             elif message.session == session:
                 deliver(message, detokenizer, delivery, scheduler)
 

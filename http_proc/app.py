@@ -8,6 +8,7 @@ from http_proc.apis.responses.stored.service import store_lifetime
 from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
+from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import add_header, trace_requests
@@ -31,6 +32,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app.cleanup_ctx.append(store_lifetime)
     app.cleanup_ctx.append(batch_lifetime)
     app.cleanup_ctx.append(stream_lifetime)
+    add_live(app)
     app.on_response_prepare.append(auth.response_hook(args))
     app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}

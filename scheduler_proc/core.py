@@ -101,9 +101,10 @@ class SchedulerCore:
         """Number of prompt tokens that a step computes."""
         return self._budget
 
-    def lacked(self, now: float) -> WaitReason | None:
-        """Return what the plan made at `now` lacks for requests that wait; None: nothing."""
-        return self._lacked if self._lacked_at == now else None
+    @property
+    def decode_width(self) -> int:
+        """Largest number of decode rows of a step."""
+        return self._width
 
     @property
     def has_work(self) -> bool:
@@ -230,6 +231,7 @@ class SchedulerCore:
             lacked = WaitReason.BUDGET
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 

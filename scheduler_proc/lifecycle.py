@@ -7,6 +7,7 @@ feeds detokenizer and journal.
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
@@ -32,6 +33,13 @@ from scheduler_proc.state.request import FinishReason, Request, RequestFailure, 
 from scheduler_proc.static_core import make_core
 
 
+class EndObserver(Protocol):
+    """Is called at the end of each request."""
+
+    def on_finish(self, request: Request) -> None:
+        """Take in that a request has ended."""
+
+
 class RequestLifecycle:
     """Accept, queue and end requests, and publish what happened.
 
@@ -45,6 +53,7 @@ class RequestLifecycle:
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
+        feed: the same; None while no client watches.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
         tracer: records the spans of traced requests.
@@ -66,6 +75,7 @@ class RequestLifecycle:
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
         self.tracer = Tracer(clock)
+        self.feed: EndObserver | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
@@ -215,6 +225,8 @@ class RequestLifecycle:
             self.usage_log.on_finish(request, now)
         if request.trace is not None:
             self.tracer.on_finish(request, now)
+        if self.feed is not None:
+            self.feed.on_finish(request)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)

@@ -16,6 +16,7 @@ from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import InfoValues
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.observe.feed.feed import StepFeed
 from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
 from scheduler_proc.pipeline import Pipeline
@@ -51,6 +52,7 @@ class Scheduler:
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
         self._progress = ProgressReport(self.lifecycle, self.pipeline, args.max_queued_requests)
+        self._feed: StepFeed | None = None  # only while a client watches
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -89,6 +91,8 @@ class Scheduler:
         self._journal.commit()
         if self.pipeline.idle:
             lifecycle.report_drained()
+            if self._feed is not None:
+                self._feed.on_idle(now)
         wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
         return wake_at if wake_at < math.inf else None
 
@@ -108,11 +112,15 @@ class Scheduler:
         for request in plan.admitted:
             self.lifecycle.table.on_admitted(request)
         if self.lifecycle.tracer.live:
-            self.lifecycle.tracer.on_plan(plan, core.lacked(now), now)
+            self.lifecycle.tracer.on_plan(plan, now)
         self.lifecycle.fail_all(plan.failed)
         if plan.batch.is_empty:
             return False
         self.pipeline.dispatch(plan.batch, core.admission.take_released(), now)
+        if self._feed is not None:
+            self._feed.on_plan(plan, now)
+            if self._feed.is_over(now):
+                self._watch_steps(to_scheduler.WatchSteps(0.0))
         return True
 
     # --- from the worker --------------------------------------------------------------------------
@@ -136,6 +144,8 @@ class Scheduler:
         if lifecycle.tracer.live:
             lifecycle.tracer.on_step(batch, result)
         lifecycle.stats.on_step(batch, result, update)
+        if self._feed is not None:
+            self._feed.on_result(result)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)
@@ -178,6 +188,8 @@ class Scheduler:
             case to_scheduler.ProgressRequest():
                 values = self._progress.values(message, self._clock())
                 self._detok.send(progress_reply(message, values))
+            case to_scheduler.WatchSteps():
+                self._watch_steps(message)
             case to_scheduler.Drain():
                 lifecycle.drain()
             case to_scheduler.AbortAll():
@@ -187,6 +199,15 @@ class Scheduler:
                 self._detok.send(to_detok.StopDetok())
                 self._journal.close()
                 self.stopped = True
+
+    def _watch_steps(self, message: to_scheduler.WatchSteps) -> None:
+        """Make the live feed for some seconds; 0: no longer."""
+        if message.seconds > 0:
+            self._feed = self._feed or StepFeed(self._args, self.lifecycle, self._detok)
+            self._feed.watch(message.seconds, message.is_new, self._clock())
+        else:
+            self._feed = None
+        self.lifecycle.feed = self._feed
 
     # --- info -------------------------------------------------------------------------------------
 

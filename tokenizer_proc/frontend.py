@@ -7,6 +7,7 @@ then OpenRequests in `open_requests.py` until its last end. All else is the sche
 """
 
 import asyncio
+import os
 import uuid
 from functools import partial
 
@@ -31,6 +32,7 @@ from quadriga.wire.messages.public import (
     Ping,
     Pong,
     Tokenize,
+    Watch,
 )
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import (
@@ -43,6 +45,8 @@ from quadriga.wire.sockets import AsyncPort, Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
 from tokenizer_proc.intake import RequestIntake, RequestPreparation
+from tokenizer_proc.live.processes import ProcessUsage
+from tokenizer_proc.live.viewers import Viewers
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
@@ -89,6 +93,8 @@ class Frontend:
         self.intake = RequestIntake(
             preparation, guard, scheduler, self.clients, replaces, self._owners, self.traces
         )
+        usage = ProcessUsage(os.getppid())
+        self._viewers = Viewers(scheduler, self.clients, usage, lambda: self.intake.num_open)
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
@@ -128,6 +134,10 @@ class Frontend:
             case GetTraces():
                 validation.check_request_id(message.request_id)
                 self.clients.answer(client, self.traces.answer(client, message))
+            case Watch():
+                validation.check_request_id(message.request_id)
+                self._owners.check_viewer(client)
+                self._viewers.watch(client, message)
             case Tokenize() | Detokenize():
                 self.clients.answer(client, self._preparation.preparer.convert(message))
 
@@ -174,13 +184,20 @@ class Frontend:
     def _on_client_lost(self, client: bytes) -> None:
         self._info_requests.forget(client)
         self._owners.forget(client)
+        self._viewers.forget(client)
         self.intake.lose_client(client)
 
     # --- results ----------------------------------------------------------------------------------
 
     def on_delivery(self, frames: list[bytes]) -> None:
-        """Take [address, message, Delivered] from the detokenizer; all are empty for Drained."""
+        """Take [address, message, Delivered] from the detokenizer.
+
+        Without an address it is a message of the live feed; all are empty for Drained.
+        """
         client, payload, delivered_frame = frames
+        if not client and payload:
+            self._viewers.show(payload)
+            return
         if not client:
             self._end_if_drained()
             return
@@ -204,6 +221,7 @@ class Frontend:
         """
         if self.intake.has_drained:
             self.clients.broadcast(ServerStopping("the server has stopped"))
+            self._viewers.close()
             self._scheduler.send(Shutdown())
             self.ended.set()
 

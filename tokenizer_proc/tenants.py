@@ -69,6 +69,14 @@ class RequestOwners:
         if self._key_names is not None:
             self._key_names.pop(client, None)
 
+    def check_viewer(self, client: bytes) -> None:
+        """Raise InvalidRequest where a client may not see the requests of all tenants."""
+        if self._file is not None and not self._is_gateway(client):
+            raise InvalidRequest(
+                "this server has tenants, and the live feed shows requests of all of them: watch by"
+                " the web gateway, with a key of --api-key"
+            )
+
     def owner(self, client: bytes, named: str) -> Owner:
         """Return the tenant of a request. `named`: Generate.tenant.
 

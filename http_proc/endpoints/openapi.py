@@ -23,8 +23,9 @@ from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.endpoints import landing, metrics, service
-from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
+from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
 from http_proc.endpoints.traces import TRACE_ENDPOINTS
+from http_proc.live.endpoint import live
 from http_proc.protocol import sampling
 from http_proc.streams.endpoints import STREAM_ENDPOINTS
 from quadriga.sampling.limits import LIMITS
@@ -176,6 +177,7 @@ ENDPOINTS = [
     Endpoint("/health", service.readyz, "The same as /readyz", service.HealthStatus),
     Endpoint("/server_info", service.server_info, "Configuration and state of the server",
              dict[str, Any]),
+    Endpoint("/v1/live", live, "What the server does now: steps, requests, processes", STREAM),
     Endpoint("/metrics", metrics.metrics, "Gauges, counters and histograms for Prometheus", PLAIN),
     Endpoint("/openapi.json", openapi, "This document", None),
     Endpoint("/docs", docs, "A page that shows this document", None),

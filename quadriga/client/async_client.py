@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,6 +10,7 @@ from quadriga.client.arguments import check_options, checked_params, params_of_e
 from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
 from quadriga.client.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
+from quadriga.client.live.subscription import LiveSubscription
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
@@ -33,6 +34,7 @@ from quadriga.errors import (
 )
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.live import LiveMessage, LiveServer, LiveStep
 from quadriga.wire.messages.public import (
     PROTOCOL_VERSION,
     Abort,
@@ -47,6 +49,7 @@ from quadriga.wire.messages.public import (
     GetTraces,
     Info,
     ProgressAnswer,
+    Refused,
     RequestProgress,
     ServerGone,
     ServerMessage,
@@ -96,11 +99,12 @@ class AsyncClient:
         self._inflight = InflightRequests(
             lambda message: self._connection.send(message), reconnect_timeout
         )
+        self._live = LiveSubscription(lambda message: self._connection.send(message))
         events = ConnectionEvents(
             on_message=self._on_message,
             on_interrupt=self._inflight.interrupt,
             on_reconnect=self._inflight.resend,
-            on_lost=self._inflight.fail_all,
+            on_lost=self._fail_all,
         )
         keys = Path(curve_dir) if curve_dir else None
         self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
@@ -146,7 +150,7 @@ class AsyncClient:
         """
         if self._inflight.has_requests:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._inflight.fail_all(CLOSED_BY_CALLER)
+        self._fail_all(CLOSED_BY_CALLER)
         await self._connection.close(linger_s=1)
 
     async def give_up(self, error: QuadrigaError) -> None:
@@ -162,7 +166,7 @@ class AsyncClient:
         if not self._connection.is_lost:
             reason = ErrorInfo.of(error)
             self._connection.give_up(reason)
-            self._inflight.fail_all(reason)
+            self._fail_all(reason)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -434,6 +438,25 @@ class AsyncClient:
         )
         return answer.traces
 
+    async def watch(self) -> AsyncGenerator[LiveMessage, None]:
+        """Yield what the server does: a LiveStep for each step, a LiveServer each second.
+
+        The server makes these messages only while a client watches. A caller that is too slow
+        loses messages: the `number` of the next LiveStep has a gap then.
+
+            async for message in client.watch():
+                print(message)
+
+        Raises:
+            InvalidRequest: this client may not see the requests of others.
+            QueueFull: too many clients watch.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        await self.connect()
+        with self._live.iterator() as iterator:
+            while True:
+                yield await iterator.next()
+
     async def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
     ) -> list[int]:
@@ -535,12 +558,22 @@ class AsyncClient:
     # --- messages ---------------------------------------------------------------------------------
 
     def _on_message(self, message: ServerMessage) -> None:
+        if isinstance(message, LiveStep | LiveServer):
+            self._live.on_message(message)
+            return
         if not isinstance(message, ServerGone):
+            if isinstance(message, Refused):
+                self._live.on_refused(message)
             self._inflight.on_message(message)
             return
         if message.error.code in (ServerFailed.code, ServerStopping.code):
             self._connection.give_up(message.error)
-        self._inflight.fail_all(message.error)
+        self._fail_all(message.error)
+
+    def _fail_all(self, error: ErrorInfo) -> None:
+        """End every open call with an error."""
+        self._inflight.fail_all(error)
+        self._live.fail(error)
 
 
 def _now() -> float:

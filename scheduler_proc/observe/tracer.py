@@ -91,11 +91,11 @@ class Tracer:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def on_plan(self, plan: Plan, lacked: WaitReason | None, now: float) -> None:
-        """Take in a plan. lacked: what it lacks for the requests that wait; None: nothing."""
-        if lacked is not None:
-            self._add_lack(lacked, now)
-        self._is_lacking = lacked is not None
+    def on_plan(self, plan: Plan, now: float) -> None:
+        """Take in a plan."""
+        if plan.lacked is not None:
+            self._add_lack(plan.lacked, now)
+        self._is_lacking = plan.lacked is not None
         for request, reason in plan.retracted:
             if request.trace is not None:
                 request.trace.event("retracted", now, reason=reason.value)

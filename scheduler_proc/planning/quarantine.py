@@ -6,7 +6,7 @@ quarantined: such requests run one at a time, with no other beside them, until t
 far. A request that is alone in the steps in flight at its third crash is the poison one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from quadriga.errors import RequestFailed
 from scheduler_proc.state.request import Request
@@ -56,6 +56,9 @@ class Quarantine:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
 
     def push(self, request: Request) -> None:
         """Add a request."""

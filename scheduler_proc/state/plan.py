@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.request import Request, RequestFailure, RetractReason
+from scheduler_proc.state.request import Request, RequestFailure, RetractReason, WaitReason
 
 
 class Capacity(NamedTuple):
@@ -59,6 +59,8 @@ class Plan:
         admitted: requests that left the waiting queue.
         retracted: requests that lost slot and pages, and why.
         failed: requests that cannot go on.
+        lacked: what the step lacks for the requests that still wait; None where it looked at none
+            of them, or admitted all.
     """
 
     in_flight: bool
@@ -67,6 +69,7 @@ class Plan:
     admitted: list[Request] = field(default_factory=list)
     retracted: list[tuple[Request, RetractReason]] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
+    lacked: WaitReason | None = None
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import msgspec
 from quadriga import errors
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.live import LiveServer, LiveStep
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 from quadriga.wire.messages.trace import RequestTrace
 
@@ -173,8 +174,29 @@ class GetTraces(msgspec.Struct, tag="get_traces", array_like=True, frozen=True):
     request_ids: list[str]
 
 
+class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
+    """Watch the live feed for some seconds, or longer; it is answered by the feed's messages.
+
+    Attributes:
+        seconds: time from now on, at most MAX_WATCH_S; 0: stop.
+    """
+
+    version: int
+    request_id: str
+    seconds: float = 10.0
+
+
 ClientMessage = (
-    Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress | GetTraces
+    Generate
+    | Abort
+    | Ping
+    | GetInfo
+    | Tokenize
+    | Detokenize
+    | FlushCache
+    | GetProgress
+    | GetTraces
+    | Watch
 )
 
 
@@ -448,4 +470,6 @@ ServerMessage = (
     | Text
     | ProgressAnswer
     | Traces
+    | LiveStep
+    | LiveServer
 )

@@ -1,7 +1,7 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-Three empty frames are the last ones.
+A message of the live feed has no address, and three empty frames are the last ones.
 """
 
 from typing import cast
@@ -159,6 +159,12 @@ class ProgressReply(msgspec.Struct, tag="progress", array_like=True, frozen=True
     progress: ProgressAnswer
 
 
+class LiveFrame(msgspec.Struct, tag="live", array_like=True, frozen=True):
+    """An encoded LiveStep on its way to the frontend, which knows the viewers."""
+
+    frame: bytes
+
+
 class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every text, and answer with a DetokReady of a new session."""
 
@@ -195,5 +201,11 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
 
 
 DetokMessage = (
-    ForecastStepOutput | InfoReply | ProgressReply | SchedulerRestarted | Drained | StopDetok
+    ForecastStepOutput
+    | InfoReply
+    | ProgressReply
+    | LiveFrame
+    | SchedulerRestarted
+    | Drained
+    | StopDetok
 )

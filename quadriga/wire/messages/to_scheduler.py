@@ -128,6 +128,17 @@ class ProgressRequest(msgspec.Struct, tag="progress", array_like=True, frozen=Tr
     preparing: list[str] = []
 
 
+class WatchSteps(msgspec.Struct, tag="watch_steps", array_like=True, frozen=True):
+    """Make the live feed for some seconds from now on; 0: no longer.
+
+    Attributes:
+        is_new: there is a new viewer, and the next message must be a whole one.
+    """
+
+    seconds: float
+    is_new: bool = False
+
+
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
     """Finish the open requests, then answer Drained; no request follows."""
 
@@ -151,6 +162,7 @@ SchedulerMessage = (
     | FrontendRestarted
     | InfoRequest
     | ProgressRequest
+    | WatchSteps
     | Drain
     | Shutdown
     | AbortAll

@@ -179,7 +179,7 @@ def test_help_is_in_groups(
         (
             "xyz",
             "there is no command xyz; the commands are serve, bench, chat, ask, batch, trace,"
-            " models, keygen, keys",
+            " models, top, keygen, keys",
         ),
     ],
 )

@@ -24,5 +24,6 @@
  */
 
 import { chatView } from "./chat/chat.jsx";
+import { liveView } from "./live/live.jsx";
 
-export const VIEWS = [chatView];
+export const VIEWS = [chatView, liveView];
