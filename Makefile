@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest
 PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat bench format lint typecheck test-unit test check docs clean
+.PHONY: help setup serve chat bench format lint typecheck test-unit test check page-check docs clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ test: setup ## run every test, on all cores
 	exit $$status
 
 check: lint typecheck test-unit ## run what a commit should pass: style, types, unit tests
+
+page-check: ## build the page again, if there is Node, and compare it with the bundle
+	@if ! command -v npm >/dev/null; then echo "page-check: skipped, no npm"; \
+	else cd http_proc/ui/source && npm ci --ignore-scripts --silent && npm run --silent check; fi
 
 DOCS_VENV ?= .venv-docs
 

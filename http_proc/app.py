@@ -4,11 +4,16 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from http_proc.apis.batch.service import batch_lifetime
+from http_proc.apis.responses.background.service import background_lifetime
+from http_proc.apis.responses.stored.service import store_lifetime
 from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
+from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.streams.earlier_streams import stream_lifetime
+from http_proc.ui.page import serve_page
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -17,12 +22,18 @@ def make_app(gateway: Gateway) -> web.Application:
     middlewares: list[Middleware] = [request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
+    if not args.no_ui:
+        middlewares.append(serve_page())
     if auth.needs_key_check(args, gateway.tenant_args):
         middlewares.append(auth.key_check(args, gateway.tenant_args))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
+    app.cleanup_ctx.append(store_lifetime)
+    app.cleanup_ctx.append(background_lifetime)
     app.cleanup_ctx.append(batch_lifetime)
+    app.cleanup_ctx.append(stream_lifetime)
+    add_live(app)
     app.on_response_prepare.append(auth.response_hook(args))
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:

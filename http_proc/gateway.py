@@ -17,6 +17,8 @@ from http_proc.observe.request_metrics import RequestMetrics
 from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
+from http_proc.resumption import current_resumption
+from http_proc.streams.stream_rows import StreamRows
 from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
@@ -27,6 +29,9 @@ INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
+
+# Stands between the X-Request-Id, which has no such character, and what makes an id unique.
+UNIQUE_MARK = "~"
 
 _ID_PREFIX = re.compile(r"^[a-z]+[-_]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
@@ -58,24 +63,37 @@ class Gateway:
         run_dir: private directory for sockets; None: one below the directory for temporary files.
         max_batch_size: requests in one decode step.
         progress: the poller of streams that wait.
+        lasting_ring: the client for resumable requests, whose address is that of the gateways
+            before and after this one.
+        stream_rows: what is kept of resumable requests.
         log_level: which requests are logged.
         body_bytes: bytes of request bodies that are being received.
     """
 
     def __init__(
-        self, config: ServerConfig, ring: AsyncClient, run_dir: Path | None = None
+        self,
+        config: ServerConfig,
+        ring: AsyncClient,
+        run_dir: Path | None = None,
+        lasting_ring: AsyncClient | None = None,
+        stream_rows: StreamRows | None = None,
     ) -> None:
         self.args = config.http
         self.data_dir = config.data_dir
         self.run_dir = run_dir
         self.max_batch_size = config.scheduler.max_batch_size
+        self.batch_concurrency_beside = config.scheduler.batch_concurrency_beside
         self.tenant_args = config.tenants
         self.model = config.model.shown_name
         self.ring = ring
+        self.lasting_ring = lasting_ring or ring
+        self.stream_rows = stream_rows or StreamRows()
         self.metrics = RequestMetrics()
-        self.progress = ProgressPoller(ring, config.http.sse_ping_interval)
+        interval_s = config.http.sse_ping_interval
+        self.progress = ProgressPoller(ring, interval_s)
+        self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
-        self.started_at = int(time.time())
+        self.started_at = wall_seconds()
         self.is_draining = False
         self.body_bytes = 0
         self._idle = asyncio.Event()
@@ -90,7 +108,9 @@ class Gateway:
     def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
         answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
-        return ResponseHead(answer_id, int(time.time()), self.model)
+        resumption = current_resumption()
+        created = wall_seconds() if resumption is None else resumption.created
+        return ResponseHead(answer_id, created, self.model)
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served."""
@@ -114,7 +134,10 @@ class Gateway:
             raise from_ring(error, names)
         while rid in self._groups:
             rid += "+"
-        group = self._groups[rid] = RequestGroup(self.ring, self.metrics, current_caller().name)
+        resumption = current_resumption()
+        ring = self.ring if resumption is None else self.lasting_ring
+        caller = current_caller().name
+        group = self._groups[rid] = RequestGroup(ring, self.metrics, caller, resumption)
         self._idle.clear()
         try:
             with group:
@@ -128,6 +151,10 @@ class Gateway:
             del self._groups[rid]
             if not self._groups:
                 self._idle.set()
+
+    def progress_of(self, group: RequestGroup) -> ProgressPoller:
+        """Return the poller of the streams of a group that wait."""
+        return self.progress if group.resumption is None else self._lasting_progress
 
     @property
     def num_open(self) -> int:
@@ -212,6 +239,11 @@ REQUEST_ID = web.RequestKey("request_id", str)
 GATEWAY = web.AppKey("gateway", Gateway)
 
 
+def wall_seconds() -> int:
+    """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
+    return int(time.time())
+
+
 def request_id(request: web.Request) -> str:
     """Return the client's X-Request-Id if it is well-formed, else a new id."""
     client_id = request.headers.get("X-Request-Id", "")
@@ -221,7 +253,12 @@ def request_id(request: web.Request) -> str:
 def _matches(name: str, rid: str) -> bool:
     """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
     name = name.rstrip("+")
-    return rid in (name, _ID_PREFIX.sub("", name))
+    return rid in (name, without_prefix(name))
+
+
+def without_prefix(answer_id: str) -> str:
+    """Return the X-Request-Id of which the id of an answer was made."""
+    return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]
 
 
 def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:

@@ -6,6 +6,8 @@ import msgspec
 
 from http_proc.observe.request_metrics import RequestMetrics
 from http_proc.protocol.timings import Stage
+from http_proc.resumption import Resumption
+from http_proc.token_order import TokenOrder
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -23,11 +25,20 @@ class RequestGroup:
 
     Attributes:
         tenant: name of the tenant that the requests belong to; "" without tenants.
+        resumption: makes the requests the same again; None: they are not resumable. The chunks of
+            a resumable group have one token each, in an order that only the tokens decide.
         finished: set when the ring sends nothing more for this group.
     """
 
-    def __init__(self, ring: AsyncClient, metrics: RequestMetrics, tenant: str = "") -> None:
+    def __init__(
+        self,
+        ring: AsyncClient,
+        metrics: RequestMetrics,
+        tenant: str = "",
+        resumption: Resumption | None = None,
+    ) -> None:
         self.tenant = tenant
+        self.resumption = resumption
         self._ring = ring
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -39,6 +50,7 @@ class RequestGroup:
         self._num_unfinished = 0
         self.finished = asyncio.Event()
         self._accepted: dict[int, Accepted] = {}
+        self._order: TokenOrder | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> "RequestGroup":
@@ -92,6 +104,10 @@ class RequestGroup:
 
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
+        kept = None
+        if self.resumption is not None:
+            params = self.resumption.params(params, prompt_index)
+            kept = self.resumption.kept_request(prompt_index)
         handle = self._ring.submit(
             prompt,
             params,
@@ -99,6 +115,7 @@ class RequestGroup:
             sink=sink,
             on_accepted=accept,
             tenant=self.tenant,
+            kept=kept,
             **options,
         )
         self._metrics.count_submitted(params)
@@ -156,7 +173,11 @@ class RequestGroup:
         if self._error is not None:
             raise self._error
         chunks, self._chunks = self._chunks, []
-        return chunks
+        if self.resumption is None:
+            return chunks
+        if self._order is None:
+            self._order = TokenOrder(self._num_choices)
+        return self._order.push(chunks)
 
     async def completions(self) -> list[Completion]:
         """Return the completion of every choice, in order. Raises the first error."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from http_proc.event_sink import EventSink, sink_of
 from http_proc.gateway import GATEWAY, REQUEST_ID
 from http_proc.observe.request_log import RECORD
 from http_proc.progress.watch import StreamWatch
@@ -120,16 +121,16 @@ async def stream_events(
     with the renderer's event. `names`: the request's name of each field of the ring, for error
     messages.
     """
-    poller = request.app[GATEWAY].progress
+    poller = request.app[GATEWAY].progress_of(group)
+    sink = sink_of(request)
     with poller.watch(group) as watch:
         chunks = await watch.first_chunks()
         stage = "first_token" if chunks else "queue" if watch.is_admitted else ""
         timing = server_timing(group.stages_until_now(stage))
         headers = HEADERS | {"Content-Type": renderer.framing.content_type}
-        response = web.StreamResponse(headers=headers | ({SERVER_TIMING: timing} if timing else {}))
-        await response.prepare(request)
+        await sink.open(headers | ({SERVER_TIMING: timing} if timing else {}))
         poller.on_headers(watch, renderer.framing.has_comments)
-        stream = EventStream(request, response, group, renderer, watch)
+        stream = EventStream(request, sink, group, renderer, watch)
         try:
             await stream.send(chunks)
         except QuadrigaError as error:
@@ -137,9 +138,8 @@ async def stream_events(
             request[RECORD].code, request[RECORD].error = error.code, f"{error.code}: {error}"
             api_error = from_ring(error, names)
             api_error.request_id = request[REQUEST_ID]
-            await response.write(renderer.error(api_error))
-    await response.write_eof()
-    return response
+            await sink.write(renderer.error(api_error))
+    return await sink.close()
 
 
 class EventStream:
@@ -148,13 +148,13 @@ class EventStream:
     def __init__(
         self,
         request: web.Request,
-        response: web.StreamResponse,
+        sink: EventSink,
         group: RequestGroup,
         renderer: Renderer,
         watch: StreamWatch,
     ) -> None:
         self._request = request
-        self._response = response
+        self._sink = sink
         self._group = group
         self._renderer = renderer
         self._watch = watch
@@ -164,12 +164,15 @@ class EventStream:
         """Send chunks, and all that follow, to the end. Raise the error of a request."""
         while True:
             data = b"" if self._has_started else await self._start(chunks)
-            data += self._render(chunks) or self._watch.take_comment()
+            data += self._render(chunks)
             is_last = self._group.is_done
             if is_last:
                 data += self._renderer.finish()
             if data:
-                await self._response.write(data)  # waits while the connection's buffer is full
+                await self._sink.write(data)
+                self._watch.on_write()
+            elif comment := self._watch.take_comment():
+                await self._sink.comment(comment)
                 self._watch.on_write()
             if is_last:
                 return

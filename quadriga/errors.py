@@ -43,13 +43,24 @@ class QueueFull(QuadrigaError):
 
     Attributes:
         retry_after: seconds after which a retry may succeed, if the server knows.
+        queue_position: place that the request would have had in the full waiting queue; None where
+            another limit is reached.
+        expected_wait: estimated seconds that it would have waited there, if the server knows.
     """
 
     code = "queue_full"
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after: float | None = None,
+        queue_position: int | None = None,
+        expected_wait: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.queue_position = queue_position
+        self.expected_wait = expected_wait
 
 
 class RequestAborted(QuadrigaError):

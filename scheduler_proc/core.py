@@ -49,7 +49,7 @@ class SchedulerCore:
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
         self.num_retractions = num_retractions
-        self._running = RunningBatch()
+        self._running = RunningBatch(args.batch_concurrency_beside)
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
         by_priority = args.schedule_policy == "priority"
@@ -96,9 +96,19 @@ class SchedulerCore:
         return len(self.waiting) + len(self.quarantine)
 
     @property
+    def width(self) -> int:
+        """Number of requests that take part in a decode step."""
+        return self._width
+
+    @property
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
         return self._budget
+
+    @property
+    def decode_width(self) -> int:
+        """Largest number of decode rows of a step."""
+        return self._width
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +161,7 @@ class SchedulerCore:
         in_turns = self._mode is BatchMode.ALTERNATE or self._running.chunked is not None
         if self._last_step_prefilled and in_turns:
             return True
-        return self._mode is BatchMode.DECODE_FIRST and len(self._running) >= self._width
+        return self._mode is BatchMode.DECODE_FIRST and self._running.num_active >= self._width
 
     def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""
@@ -225,6 +235,7 @@ class SchedulerCore:
             lacked = WaitReason.BUDGET
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
@@ -397,6 +408,7 @@ class SchedulerCore:
         self.num_retractions += 1
         request.num_retractions += 1
         plan.has_retracted = True
+        plan.retracted.append(request)
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED
         self.admission.pending_release.add(request.seq)

@@ -2,10 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict
+
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.to_detok import StepOutput, StreamReplay
+from quadriga.wire.messages.replica_news import ReplicaNews
+from quadriga.wire.messages.to_detok import (
+    ForecastStepOutput,
+    ReplicaOutput,
+    StepOutput,
+    StreamReplay,
+)
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
@@ -71,9 +79,16 @@ class StepEvents:
         """Whether there is something for the detokenizer."""
         return bool(self.seqs or self.finished or self.replayed)
 
-    def to_detok(self, now: float, num_waiting: int, session: int) -> StepOutput:
+    def to_detok(
+        self,
+        now: float,
+        num_waiting: int,
+        wait_s: float | None,
+        session: int,
+        news: ReplicaNews | None = None,
+    ) -> StepOutput:
         """Return the message for the detokenizer of this session."""
-        return StepOutput(
+        output = StepOutput(
             time=self.time or now,
             opened=[stream_start(request) for request in self.started],
             seqs=self.seqs,
@@ -84,6 +99,9 @@ class StepEvents:
             session=session,
             replayed=self.replayed,
         )
+        if news is not None:
+            return ReplicaOutput(**asdict(output), wait_s=wait_s, news=news)
+        return output if wait_s is None else ForecastStepOutput(**asdict(output), wait_s=wait_s)
 
 
 def _entry(block: LogprobBlock, index: int, width: int) -> LogprobBlock:

@@ -4,6 +4,8 @@ The worker keeps a grammar until a ForgetGrammar arrives, so that no request los
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 
 from quadriga.wire.messages.worker import CompileGrammar, ForgetGrammar, GrammarReady
 from scheduler_proc.sender import Sender
@@ -25,6 +27,10 @@ class GrammarQueue:
     def num_waiting(self) -> int:
         """Number of requests that are held back."""
         return sum(map(len, self._waiting.values())) if self._waiting else 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests that are held back."""
+        return chain.from_iterable(held.values() for held in self._waiting.values())
 
     def holds(self, request: Request) -> bool:
         """Return whether a request is held back."""

@@ -16,8 +16,10 @@ from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.public import InfoValues
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.observe.feed.feed import StepFeed
 from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
+from scheduler_proc.observe.step_speed import StepSpeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.sender import Sender
@@ -30,6 +32,8 @@ class Scheduler:
     Attributes:
         lifecycle: every request from its Submit to its end.
         pipeline: the steps in flight.
+        speed: how long they take.
+        progress: how far requests are.
         stopped: whether the process may leave.
     """
 
@@ -50,7 +54,9 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._progress = ProgressReport(self.lifecycle, self.pipeline)
+        self._feed: StepFeed | None = None  # only while a client watches
+        self.speed = StepSpeed()
+        self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -84,10 +90,13 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
+        lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
         self._journal.commit()
         if self.pipeline.idle:
             lifecycle.report_drained()
+            if self._feed is not None:
+                self._feed.on_idle(now)
         wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
         return wake_at if wake_at < math.inf else None
 
@@ -110,6 +119,10 @@ class Scheduler:
         if plan.batch.is_empty:
             return False
         self.pipeline.dispatch(plan.batch, core.admission.take_released(), now)
+        if self._feed is not None:
+            self._feed.on_plan(plan, now)
+            if self._feed.is_over(now):
+                self._watch_steps(to_scheduler.WatchSteps(0.0))
         return True
 
     # --- from the worker --------------------------------------------------------------------------
@@ -131,6 +144,9 @@ class Scheduler:
             lifecycle.fail(batch.requests[row.row], InvalidRequest(row.error))
         update = lifecycle.core.complete(batch, result)
         lifecycle.stats.on_step(batch, result, update)
+        if self._feed is not None:
+            self._feed.on_result(result)
+        self.speed.on_step(batch, result)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)
@@ -170,8 +186,10 @@ class Scheduler:
                 )
                 self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
             case to_scheduler.ProgressRequest():
-                values = self._progress.values(message, self._clock())
+                values = self.progress.values(message, self._clock())
                 self._detok.send(progress_reply(message, values))
+            case to_scheduler.WatchSteps():
+                self._watch_steps(message)
             case to_scheduler.Drain():
                 lifecycle.drain()
             case to_scheduler.AbortAll():
@@ -181,6 +199,15 @@ class Scheduler:
                 self._detok.send(to_detok.StopDetok())
                 self._journal.close()
                 self.stopped = True
+
+    def _watch_steps(self, message: to_scheduler.WatchSteps) -> None:
+        """Make the live feed for some seconds; 0: no longer."""
+        if message.seconds > 0:
+            self._feed = self._feed or StepFeed(self._args, self.lifecycle, self._detok)
+            self._feed.watch(message.seconds, message.is_new, self._clock())
+        else:
+            self._feed = None
+        self.lifecycle.feed = self._feed
 
     # --- info -------------------------------------------------------------------------------------
 

@@ -114,6 +114,15 @@ class Clients:
             backlog.add(payload)
             self._retry_later(client, backlog)
 
+    def offer(self, client: bytes, payload: bytes) -> bool:
+        """Send an encoded message that may be lost, if the client's socket takes it now.
+
+        Return whether it was sent.
+        """
+        if client in self._cut_off or client in self._blocked or client in self._backlogs:
+            return False
+        return self._try_to_send(client, payload)
+
     def answer(self, client: bytes, message: msgspec.Struct) -> None:
         """Deliver a public message."""
         self.deliver(client, encode(message))
@@ -133,7 +142,7 @@ class Clients:
                 code=error.code,
                 error=str(error)[:MAX_REASON_CHARS],
             )
-        self.answer(client, Refused(request_id, ErrorInfo.of(error)))
+        self.answer(client, Refused.of(request_id, error))
 
     def broadcast(self, error: QuadrigaError) -> None:
         """End the open requests of every client with an error, because the server ends."""

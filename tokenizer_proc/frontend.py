@@ -7,6 +7,7 @@ then OpenRequests in `open_requests.py` until its last end. All else is the sche
 """
 
 import asyncio
+import os
 import uuid
 from functools import partial
 
@@ -28,6 +29,7 @@ from quadriga.wire.messages.public import (
     Ping,
     Pong,
     Tokenize,
+    Watch,
 )
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import (
@@ -36,10 +38,13 @@ from quadriga.wire.messages.to_scheduler import (
     ProgressRequest,
     Shutdown,
 )
-from quadriga.wire.sockets import AsyncPort, Outbox
+from quadriga.wire.sockets import AsyncPort
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
 from tokenizer_proc.intake import RequestIntake, RequestPreparation
+from tokenizer_proc.live.processes import ProcessUsage
+from tokenizer_proc.live.viewers import Viewers
+from tokenizer_proc.open_requests import SchedulerLink
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
@@ -65,7 +70,7 @@ class Frontend:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: Outbox,
+        scheduler: SchedulerLink,
         static_info: InfoValues,
         replaces: bool = False,
         logs_refusals: bool = False,
@@ -82,6 +87,8 @@ class Frontend:
         self.intake = RequestIntake(
             preparation, guard, scheduler, self.clients, replaces, self._owners
         )
+        usage = ProcessUsage(os.getppid())
+        self._viewers = Viewers(scheduler, self.clients, usage, lambda: self.intake.num_open)
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
@@ -118,6 +125,10 @@ class Frontend:
                 self._send_info_request(client, message)
             case GetProgress():
                 self._send_progress_request(client, message)
+            case Watch():
+                validation.check_request_id(message.request_id)
+                self._owners.check_viewer(client)
+                self._viewers.watch(client, message)
             case Tokenize() | Detokenize():
                 self.clients.answer(client, self._preparation.preparer.convert(message))
 
@@ -164,19 +175,29 @@ class Frontend:
     def _on_client_lost(self, client: bytes) -> None:
         self._info_requests.forget(client)
         self._owners.forget(client)
+        self._viewers.forget(client)
         self.intake.lose_client(client)
 
     # --- results ----------------------------------------------------------------------------------
 
     def on_delivery(self, frames: list[bytes]) -> None:
-        """Take [address, message, Delivered] from the detokenizer; all are empty for Drained."""
+        """Take [address, message, Delivered] from the detokenizer.
+
+        Without an address it is a message of the live feed; all are empty for Drained.
+        """
         client, payload, delivered_frame = frames
+        if not client and payload:
+            self._viewers.show(payload)
+            return
+        self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
+
+    def deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
+        """Pass a result on to its client. An empty address stands for Drained."""
         if not client:
             self._end_if_drained()
             return
-        delivered = _decode_delivered(delivered_frame)
         if delivered.waiting is not None:
-            self._guard.update_queue_length(delivered.waiting)
+            self._guard.update_queue(delivered.waiting, delivered.wait_s)
         if delivered.ended:
             self.intake.count_ends(client, delivered.ended, delivered.generated)
         if delivered.settled:
@@ -192,6 +213,7 @@ class Frontend:
         """
         if self.intake.has_drained:
             self.clients.broadcast(ServerStopping("the server has stopped"))
+            self._viewers.close()
             self._scheduler.send(Shutdown())
             self.ended.set()
 

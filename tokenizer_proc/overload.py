@@ -12,6 +12,8 @@ NUM_RECENT_ENDS = 64
 # For work that takes milliseconds.
 RETRY_AFTER_S = 1.0
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
+# After a refusal a retry is worth it when this share of the queue has probably been admitted.
+FREED_SHARE = 0.25
 
 
 def check_room(num_present: int, limit: int, what: str, num_added: int = 1) -> None:
@@ -36,7 +38,8 @@ class OverloadGuard:
     Only the scheduler knows how many choices wait. Here their number is the one that it reported
     last, plus the choices that were submitted since then, plus those of requests in preparation.
 
-    The hint when to try again follows from the rate at which requests end.
+    The hint when to try again follows from the wait that the scheduler expects, and where it has
+    reported none, from the rate at which requests end.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class OverloadGuard:
         self._max_per_client = max_per_client
         self._clock = clock
         self._num_reported = 0
+        self._reported_wait_s: float | None = None
         self._num_submitted = 0
         self._num_preparing = 0
         self._ended_at: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
@@ -57,14 +61,19 @@ class OverloadGuard:
         """Raise QueueFull for a request that is too much, from a client with `num_open` others."""
         num_waiting = self._num_reported + self._num_submitted + self._num_preparing
         if num_waiting + num_choices > self._max_queued:
-            retry_after = self._retry_after_s(num_ends=self._max_queued / 4)
+            wait_s = self._reported_wait_s
+            if wait_s is None:
+                wait_s = self._ends_in_s(num_waiting + 1)
+            retry_after = _retry_after_s(FREED_SHARE * (wait_s or 0.0))
             raise QueueFull(
                 f"{num_waiting} requests are waiting and --max-queued-requests is"
                 f" {self._max_queued}; try again in {retry_after} s",
                 retry_after,
+                num_waiting + 1,
+                wait_s,
             )
         if self._max_per_client is not None and num_open >= self._max_per_client:
-            retry_after = self._retry_after_s(num_ends=1)
+            retry_after = _retry_after_s(self._ends_in_s(1) or 0.0)
             raise QueueFull(
                 f"this client has {num_open} open requests and --max-requests-per-client is"
                 f" {self._max_per_client}; wait until one has ended, or try again in"
@@ -89,13 +98,21 @@ class OverloadGuard:
         """Note that choices ended now."""
         self._ended_at.extend([self._clock()] * num_choices)
 
-    def update_queue_length(self, num_waiting: int) -> None:
-        """Take in the length of the scheduler's waiting queue."""
-        self._num_reported, self._num_submitted = num_waiting, 0
+    def update_queue(self, num_waiting: int, wait_s: float | None) -> None:
+        """Take in the length of the scheduler's waiting queue, and the wait of one more request.
 
-    def _retry_after_s(self, num_ends: float) -> int:
-        """Return the seconds in which this many choices probably end."""
+        wait_s: estimated seconds; None where the queue is far from full, or nothing is known.
+        """
+        self._num_reported, self._num_submitted = num_waiting, 0
+        self._reported_wait_s = wait_s
+
+    def _ends_in_s(self, num_ends: int) -> float | None:
+        """Return the seconds in which this many choices probably end; None if that is unknown."""
         if len(self._ended_at) < 2:
-            return MIN_RETRY_AFTER_S
-        seconds = (self._clock() - self._ended_at[0]) / len(self._ended_at) * num_ends
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(seconds)))
+            return None
+        return (self._clock() - self._ended_at[0]) / len(self._ended_at) * num_ends
+
+
+def _retry_after_s(seconds: float) -> int:
+    """Return the hint for something that is expected in so many seconds."""
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(seconds)))

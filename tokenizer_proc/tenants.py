@@ -10,7 +10,7 @@ import msgspec
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest
 from quadriga.tenants.key_file import TenantFile
-from quadriga.tenants.tenant import Tenant
+from quadriga.tenants.tenant import MIN_PRIORITY, Tenant
 from quadriga.wire.client_address import is_gateway
 from quadriga.wire.messages.public import Generate
 
@@ -69,6 +69,14 @@ class RequestOwners:
         if self._key_names is not None:
             self._key_names.pop(client, None)
 
+    def check_viewer(self, client: bytes) -> None:
+        """Raise InvalidRequest where a client may not see the requests of all tenants."""
+        if self._file is not None and not self._is_gateway(client):
+            raise InvalidRequest(
+                "this server has tenants, and the live feed shows requests of all of them: watch by"
+                " the web gateway, with a key of --api-key"
+            )
+
     def owner(self, client: bytes, named: str) -> Owner:
         """Return the tenant of a request. `named`: Generate.tenant.
 
@@ -107,7 +115,8 @@ class RequestOwners:
     def checked(self, message: Generate, owner: Owner) -> Generate:
         """Return a request with a priority that its tenant may use.
 
-        The default priority, 0, becomes the nearest one that is allowed.
+        The default priority, 0, becomes the nearest one that is allowed. The lowest one, which
+        lines of batches have, is allowed to all.
 
         Raises:
             InvalidRequest: the tenant may not use this priority, or not the model.
@@ -121,6 +130,8 @@ class RequestOwners:
                 f" {', '.join(tenant.models)}: ask the server's operator",
                 "model",
             )
+        if message.priority == MIN_PRIORITY:
+            return message
         smallest, largest = tenant.priority
         if message.priority and not smallest <= message.priority <= largest:
             raise InvalidRequest(

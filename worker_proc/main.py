@@ -131,9 +131,9 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     from worker_proc.startup.prefill_tuning import tune_prefill_size
     from worker_proc.system.devices import take_cores
 
-    cores = take_cores(child.config.worker)
+    cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, store, clock.begin)
+    runner = make_runner(child.config, files, part, store, clock.begin, child.replica)
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")

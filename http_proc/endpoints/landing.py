@@ -1,4 +1,4 @@
-"""GET /: what is served here and where to go on, as a page for browsers, else as JSON."""
+"""GET /: what is served here and where to go on, as JSON; with --no-ui for browsers as a list."""
 
 import html
 from pathlib import Path
@@ -26,7 +26,7 @@ class LandingAnswer(msgspec.Struct):
 
 
 async def landing(request: web.Request) -> web.Response:
-    """Return the page if the client accepts HTML, as browsers do."""
+    """Return the list if the client accepts HTML, as browsers do; http_proc/ui comes before."""
     model = request.app[GATEWAY].model
     if "text/html" in request.headers.get("Accept", ""):
         text = PAGE.substitute(model=html.escape(model))

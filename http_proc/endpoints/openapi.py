@@ -16,14 +16,17 @@ from aiohttp import web
 from http_proc.apis import sglang_generate
 from http_proc.apis.anthropic.endpoints import ANTHROPIC_ENDPOINTS
 from http_proc.apis.batch.endpoints import BATCH_ENDPOINTS
+from http_proc.apis.conversations.endpoints import CONVERSATION_ENDPOINTS
 from http_proc.apis.files.endpoints import FILE_ENDPOINTS
 from http_proc.apis.llama_cpp.endpoints import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama.endpoints import OLLAMA_ENDPOINTS
 from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.endpoints import landing, metrics, service
-from http_proc.endpoints.endpoint import PLAIN, Endpoint, post
+from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
+from http_proc.live.endpoint import live
 from http_proc.protocol import sampling
+from http_proc.streams.endpoints import STREAM_ENDPOINTS
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -146,11 +149,13 @@ ENDPOINTS = [
              landing.LandingAnswer),
     *OPENAI_ENDPOINTS,
     *RESPONSES_ENDPOINTS,
+    *CONVERSATION_ENDPOINTS,
     *ANTHROPIC_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *LLAMA_CPP_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
+    *STREAM_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
@@ -170,6 +175,7 @@ ENDPOINTS = [
     Endpoint("/health", service.readyz, "The same as /readyz", service.HealthStatus),
     Endpoint("/server_info", service.server_info, "Configuration and state of the server",
              dict[str, Any]),
+    Endpoint("/v1/live", live, "What the server does now: steps, requests, processes", STREAM),
     Endpoint("/metrics", metrics.metrics, "Gauges, counters and histograms for Prometheus", PLAIN),
     Endpoint("/openapi.json", openapi, "This document", None),
     Endpoint("/docs", docs, "A page that shows this document", None),

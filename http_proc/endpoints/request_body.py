@@ -17,6 +17,9 @@ BODY_TIMEOUT_S = 60.0
 # Of all bodies that are being received, unless --max-body-bytes is more.
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
 
+# A body that was received before its handler reads it.
+BODY = web.RequestKey("body", bytes)
+
 T = TypeVar("T", bound=msgspec.Struct)
 _decode = msgspec.json.Decoder().decode
 
@@ -34,6 +37,30 @@ async def expect_continue(request: web.Request) -> None:
     request.writer.output_size = 0  # the interim response is not part of the answer
 
 
+async def read_bytes(request: web.Request) -> bytes:
+    """Receive the body, return it, and keep it for `read_object`.
+
+    Raises:
+        ApiError: the body is late or too large.
+    """
+    request[BODY] = await _receive_in_time(request)
+    return request[BODY]
+
+
+async def _receive_in_time(request: web.Request) -> bytes:
+    # Before Python 3.12, asyncio.wait_for drops a cancellation that comes with the last byte.
+    late = asyncio.TimeoutError()
+    timer = asyncio.get_running_loop().call_later(
+        BODY_TIMEOUT_S, request.content.set_exception, late
+    )
+    try:
+        return await _receive(request)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    finally:
+        timer.cancel()
+
+
 async def read_object(request: web.Request) -> dict[str, Any]:
     """Return the JSON object in the body.
 
@@ -42,17 +69,11 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     Raises:
         ApiError: the body is late, too large, not JSON, or not an object.
     """
-    # Before Python 3.12, asyncio.wait_for drops a cancellation that comes with the last byte.
-    late = asyncio.TimeoutError()
-    timer = asyncio.get_running_loop().call_later(
-        BODY_TIMEOUT_S, request.content.set_exception, late
-    )
-    try:
-        data = await _receive(request)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    finally:
-        timer.cancel()
+    if BODY in request:
+        data = request[BODY]
+        del request[BODY]
+    else:
+        data = await _receive_in_time(request)
     await check_shape(data)
     try:
         body = _decode(data)

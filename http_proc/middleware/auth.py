@@ -8,9 +8,9 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from http_proc.caller import USER_HEADER, Caller, set_caller
+from http_proc.caller import USER_HEADER, Caller, set_caller, short_hash
 from http_proc.gateway import REQUEST_ID, request_id
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import POSITION_HEADER, WAIT_HEADER, ApiError
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.tenants.key_file import TenantFile
@@ -18,6 +18,9 @@ from quadriga.tenants.key_file import TenantFile
 # Probes need no key: monitoring should not have to hold one.
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
 PREFLIGHT_MAX_AGE_S = "600"
+EXPOSED_HEADERS = (
+    f"X-Request-Id, Request-Id, X-Stream-Id, Retry-After, {POSITION_HEADER}, {WAIT_HEADER}"
+)
 
 ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
@@ -40,11 +43,9 @@ def key_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
                 await asyncio.get_running_loop().run_in_executor(None, file.reload)
             for tenant in map(file.index.with_key, given):
                 if tenant is not None:
-                    return Caller(tenant.name, tenant.sub_tenants)
-        # All keys are compared, so that the response time does not depend on them.
-        is_known = sum(hmac.compare_digest(one, key) for one in given for key in keys) > 0
+                    return Caller.of_key(tenant)
         address = request.remote if tenants.tenants_by == "address" else None
-        return Caller(address or "") if is_known else None
+        return _caller_with_key(given, keys, address or "")
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -78,6 +79,15 @@ def _given_keys(request: web.Request) -> list[bytes]:
     return [_as_bytes(bearer), _as_bytes(headers.get("X-API-Key", ""))]
 
 
+def _caller_with_key(given: list[bytes], keys: list[bytes], tenant: str) -> Caller | None:
+    """Return the caller of a request that has one of the keys; None for any other."""
+    # All keys are compared, so that the response time does not depend on them.
+    matches = [key for one in given for key in keys if hmac.compare_digest(one, key)]
+    if not matches:
+        return None
+    return Caller(tenant, key_hash=short_hash(matches[0].decode("utf-8", "surrogateescape")))
+
+
 def _as_bytes(text: str) -> bytes:
     """Encode a text that Python decoded from arbitrary bytes: a header, an argument."""
     return text.encode("utf-8", "surrogateescape")
@@ -105,7 +115,7 @@ def response_hook(args: HttpArgs) -> ResponseHook:
             return
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
         response.headers["Vary"] = "Origin"
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Request-Id, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
             requested = request.headers.get("Access-Control-Request-Headers", "")

@@ -13,12 +13,25 @@ RETRY_AFTER_S = 1
 # For a server that is stopping, or has lost a process.
 RETRY_AFTER_RESTART_S = 10
 
+POSITION_HEADER, WAIT_HEADER = "X-Queue-Position", "X-Expected-Wait"
+
 INVALID = "invalid_request_error"
 # A message may quote what the client has sent.
 MAX_MESSAGE_CHARS = 1000
 
 
-class ErrorBody(msgspec.Struct):
+class QueueHint(msgspec.Struct, kw_only=True):
+    """Of an error body where the waiting queue is full: the place and wait of one more request."""
+
+    queue_position: int | msgspec.UnsetType = msgspec.UNSET
+    expected_wait: float | msgspec.UnsetType = msgspec.UNSET
+
+    def take_hint(self, other: "QueueHint") -> None:
+        """Take the values of another body."""
+        self.queue_position, self.expected_wait = other.queue_position, other.expected_wait
+
+
+class ErrorBody(QueueHint):
     """What went wrong. param: the request's field that is wrong; code: a short name."""
 
     message: str
@@ -66,8 +79,14 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to this error."""
         seconds = None if self.retry_after is None else math.ceil(self.retry_after)
-        headers = {"Retry-After": seconds, "Allow": self.allow}
-        return {name: str(value) for name, value in headers.items() if value is not None}
+        values: dict[str, object] = {
+            "Retry-After": seconds,
+            "Allow": self.allow,
+            POSITION_HEADER: self.answer.error.queue_position,
+            WAIT_HEADER: self.answer.error.expected_wait,
+        }
+        missing = (None, msgspec.UNSET)
+        return {name: str(value) for name, value in values.items() if value not in missing}
 
 
 def shortened(text: str) -> str:
@@ -109,4 +128,10 @@ def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     if field and message.startswith(field):
         message = param + message[len(field) :]
     message = _PREFIXES.get(error.code, "") + message
-    return ApiError(status, message, kind, param or None, code, retry_after)
+    api_error = ApiError(status, message, kind, param or None, code, retry_after)
+    if isinstance(error, errors.QueueFull) and error.queue_position is not None:
+        hint = api_error.answer.error
+        hint.queue_position = error.queue_position
+        if error.expected_wait is not None:
+            hint.expected_wait = round(error.expected_wait, 1)
+    return api_error

@@ -64,12 +64,14 @@ class StructuredOutputs(RequestBody, kw_only=True):
 class OpenAIRequest(RequestBody, kw_only=True):
     """Fields of both endpoints.
 
-    prompt_logprobs: number of top tokens for each token of the prompt, in vLLM's format. The fields
-    after structured_outputs have no effect.
+    resumable: the stream goes on when its connection breaks, and can be resumed. prompt_logprobs:
+    number of top tokens for each token of the prompt, in vLLM's format. The fields after
+    structured_outputs have no effect.
     """
 
     model: str | None = None
     stream: bool = False
+    resumable: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     priority: Priority = 0
     prompt_logprobs: Top | None = None

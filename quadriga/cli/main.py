@@ -1,4 +1,4 @@
-"""The command line: `quadriga serve`, `chat`, `ask`, `batch`, `models`, `bench`, `keys`, `keygen`.
+"""The command line: `quadriga serve`, `chat`, `ask`, `models`, `top` and the other COMMANDS.
 
 `serve` and `bench` are programs above this package, which `quadriga/programs.py` finds.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from quadriga import __version__
 from quadriga.cli import ask, batch, chat, keygen, keys
 from quadriga.cli.models import command as models
+from quadriga.cli.top import command as top
 from quadriga.errors import QuadrigaError
 from quadriga.programs import load_function
 
@@ -24,7 +25,7 @@ HELP_OF_PROGRAMS = {
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
 }
 
-COMMANDS = (chat, ask, batch, models, keygen, keys)
+COMMANDS = (chat, ask, batch, models, top, keygen, keys)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,10 +10,12 @@ from quadriga.client.arguments import check_options, checked_params, params_of_e
 from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
 from quadriga.client.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
+from quadriga.client.live.subscription import LiveSubscription
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
+    KeptRequest,
     Prompt,
     RenderedPrompt,
     StreamChunk,
@@ -33,6 +35,7 @@ from quadriga.errors import (
 )
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.live import LiveMessage, LiveServer, LiveStep
 from quadriga.wire.messages.public import (
     PROTOCOL_VERSION,
     Abort,
@@ -46,6 +49,7 @@ from quadriga.wire.messages.public import (
     GetProgress,
     Info,
     ProgressAnswer,
+    Refused,
     RequestProgress,
     ServerGone,
     ServerMessage,
@@ -93,11 +97,12 @@ class AsyncClient:
         self._inflight = InflightRequests(
             lambda message: self._connection.send(message), reconnect_timeout
         )
+        self._live = LiveSubscription(lambda message: self._connection.send(message))
         events = ConnectionEvents(
             on_message=self._on_message,
             on_interrupt=self._inflight.interrupt,
             on_reconnect=self._inflight.resend,
-            on_lost=self._inflight.fail_all,
+            on_lost=self._fail_all,
         )
         keys = Path(curve_dir) if curve_dir else None
         self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
@@ -143,8 +148,17 @@ class AsyncClient:
         """
         if self._inflight.has_requests:
             self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._inflight.fail_all(CLOSED_BY_CALLER)
+        self._fail_all(CLOSED_BY_CALLER)
         await self._connection.close(linger_s=1)
+
+    def leave_requests(self) -> None:
+        """Leave every open request to a client of the same identity that comes after this one.
+
+        They are not aborted, and nothing more comes of them here.
+
+            client.leave_requests()
+        """
+        self._inflight.forget_all()
 
     async def give_up(self, error: QuadrigaError) -> None:
         """Fail every open and later call: the caller knows that the server has ended.
@@ -159,7 +173,7 @@ class AsyncClient:
         if not self._connection.is_lost:
             reason = ErrorInfo.of(error)
             self._connection.give_up(reason)
-            self._inflight.fail_all(reason)
+            self._fail_all(reason)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -172,6 +186,7 @@ class AsyncClient:
         sink: Sink | None = None,
         on_accepted: AcceptedSink | None = None,
         tenant: str = "",
+        kept: KeptRequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> RequestHandle:
         """Send a request, now or as soon as the server is back. The client must be connected.
@@ -185,6 +200,8 @@ class AsyncClient:
             on_accepted: called on the event loop, once and before the first chunk, when the prompt
                 is tokenized, with its number of tokens and the end of a chat's text.
             tenant: owner of the request; the server ignores it but from its own gateway.
+            kept: the request goes on without this client, and may be sent again by another one
+                with the same identity. It needs a seed.
             **options: timeout, priority, … (see RequestOptions).
 
                 handle = client.submit("Once upon a time")
@@ -198,7 +215,10 @@ class AsyncClient:
             QuadrigaError: the connection is lost, for this reason.
         """
         check_options("submit", options, RequestOptions.__annotations__)
-        return self._submit(prompt, params, _now(), stream, sink, options, on_accepted, tenant)
+        began_at = _now()
+        return self._submit(
+            prompt, params, began_at, stream, sink, options, on_accepted, tenant, kept
+        )
 
     def _submit(
         self,
@@ -210,10 +230,11 @@ class AsyncClient:
         options: RequestOptions,
         on_accepted: AcceptedSink | None = None,
         tenant: str = "",
+        kept: KeptRequest | None = None,
     ) -> RequestHandle:
         """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
-        request_id = f"{self._identity.hex}-{self._counter}"
+        request_id = f"{self._identity.hex}-{self._counter}" if kept is None else kept.request_id
         self._counter += 1
         wire = wire_prompt(prompt)
         message = Generate(
@@ -225,10 +246,13 @@ class AsyncClient:
             prompt_token_ids=wire.token_ids,
             acknowledge=on_accepted is not None,
             tenant=tenant,
+            keep_s=None if kept is None else kept.keep_s,
             **options,
         )
         # The handle records the time of submission.
         handle = RequestHandle(message, self._inflight.drop, sink, on_accepted)
+        if kept is not None and kept.is_resent:
+            handle.follow_predecessor()
         self._inflight.add(handle)
         if is_time_limit(message.timeout):
             handle.expire_at(began_at + message.timeout)
@@ -409,6 +433,25 @@ class AsyncClient:
         )
         return answer.values
 
+    async def watch(self) -> AsyncGenerator[LiveMessage, None]:
+        """Yield what the server does: a LiveStep for each step, a LiveServer each second.
+
+        The server makes these messages only while a client watches. A caller that is too slow
+        loses messages: the `number` of the next LiveStep has a gap then.
+
+            async for message in client.watch():
+                print(message)
+
+        Raises:
+            InvalidRequest: this client may not see the requests of others.
+            QueueFull: too many clients watch.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        await self.connect()
+        with self._live.iterator() as iterator:
+            while True:
+                yield await iterator.next()
+
     async def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
     ) -> list[int]:
@@ -510,12 +553,22 @@ class AsyncClient:
     # --- messages ---------------------------------------------------------------------------------
 
     def _on_message(self, message: ServerMessage) -> None:
+        if isinstance(message, LiveStep | LiveServer):
+            self._live.on_message(message)
+            return
         if not isinstance(message, ServerGone):
+            if isinstance(message, Refused):
+                self._live.on_refused(message)
             self._inflight.on_message(message)
             return
         if message.error.code in (ServerFailed.code, ServerStopping.code):
             self._connection.give_up(message.error)
-        self._inflight.fail_all(message.error)
+        self._fail_all(message.error)
+
+    def _fail_all(self, error: ErrorInfo) -> None:
+        """End every open call with an error."""
+        self._inflight.fail_all(error)
+        self._live.fail(error)
 
 
 def _now() -> float:

@@ -10,6 +10,7 @@ from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.config.server_config import DEFAULT_ENDPOINT
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.live import LiveMessage
 from quadriga.wire.messages.public import ChatOptions
 
 if TYPE_CHECKING:
@@ -189,6 +190,28 @@ class Client:
             ServerUnreachable: no server answers at the endpoint, or the connection was lost.
         """
         return self._loop.run(lambda: self._async.flush_cache(timeout))
+
+    def watch(self) -> Iterator[LiveMessage]:
+        """Yield what the server does: a LiveStep for each step, a LiveServer each second.
+
+        A caller that is too slow loses messages: the `number` of the next LiveStep has a gap then.
+
+            for message in client.watch():
+                print(message)
+
+        Raises:
+            QuadrigaError: as `AsyncClient.watch`.
+        """
+        messages = self._async.watch()
+
+        async def next_message() -> LiveMessage:
+            return await anext(messages)
+
+        try:
+            while True:
+                yield self._loop.run(next_message)
+        finally:
+            self._loop.run(messages.aclose)
 
     def tokenize(
         self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0

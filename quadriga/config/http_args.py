@@ -20,6 +20,7 @@ class HttpArgs:
         "127.0.0.1", "address of the web gateway; 0.0.0.0 for all networks", unit="HOST", basic=True
     )
     port: int = flag(8000, "port of the web gateway", unit="PORT", basic=True)
+    no_ui: bool = flag(False, "serve no page for browsers at /")
     api_key: str = flag(
         "",
         "comma-separated keys that HTTP clients must use one of; the environment variable"
@@ -43,10 +44,22 @@ class HttpArgs:
         " share of its prompt that is computed; 0: never",
         unit="SECONDS",
     )
+    resumable_streams: bool = flag(
+        False,
+        "every stream of OpenAI's and Anthropic's APIs is resumable, also without resumable: true",
+    )
+    resume_window: float = flag(
+        60.0,
+        "seconds for which a resumable stream without a reader goes on and is kept",
+        unit="SECONDS",
+    )
+    max_resumable_streams: int = flag(
+        1024, "resumable streams that are kept, running or ended; further ones are refused"
+    )
     data_dir: str = flag(
         "",
-        "directory of /v1/files and /v1/batches, which only one server may use (default: data in"
-        " the directory of --journal; without either they are not served)",
+        "directory of /v1/files, /v1/batches and stored responses, which only one server may use"
+        " (default: data in the directory of --journal; without either they are not served)",
         unit="DIR",
     )
     max_file_bytes: int = flag(
@@ -57,12 +70,24 @@ class HttpArgs:
         "bytes of all files together, from which uploads are refused",
         unit="BYTES",
     )
+    max_stored_responses: int = flag(
+        100_000,
+        "stored responses and conversations; the least recently used go first. 0: none are stored",
+    )
+    max_stored_bytes: int = flag(
+        1024 * 1024 * 1024, "bytes of all stored responses and conversations", unit="BYTES"
+    )
+    max_stored_age: float = flag(
+        30 * 24 * 3600.0,
+        "seconds after its last use in which a stored response or conversation expires",
+        unit="SECONDS",
+    )
+    max_background_responses: int = flag(
+        1000, "responses with background: true that have not ended; further ones are refused"
+    )
     max_open_batches: int = flag(100, "batches that have not ended; further ones are refused")
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
-    )
-    batch_concurrency_beside: int = flag(
-        1, "lines of batches that run at one time beside other requests; 0: none"
     )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
@@ -71,10 +96,16 @@ class HttpArgs:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
-        check_positive(self, "max_open_batches", "batch_concurrency")
-        if self.batch_concurrency_beside < 0:
+        check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
+        check_positive(self, "max_background_responses")
+        check_positive(self, "max_stored_bytes", "max_stored_age")
+        if self.max_stored_responses < 0:
             raise ConfigError(
-                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
+                f"max_stored_responses is {self.max_stored_responses}: it must be 0 or more"
+            )
+        if not 0 < self.resume_window < math.inf:
+            raise ConfigError(
+                f"resume_window is {self.resume_window}: it must be a number of seconds above 0"
             )
         if not 0 <= self.sse_ping_interval < math.inf:
             raise ConfigError(

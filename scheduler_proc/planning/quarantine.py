@@ -6,7 +6,7 @@ quarantined: such requests run one at a time, with no other beside them, until t
 far. A request that is alone in the steps in flight at its third crash is the poison one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from quadriga.errors import RequestFailed
 from scheduler_proc.state.request import Request
@@ -29,6 +29,12 @@ def record_worker_crash(in_flight: Iterable[Request]) -> Request | None:
         if request.worker_crashes >= MAX_WORKER_CRASHES:
             return request
     return None
+
+
+def count_losses(request: Request, num_losses: int) -> None:
+    """Count the replicas that were lost with a request as crashes of their workers."""
+    request.worker_crashes = num_losses
+    request.cleared_at = len(request.tokens) + CLEARANCE_TOKENS
 
 
 def is_quarantined(request: Request) -> bool:
@@ -56,6 +62,9 @@ class Quarantine:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
 
     def push(self, request: Request) -> None:
         """Add a request."""

@@ -18,12 +18,12 @@ from quadriga.wire.messages.public import (
     Chunk,
     Chunks,
     ClientMessage,
-    ErrorInfo,
     Generate,
     GetInfo,
     Info,
     Ping,
     Pong,
+    RefusalInfo,
     Refused,
 )
 from tests.unit.public_messages import make_chunk, make_end
@@ -93,7 +93,7 @@ class FakeServer(threading.Thread):
         if any(word in str(request.prompt) for word in ("silent", "endless")):
             return None
         if "refuse" in str(request.prompt):
-            return Refused(request.request_id, ErrorInfo("queue_full", "no room"))
+            return Refused(request.request_id, RefusalInfo("queue_full", "no room"))
         moment = now()
         end = make_end(2, "length", num_prompt_tokens=4, at=moment)
         return Chunks([make_chunk(request.request_id, 0, "ab", [1, 2], end, at=moment)])

@@ -1,7 +1,7 @@
 """A gateway in the test's process, in front of a scripted ring."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timin
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.live import LiveMessage
 from quadriga.wire.messages.public import Accepted, RequestProgress, RequestState, Usage
 
 HERMES = CallFormat(
@@ -52,6 +53,7 @@ class ScriptedRing:
     Attributes:
         prompt_end: the end of the rendered prompt, as the ring reports it.
         logprobs: makes the logprobs of a piece.
+        live: the messages of the live feed.
     """
 
     def __init__(self, pieces: list[str], **facts: Any) -> None:
@@ -68,6 +70,8 @@ class ScriptedRing:
         self.handles: list[ScriptedHandle] = []
         self.sinks: list[Any] = []
         self.tenants: list[str] = []
+        self.live: asyncio.Queue[LiveMessage] = asyncio.Queue()
+        self.num_watches = 0
         self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def submit(
@@ -109,6 +113,9 @@ class ScriptedRing:
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], self.finish_reason, usage, timings)
 
+    async def connect(self) -> None:
+        pass
+
     async def tokenize(self, prompt: Any, chat: Any) -> list[int]:
         if self.error is not None:
             raise self.error
@@ -124,6 +131,13 @@ class ScriptedRing:
     async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
         self.questions.append(request_ids)
         return [self.progress_of_each] * len(request_ids)
+
+    async def watch(self) -> AsyncGenerator[LiveMessage, None]:
+        self.num_watches += 1
+        if self.error is not None:
+            raise self.error
+        while True:
+            yield await self.live.get()
 
     async def info(self, timeout: float) -> dict[str, Any]:
         return self.facts

@@ -25,6 +25,7 @@ from quadriga.wire.messages.public import (
     Ping,
     Pong,
     Probe,
+    RefusalInfo,
     Refused,
     Replay,
     ServerGone,
@@ -212,7 +213,7 @@ class Door:
                 server.replay(request)
         elif server.chosen.random() < server.refusal:
             server.refused.append(message)
-            error = ErrorInfo("queue_full", "no room", "", server.retry_after)
+            error = RefusalInfo("queue_full", "no room", "", server.retry_after)
             if not (message.resent and server.refuses_in_the_ring):
                 server.say(client, Refused(message.request_id, error))
                 return

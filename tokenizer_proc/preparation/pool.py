@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.errors import RequestFailed
-from quadriga.wire.messages.public import ErrorInfo, Refused
+from quadriga.wire.messages.public import Refused
 from quadriga.wire.sockets import encode
 from tokenizer_proc.overload import check_room
 from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES, MAX_CPU_S, ForkServer
@@ -150,7 +150,7 @@ class PreparePool:
             f"the message of {len(job.frame)} bytes could not be prepared within {MAX_CPU_S:g} s"
             " and the memory of a process; shorten it, or send token ids"
         )
-        return encode(Refused(peek(job.frame).request_id, ErrorInfo.of(error)))
+        return encode(Refused.of(peek(job.frame).request_id, error))
 
 
 @dataclass(slots=True, eq=False)

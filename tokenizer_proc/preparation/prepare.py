@@ -31,7 +31,6 @@ from quadriga.wire.messages.public import (
     ChatMessage,
     ChatOptions,
     Detokenize,
-    ErrorInfo,
     Generate,
     Refused,
     Text,
@@ -100,7 +99,7 @@ class Preparer:
             assert isinstance(message, Tokenize | Detokenize)
             return encode(self.convert(message))
         except QuadrigaError as error:
-            return encode(Refused(validation.peek(frame).request_id, ErrorInfo.of(error)))
+            return encode(Refused.of(validation.peek(frame).request_id, error))
 
     def prepare(self, message: Generate) -> Prepared:
         """Return a request with its prompt's token ids, complete parameters and timeouts.

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from http_proc.protocol.errors import CONTEXT_EXCEEDED, ApiError
+from http_proc.protocol.errors import CONTEXT_EXCEEDED, ApiError, QueueHint
 
 # The SDK retries 408, 409, 429 and everything from 500 on, so that the statuses stay as they are.
 _TYPES = {
@@ -23,7 +23,7 @@ NO_THREADS = "thread_unsupported_request"
 _LENGTHS = re.compile(r"(\d+) tokens.*?(?:context is|pool holds) (\d+)")
 
 
-class ErrorDetail(msgspec.Struct):
+class ErrorDetail(QueueHint):
     """What went wrong. details: {"error_code"} of an error from which the SDK recovers by it."""
 
     type: str
@@ -43,6 +43,7 @@ def error_body(error: ApiError) -> bytes:
     """Return the JSON body of an error."""
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     detail = ErrorDetail(_TYPES.get(error.status, other), _message(error))
+    detail.take_hint(error.answer.error)
     if error.answer.error.code == NO_THREADS:
         detail.details = {"error_code": NO_THREADS}
     return msgspec.json.encode(MessageErrorBody(error=detail, request_id=error.request_id))

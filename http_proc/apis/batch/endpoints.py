@@ -10,9 +10,8 @@ from http_proc.apis.files.pages import page
 from http_proc.endpoints.endpoint import Endpoint, post
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.protocol.errors import ApiError, invalid
+from http_proc.protocol.metadata import check_metadata
 from http_proc.responses import json_response
-
-MAX_METADATA_PAIRS, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
 
 async def create_batch(request: web.Request) -> web.Response:
@@ -22,11 +21,12 @@ async def create_batch(request: web.Request) -> web.Response:
     if call.endpoint not in ENDPOINTS:
         names = ", ".join(ENDPOINTS)
         raise invalid(f"endpoint is {call.endpoint[:100]!r}: it must be one of {names}", "endpoint")
-    _check_metadata(call.metadata or {})
+    check_metadata(call.metadata or {})
     try:
         purpose = service.files.get(call.input_file_id).purpose
     except ApiError as error:
-        raise ApiError(404, str(error), param="input_file_id", code="file_not_found") from None
+        error.answer.error.param = "input_file_id"
+        raise
     if purpose != "batch":
         raise invalid(
             f"file {call.input_file_id} has the purpose {purpose!r}: upload it with 'batch'",
@@ -55,20 +55,6 @@ async def cancel_batch(request: web.Request) -> web.Response:
     service = await service_of(request)
     with disk_errors():
         return json_response(service.cancel(request.match_info["id"]))
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise invalid(
-            f"metadata has {len(metadata)} pairs: at most {MAX_METADATA_PAIRS}", "metadata"
-        )
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_CHARS:
-            raise invalid(
-                f"metadata has {key[:100]!r} with {len(value)} characters: keys have at most"
-                f" {MAX_METADATA_KEY_CHARS}, values {MAX_METADATA_CHARS}",
-                "metadata",
-            )
 
 
 BATCH_ENDPOINTS = [

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import ApiError, QueueHint
 from http_proc.protocol.schema import RequestBody, Top
 from quadriga.sampling.limits import MAX_SEED
 
@@ -92,7 +92,7 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
     id_slot: int = 0
 
 
-class LlamaCppError(msgspec.Struct):
+class LlamaCppError(QueueHint):
     """What went wrong. code: the HTTP status."""
 
     code: int
@@ -109,6 +109,6 @@ class LlamaCppErrorAnswer(msgspec.Struct):
 def error_body(error: ApiError) -> bytes:
     """Return an error in llama.cpp's format."""
     body = error.answer.error
-    return msgspec.json.encode(
-        LlamaCppErrorAnswer(LlamaCppError(error.status, body.message, body.type))
-    )
+    detail = LlamaCppError(error.status, body.message, body.type)
+    detail.take_hint(body)
+    return msgspec.json.encode(LlamaCppErrorAnswer(detail))

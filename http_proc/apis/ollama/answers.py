@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import ApiError, QueueHint
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
 from quadriga.client.types import Completion
 
 
-class OllamaError(msgspec.Struct):
+class OllamaError(QueueHint):
     """The body of an answer with an error status, and the last line of a stream that fails."""
 
     error: str
@@ -98,7 +98,9 @@ class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
 
 def error_body(error: ApiError) -> bytes:
     """Return an error in Ollama's format."""
-    return msgspec.json.encode(OllamaError(error.answer.error.message))
+    body = OllamaError(error.answer.error.message)
+    body.take_hint(error.answer.error)
+    return msgspec.json.encode(body)
 
 
 def rfc3339(seconds: float) -> str:

@@ -6,11 +6,12 @@ from http_proc.apis.openai.render import RenderAnswer, RenderRequest, render
 from http_proc.endpoints.endpoint import post
 from http_proc.protocol.sampling import CHAT, OPENAI
 from http_proc.protocol.schema import ChatBody, ChatRequest, CompletionBody, CompletionRequest
+from http_proc.streams.resumable import resumable
 
 OPENAI_ENDPOINTS = [
-    post("/v1/completions", completions, "Complete prompts",
+    post("/v1/completions", resumable(completions), "Complete prompts",
          CompletionRequest, CompletionBody, sampling=OPENAI, streams=True),
-    post("/v1/chat/completions", chat_completions, "Answer a chat",
+    post("/v1/chat/completions", resumable(chat_completions), "Answer a chat",
          ChatRequest, ChatBody, sampling=CHAT, streams=True),
     post("/render", render, "The prompt of a text or a chat, as text and token ids",
          RenderRequest, RenderAnswer, sampling=CHAT),

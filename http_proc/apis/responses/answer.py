@@ -8,6 +8,7 @@ import msgspec
 from http_proc.answer.events import AnswerEvent
 from http_proc.apis.responses.output import ResponseOutput, StreamEvent
 from http_proc.apis.responses.schema import (
+    ConversationName,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -15,6 +16,7 @@ from http_proc.apis.responses.schema import (
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
+    conversation_id,
 )
 from http_proc.apis.responses.tools import RequestTools
 from http_proc.chat.reasoning_tokens import ReasoningTokens
@@ -38,11 +40,19 @@ def new_response(
     return ResponseObject(
         id=head.id,
         created_at=head.created,
+        background=fields.background,
+        status="queued" if fields.background else "in_progress",
         model=head.model,
+        conversation=(
+            None
+            if fields.conversation is None
+            else ConversationName(conversation_id(fields.conversation))
+        ),
         instructions=fields.instructions,
         max_output_tokens=params.max_new_tokens,
         max_tool_calls=fields.max_tool_calls,
         parallel_tool_calls=fields.parallel_tool_calls,
+        previous_response_id=fields.previous_response_id,
         prompt_cache_key=fields.prompt_cache_key,
         prompt_cache_retention=fields.prompt_cache_retention,
         reasoning={"effort": fields.reasoning.effort, "summary": None},
@@ -89,6 +99,13 @@ class ResponseAnswer:
         self.response.status = "failed"
         self.response.error = ResponseFailure(known, body.message)
         self.response.output = self.output.items
+
+    def cancel(self) -> list[StreamEvent]:
+        """End the response before its answer. Return the stream's events."""
+        out = self.output.finish(is_cut=True)
+        self.response.status = "cancelled"
+        self.response.output = self.output.items
+        return out
 
     def _finish(self, completion: Completion) -> list[StreamEvent]:
         response, reason = self.response, completion.finish_reason

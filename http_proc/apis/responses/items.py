@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from http_proc.apis.responses.store import ResponseStore
+from http_proc.apis.responses.store import Items, ResponseStore
 from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from quadriga.errors import InvalidRequest
 from quadriga.wire.chat_limits import check_num_turns
@@ -93,30 +93,47 @@ _TYPES: dict[str, type[AnyItem]] = {
 }
 
 
-def list_items(given: str | list[dict[str, Any]], store: ResponseStore) -> list[dict[str, Any]]:
+async def list_items(given: str | Items, store: ResponseStore) -> Items:
     """Return the input as a list of items, with those that references point to. Raise ApiError."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not given:
         raise invalid("input has no items: send at least one", "input")
+    check_num_items(len(given), "input")
+    return [await _dereferenced(index, item, store) for index, item in enumerate(given)]
+
+
+def check_num_items(count: int, name: str) -> None:
+    """Raise ApiError for too many items, before each of them is checked."""
     try:
-        check_num_turns(len(given))
+        check_num_turns(count)
     except InvalidRequest as error:
-        raise from_ring(error, {"prompt": "input"}) from None
-    return [_dereferenced(index, item, store) for index, item in enumerate(given)]
+        raise from_ring(error, {"prompt": name}) from None
 
 
-def parse_items(items: list[dict[str, Any]]) -> list[AnyItem]:
+def parse_items(items: Items, num_stored: int = 0) -> list[AnyItem]:
     """Return the items as typed objects.
+
+    Args:
+        items: those of the whole conversation.
+        num_stored: how many of them come before the request's input, from the store.
 
     Raises:
         ApiError: an item has a wrong type or field, an id occurs twice, or calls and outputs do not
             belong together.
     """
-    parsed = [_parsed(index, item) for index, item in enumerate(items)]
-    _check_ids(parsed)
-    _check_calls(parsed)
+    names = item_names(len(items), num_stored)
+    check_num_items(len(items), "input with the stored conversation")
+    parsed = [parse_item(name, item) for name, item in zip(names, items, strict=True)]
+    _check_ids(names, parsed)
+    _check_calls(names, parsed)
     return parsed
+
+
+def item_names(count: int, num_stored: int) -> list[str]:
+    """Return the names of items in error messages: the request counts only its own."""
+    stored = [f"stored_items[{index}]" for index in range(num_stored)]
+    return stored + [f"input[{index}]" for index in range(count - num_stored)]
 
 
 def text_of(content: Content, name: str) -> str:
@@ -147,15 +164,22 @@ def converted(value: Any, kind: type[T], name: str) -> T:
         raise invalid(f"{field}: {text.partition(' - at `')[0]}", field) from None
 
 
-def _dereferenced(index: int, item: dict[str, Any], store: ResponseStore) -> dict[str, Any]:
+async def _dereferenced(index: int, item: dict[str, Any], store: ResponseStore) -> dict[str, Any]:
     kind = item.get("type")
     if kind == "item_reference" or (kind is None and item.keys() == {"id"}):
-        return store.item(str(item.get("id")), f"input[{index}]")
-    return {**item, "type": "message"} if kind is None and "role" in item else item
+        return await store.item(str(item.get("id")), f"input[{index}]")
+    return with_type(item)
 
 
-def _parsed(index: int, item: dict[str, Any]) -> AnyItem:
-    kind, name = item.get("type"), f"input[{index}]"
+def with_type(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item whose type is not left out: messages may have none."""
+    is_message = item.get("type") is None and "role" in item
+    return {**item, "type": "message"} if is_message else item
+
+
+def parse_item(name: str, item: dict[str, Any]) -> AnyItem:
+    """Return an item as a typed object. `name`: the request's name of it. Raise ApiError."""
+    kind = item.get("type")
     item_type = _TYPES.get(kind) if isinstance(kind, str) else None
     if item_type is None:
         raise invalid(
@@ -164,35 +188,34 @@ def _parsed(index: int, item: dict[str, Any]) -> AnyItem:
     return converted(item, item_type, name)
 
 
-def _check_ids(items: list[AnyItem]) -> None:
-    seen: dict[str, int] = {}
-    for index, item in enumerate(items):
-        if item.id and seen.setdefault(item.id, index) != index:
+def _check_ids(names: list[str], items: list[AnyItem]) -> None:
+    seen: dict[str, str] = {}
+    for name, item in zip(names, items, strict=True):
+        if item.id and seen.setdefault(item.id, name) != name:
             raise invalid(
-                f"input[{index}].id is {item.id!r}, which input[{seen[item.id]}] has too: send each"
-                " item once",
-                f"input[{index}].id",
+                f"{name}.id is {item.id!r}, which {seen[item.id]} has too: send each item once",
+                f"{name}.id",
             )
 
 
-def _check_calls(items: list[AnyItem]) -> None:
+def _check_calls(names: list[str], items: list[AnyItem]) -> None:
     """Raise ApiError unless each output answers one call before it, and each call has an output."""
     calls: dict[str, int] = {}
     answered: dict[str, int] = {}
     for index, item in enumerate(items):
-        name = f"input[{index}].call_id"
+        name = f"{names[index]}.call_id"
         if isinstance(item, CallItem):
             if item.call_id in calls:
-                raise _twice(name, item.call_id, calls[item.call_id])
+                raise _twice(name, item.call_id, names[calls[item.call_id]])
             calls[item.call_id] = index
         elif isinstance(item, OutputItem):
             if item.call_id in answered:
-                raise _twice(name, item.call_id, answered[item.call_id])
+                raise _twice(name, item.call_id, names[answered[item.call_id]])
             _check_output(name, item, items, calls)
             answered[item.call_id] = index
     for call_id, index in _without(calls, answered):
         raise invalid(
-            f"input[{index}] is the call {call_id!r}, and no item has its output: send one with"
+            f"{names[index]} is the call {call_id!r}, and no item has its output: send one with"
             " this call_id",
             "input",
         )
@@ -218,7 +241,5 @@ def _without(calls: dict[str, int], answered: dict[str, int]) -> Iterator[tuple[
     return ((call_id, index) for call_id, index in calls.items() if call_id not in answered)
 
 
-def _twice(name: str, call_id: str, first: int) -> ApiError:
-    return invalid(
-        f"{name} is {call_id!r}, which input[{first}] has too: a call has one output", name
-    )
+def _twice(name: str, call_id: str, first: str) -> ApiError:
+    return invalid(f"{name} is {call_id!r}, which {first} has too: a call has one output", name)

@@ -1,7 +1,7 @@
 """Output items of a response, and the stream's events about them."""
 
-import uuid
-from typing import Any
+import hashlib
+from typing import Any, NamedTuple
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -16,14 +16,28 @@ from http_proc.protocol.logprobs import chat_logprobs
 from quadriga.client.logprobs import TokenLogprob
 
 StreamEvent = dict[str, Any]
+ID_BYTES = 16
+
+
+def item_id(prefix: str, response_id: str, place: str) -> str:
+    """Return the id of an item: `place` is unique among the items of the response."""
+    name = f"{response_id}/{place}".encode()
+    return f"{prefix}_{hashlib.blake2b(name, digest_size=ID_BYTES).hexdigest()}"
+
+
+class ItemPlace(NamedTuple):
+    """Where an item stands: in which response, and its number among the items of the output."""
+
+    response_id: str
+    number: int
 
 
 class ItemEvents:
     """Make the events about one item. `prefix`: the begin of the item's id."""
 
-    def __init__(self, prefix: str, index: int) -> None:
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
-        self._index = index
+    def __init__(self, prefix: str, place: ItemPlace) -> None:
+        self.id = item_id(prefix, place.response_id, str(place.number))
+        self._index = place.number
 
     def of_item(self, what: str, item: dict[str, Any]) -> StreamEvent:
         """Return response.output_item.added or .done."""
@@ -43,8 +57,8 @@ class ItemEvents:
 class ReasoningOutput:
     """A reasoning item."""
 
-    def __init__(self, index: int) -> None:
-        self._events = ItemEvents("rs", index)
+    def __init__(self, place: ItemPlace) -> None:
+        self._events = ItemEvents("rs", place)
         self._pieces: list[str] = []
 
     def begin(self) -> list[StreamEvent]:
@@ -78,8 +92,8 @@ class ReasoningOutput:
 class MessageOutput:
     """A message with one part, the text."""
 
-    def __init__(self, index: int) -> None:
-        self._events = ItemEvents("msg", index)
+    def __init__(self, place: ItemPlace) -> None:
+        self._events = ItemEvents("msg", place)
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
@@ -117,8 +131,8 @@ class MessageOutput:
 class FunctionCallOutput:
     """A call of a function."""
 
-    def __init__(self, index: int, call: CallBegin) -> None:
-        self._events = ItemEvents("fc", index)
+    def __init__(self, place: ItemPlace, call: CallBegin) -> None:
+        self._events = ItemEvents("fc", place)
         self._call = call
         self._pieces: list[str] = []
 
@@ -149,8 +163,8 @@ class FunctionCallOutput:
 class CustomCallOutput:
     """A call of a custom tool, whose input is the one argument of a function."""
 
-    def __init__(self, index: int, call: CallBegin) -> None:
-        self._events = ItemEvents("ctc", index)
+    def __init__(self, place: ItemPlace, call: CallBegin) -> None:
+        self._events = ItemEvents("ctc", place)
         self._call = call
         self._reader = CustomInputReader()
         self._pieces: list[str] = []
@@ -194,10 +208,12 @@ class ResponseOutput:
     """The output of a response: items in the order in which the model writes them.
 
     Args:
+        response_id: id of the response, of which the ids of the items are made.
         custom_tools: names of the tools whose calls are of the type custom_tool_call.
     """
 
-    def __init__(self, custom_tools: frozenset[str]) -> None:
+    def __init__(self, response_id: str, custom_tools: frozenset[str]) -> None:
+        self._response_id = response_id
         self._custom_tools = custom_tools
         self._ended: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
@@ -244,7 +260,7 @@ class ResponseOutput:
         Args:
             is_cut: the answer did not end by itself, so that its last item is incomplete.
         """
-        out = [] if self._ended or self._open else self._begin(MessageOutput(0))
+        out = [] if self._ended or self._open else self._begin(MessageOutput(self._place))
         # A call that is open here lacks its end.
         is_complete = not is_cut and not isinstance(self._open, CallOutput)
         return out + self._end("completed" if is_complete else "incomplete")
@@ -252,7 +268,7 @@ class ResponseOutput:
     def _add_text(self, text: str) -> list[StreamEvent]:
         out: list[StreamEvent] = []
         if not isinstance(self._open, MessageOutput):
-            out = self._begin(MessageOutput(self._next_index))
+            out = self._begin(MessageOutput(self._place))
         assert isinstance(self._open, MessageOutput)
         out += self._open.add(text, self._logprobs)
         self._logprobs = []
@@ -261,18 +277,23 @@ class ResponseOutput:
     def _add_reasoning(self, text: str) -> list[StreamEvent]:
         out: list[StreamEvent] = []
         if not isinstance(self._open, ReasoningOutput):
-            out = self._begin(ReasoningOutput(self._next_index))
+            out = self._begin(ReasoningOutput(self._place))
         assert isinstance(self._open, ReasoningOutput)
         out += self._open.add(text)
         return out
 
     def _call(self, event: CallBegin) -> CallOutput:
         kind = CustomCallOutput if event.name in self._custom_tools else FunctionCallOutput
-        return kind(self._next_index, event)
+        return kind(self._place, event)
 
     @property
     def _next_index(self) -> int:
         return len(self._ended) + (self._open is not None)
+
+    @property
+    def _place(self) -> ItemPlace:
+        """Place of the item that begins now."""
+        return ItemPlace(self._response_id, self._next_index)
 
     def _begin(self, item: OpenItem) -> list[StreamEvent]:
         """End the open item, which is incomplete if it is a call, and begin the next."""

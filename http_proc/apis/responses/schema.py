@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import OPENAI
 from http_proc.protocol.schema import Priority, ReasoningEffort, RequestBody, Top
 from http_proc.protocol.timings import TimingsBody
@@ -68,10 +69,12 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
     input: a text, or items: messages, function_call, function_call_output, custom_tool_call,
     custom_tool_call_output, reasoning. tools: of the types function and custom. include:
-    message.output_text.logprobs returns the logprob of each token of the text. truncation: auto
-    keeps the last tokens of a prompt that is longer than the context. previous_response_id,
-    conversation, prompt and background: true are refused: no response is stored. store and the
-    fields after priority have no effect.
+    message.output_text.logprobs returns the logprob of each token of the text. resumable: the
+    stream goes on when its connection breaks, and can be resumed. truncation: auto keeps the last
+    tokens of a prompt that is longer than the context. store: the response is kept, where the
+    server keeps responses. background: the response is made also without a client, which reads it
+    later. previous_response_id, or conversation (an id, or {"id"}): what is continued. prompt is
+    refused. The fields after priority have no effect.
     """
 
     input: str | list[dict[str, Any]]
@@ -86,6 +89,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     top_logprobs: Top = 0
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool = False
+    resumable: bool = False
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
@@ -103,6 +107,20 @@ class ResponsesRequest(RequestBody, kw_only=True):
     prompt_cache_options: dict[str, Any] | None = None
     service_tier: str | None = None
     client_metadata: dict[str, Any] | None = None
+
+
+def conversation_id(conversation: str | dict[str, Any]) -> str:
+    """Return the id of the conversation that a request names. Raise ApiError."""
+    named = conversation.get("id") if isinstance(conversation, dict) else conversation
+    if not isinstance(named, str) or not named:
+        raise invalid('conversation must be an id, or {"id": …}', "conversation")
+    return named
+
+
+class ConversationName(msgspec.Struct):
+    """The conversation of a response."""
+
+    id: str
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -144,9 +162,9 @@ class IncompleteDetails(msgspec.Struct):
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response: its state, its output items, and the fields of its request.
 
-    status: in_progress, completed, incomplete, cancelled (by /abort_request) or failed. output:
-    items of the types reasoning, message, function_call and custom_tool_call. store is always
-    false.
+    status: queued, in_progress, completed, incomplete, cancelled or failed. output:
+    items of the types reasoning, message, function_call and custom_tool_call. store: the response
+    is kept.
     """
 
     id: str
@@ -155,6 +173,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     status: str = "in_progress"
     background: bool = False
     completed_at: int | None = None
+    conversation: ConversationName | None = None
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None

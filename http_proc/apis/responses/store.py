@@ -1,28 +1,56 @@
 """Where responses are kept, for requests that refer to them."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aiohttp import web
+
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.protocol.errors import invalid
+from http_proc.protocol.errors import ApiError, invalid
+
+Items = list[dict[str, Any]]
+REMEDY = "they need --data-dir or --journal, and lines of a batch have none"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """A response that has ended, with what it was made of.
+
+    Attributes:
+        input_items: the items of its own request, without those that it continues.
+        is_kept: the response is kept under its id; else only its conversation gets the items.
+        conversation_id: conversation that gets the items of input and output; None: none does.
+        events: its stream, also if its client did not ask for one.
+    """
+
+    response: ResponseObject
+    input_items: Items
+    is_kept: bool
+    conversation_id: str | None
+    events: bytes
 
 
 class ResponseStore(Protocol):
-    """Keep responses with their input, by id.
+    """Keep responses and conversations, each of which belongs to the caller's tenant."""
 
-    Attributes:
-        keeps_responses: whether a saved response can be read again; the answer's field `store`.
-    """
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether a saved response can be read again; the answer's field `store`."""
 
-    keeps_responses: bool
+    async def unused_id(self, response_id: str) -> str:
+        """Return the id for a new response, which is longer if an older one has it."""
 
-    def conversation(self, response_id: str) -> list[dict[str, Any]]:
+    async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
 
-    def item(self, item_id: str, name: str) -> dict[str, Any]:
+    async def items_of_conversation(self, conversation_id: str) -> Items:
+        """Return the items of a conversation. Raise ApiError."""
+
+    async def item(self, item_id: str, name: str) -> dict[str, Any]:
         """Return an item; `name` is the request's name of the reference. Raise ApiError."""
 
-    def save(self, response: ResponseObject, input_items: list[dict[str, Any]]) -> None:
-        """Keep a finished response, whose request has `store`, and the items of its input."""
+    async def save(self, ended: EndedResponse) -> bool:
+        """Keep a response. Return whether that has succeeded."""
 
 
 class NoResponseStore:
@@ -30,20 +58,40 @@ class NoResponseStore:
 
     keeps_responses = False
 
-    def conversation(self, response_id: str) -> list[dict[str, Any]]:
-        """Refuse the reference."""
-        raise invalid(
-            f"previous_response_id is {response_id!r}, and this server stores no responses: send"
-            " the items of the whole conversation in input",
-            "previous_response_id",
-        )
+    async def unused_id(self, response_id: str) -> str:
+        """Return the id as it is."""
+        return response_id
 
-    def item(self, item_id: str, name: str) -> dict[str, Any]:
+    async def items_of_response(self, response_id: str) -> Items:
         """Refuse the reference."""
-        raise invalid(
-            f"{name} refers to {item_id!r}, and this server stores no items: send the item itself",
-            name,
-        )
+        raise _refusal("previous_response_id", response_id, "responses")
 
-    def save(self, response: ResponseObject, input_items: list[dict[str, Any]]) -> None:
+    async def items_of_conversation(self, conversation_id: str) -> Items:
+        """Refuse the reference."""
+        raise _refusal("conversation", conversation_id, "conversations")
+
+    async def item(self, item_id: str, name: str) -> dict[str, Any]:
+        """Refuse the reference."""
+        raise _refusal(name, item_id, "items")
+
+    async def save(self, ended: EndedResponse) -> bool:  # noqa: ARG002
         """Keep nothing."""
+        return False
+
+
+# Without one, an application keeps nothing.
+RESPONSE_STORE: web.AppKey[ResponseStore] = web.AppKey("response_store")
+_NO_STORE = NoResponseStore()
+
+
+def store_of(request: web.Request) -> ResponseStore:
+    """Return the store of the application that answers a request."""
+    return request.app.get(RESPONSE_STORE, _NO_STORE)
+
+
+def _refusal(name: str, value: str, kept: str) -> ApiError:
+    return invalid(
+        f"{name} is {value!r}, and this server stores no {kept} ({REMEDY}): send the items of the"
+        " whole conversation in input",
+        name,
+    )

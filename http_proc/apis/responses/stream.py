@@ -1,5 +1,7 @@
 """Format a response as server-sent events."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from http_proc.answer.events import AnswerEvent
@@ -21,17 +23,30 @@ _encode = msgspec.json.encode
 
 
 class ResponseStream:
-    """ChatRenderer of responses: named events, which are numbered from 0."""
+    """ChatRenderer of responses: named events, which are numbered from 0.
+
+    Args:
+        answer: the response.
+        on_end: takes all events before the last is sent; None: they are not collected.
+    """
 
     framing = SERVER_SENT_EVENTS
 
-    def __init__(self, answer: ResponseAnswer) -> None:
+    def __init__(
+        self, answer: ResponseAnswer, on_end: Callable[[bytes], None] | None = None
+    ) -> None:
         self._answer = answer
+        self._on_end = on_end
+        self._sent: list[bytes] = []
         self._num_events = 0
 
     def start(self, num_prompt_tokens: int) -> bytes:  # noqa: ARG002
         """Return the events of the begin."""
-        return b"".join(map(self._of_response, ("response.created", "response.in_progress")))
+        response, begin = self._answer.response, self._of_response("response.created")
+        if response.status == "queued":
+            begin += self._of_response("response.queued")
+            response.status = "in_progress"
+        return begin + self._of_response("response.in_progress")
 
     def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:  # noqa: ARG002
         """Return the events of a chunk."""
@@ -39,7 +54,15 @@ class ResponseStream:
 
     def finish(self) -> bytes:
         """Return the event with the whole response."""
-        return self._of_response(_LAST[self._answer.response.status])
+        last = self._of_response(_LAST[self._answer.response.status])
+        if self._on_end is not None:
+            self._on_end(b"".join(self._sent))
+        return last
+
+    def cancel(self) -> bytes:
+        """Return the events that end the stream of a response that is cancelled."""
+        begin = b"" if self._num_events else self.start(0)
+        return begin + b"".join(map(self._event, self._answer.cancel())) + self.finish()
 
     def error(self, error: ApiError) -> bytes:
         """Return the error, and the event with the failed response.
@@ -59,4 +82,7 @@ class ResponseStream:
         kind: str = body["type"]
         data = _encode({"type": kind, "sequence_number": self._num_events, **body})
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        out = b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        if self._on_end is not None:
+            self._sent.append(out)
+        return out

@@ -12,6 +12,7 @@ from http_proc.apis.responses.items import (
     MessageItem,
     OutputItem,
     ReasoningItem,
+    item_names,
     text_of,
 )
 from http_proc.protocol.errors import invalid
@@ -45,31 +46,32 @@ class _AssistantTurn:
         return turn
 
 
-def chat_turns(instructions: str | None, items: list[AnyItem]) -> Chat:
-    """Return the turns of a chat.
+def chat_turns(instructions: str | None, items: list[AnyItem], num_stored: int = 0) -> Chat:
+    """Return the turns of a chat, whose first `num_stored` items come from the store.
 
     The instructions and the system's and developer's messages at the head are one system turn. The
     assistant's reasoning, text and calls that follow each other are one turn.
     """
+    names = item_names(len(items), num_stored)
     head: list[str] = [instructions] if instructions else []
     num_head = 0
     for index, item in enumerate(items):
         if not _is_system(item):
             break
-        head.append(text_of(item.content, f"input[{index}].content"))
+        head.append(text_of(item.content, f"{names[index]}.content"))
         num_head += 1
     turns: Chat = [{"role": "system", "content": "\n\n".join(head)}] if head else []
     answer: _AssistantTurn | None = None
     for index, item in enumerate(items[num_head:], num_head):
         if _is_others(item):
             turns += [answer.turn()] if answer else []
-            turns.append(_turn(f"input[{index}]", item))
+            turns.append(_turn(names[index], item))
             answer = None
             continue
         if answer is None or (answer.ends_with_text and not isinstance(item, CallItem)):
             turns += [answer.turn()] if answer else []
             answer = _AssistantTurn()
-        _add(answer, f"input[{index}]", item)
+        _add(answer, names[index], item)
     return turns + ([answer.turn()] if answer else [])
 
 

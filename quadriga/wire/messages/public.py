@@ -8,6 +8,7 @@ import msgspec
 from quadriga import errors
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.live import LiveServer, LiveStep
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 
 PROTOCOL_VERSION = 1
@@ -81,6 +82,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
             request continues; a Replay precedes its other messages, empty if it starts anew.
         acknowledge: send an Accepted before all other messages of the request.
         tenant: owner of a gateway's request; ignored from other clients.
+        keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
+            with the loss of its client.
     """
 
     version: int
@@ -98,6 +101,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     resent: bool = False
     acknowledge: bool = False
     tenant: str = ""
+    keep_s: float | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -161,7 +165,21 @@ class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=Tr
     request_ids: list[str]
 
 
-ClientMessage = Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress
+class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
+    """Watch the live feed for some seconds, or longer; it is answered by the feed's messages.
+
+    Attributes:
+        seconds: time from now on, at most MAX_WATCH_S; 0: stop.
+    """
+
+    version: int
+    request_id: str
+    seconds: float = 10.0
+
+
+ClientMessage = (
+    Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress | Watch
+)
 
 
 # --- tokenizer_proc -> client ---------------------------------------------------------------------
@@ -190,6 +208,32 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     def exception(self) -> QuadrigaError:
         """Return the exception of this error."""
         return errors.from_code(self.code, self.message, self.field, self.retry_after)
+
+
+class RefusalInfo(ErrorInfo, array_like=True, frozen=True):
+    """The error of a Refused.
+
+    Attributes:
+        queue_position: as in QueueFull.
+        expected_wait: as in QueueFull.
+    """
+
+    queue_position: int | None = None
+    expected_wait: float | None = None
+
+    @classmethod
+    def of(cls, error: QuadrigaError) -> "RefusalInfo":
+        """Return the wire form of an exception."""
+        info = ErrorInfo.of(error)
+        hint = getattr(error, "queue_position", None), getattr(error, "expected_wait", None)
+        return cls(info.code, info.message, info.field, info.retry_after, *hint)
+
+    def exception(self) -> QuadrigaError:
+        """Return the exception of this error."""
+        error = super().exception()
+        if isinstance(error, errors.QueueFull):
+            error.queue_position, error.expected_wait = self.queue_position, self.expected_wait
+        return error
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True):
@@ -242,8 +286,8 @@ class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
     end: End | None = None
 
 
-class Chunk(PlainChunk, array_like=True, frozen=True):
-    """A chunk with the optional fields, which are left out on the wire unless requested.
+class RichChunk(PlainChunk, array_like=True, frozen=True):
+    """A chunk with the fields of choices and logprobs.
 
     Attributes:
         index: index of the choice; each choice of `n` has its own chunks and end.
@@ -256,6 +300,17 @@ class Chunk(PlainChunk, array_like=True, frozen=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class Chunk(RichChunk, array_like=True, frozen=True):
+    """A chunk with all fields, in the form that is read; the last ones are sent where requested.
+
+    Attributes:
+        text_lengths: number of characters that each of `token_ids` adds to the text; what is left
+            of the text belongs to the end. None for a single token without an end.
+    """
+
+    text_lengths: list[int] | None = None
+
+
 class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
     """Everything new for one client after one step, in the form that a client reads."""
 
@@ -263,7 +318,7 @@ class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
 
 
 class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """Chunks in the form that the server sends, with a PlainChunk where it suffices."""
+    """Chunks in the form that the server sends: each of the smallest type that suffices."""
 
     chunks: list[PlainChunk]
 
@@ -279,7 +334,7 @@ class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
 
 
 class SentReplay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """A Replay in the form that the server sends, with a PlainChunk where it suffices."""
+    """A Replay in the form that the server sends: each chunk of the smallest type that suffices."""
 
     chunks: list[PlainChunk]
 
@@ -288,7 +343,12 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """Refusal of a message; the terminal message of its request, if it has an id."""
 
     request_id: str
-    error: ErrorInfo
+    error: RefusalInfo
+
+    @classmethod
+    def of(cls, request_id: str, error: QuadrigaError) -> "Refused":
+        """Return the refusal with the error of an exception."""
+        return cls(request_id, RefusalInfo.of(error))
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
@@ -395,4 +455,6 @@ ServerMessage = (
     | Tokens
     | Text
     | ProgressAnswer
+    | LiveStep
+    | LiveServer
 )

@@ -9,7 +9,7 @@ import zmq
 
 from quadriga.client.connection import Connection, ConnectionEvents
 from quadriga.wire.messages.public import PROTOCOL_VERSION, Ping, Pong, Refused, ServerMessage
-from quadriga.wire.messages.public import ErrorInfo as Error
+from quadriga.wire.messages.public import RefusalInfo as Error
 from quadriga.wire.sockets import encode
 
 FLUSH_TIMEOUT_S = 500

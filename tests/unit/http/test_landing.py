@@ -17,7 +17,7 @@ def get(accept: str, **flags: Any) -> tuple[str, str, list[int]]:
 
     async def ask() -> tuple[str, str, list[int]]:
         async with (
-            gateway_before(ScriptedRing([]), **flags) as (url, _),
+            gateway_before(ScriptedRing([]), no_ui=True, **flags) as (url, _),
             aiohttp.ClientSession() as session,
         ):
             async with session.get(f"{url}/", headers={"Accept": accept}) as response:
@@ -32,7 +32,7 @@ def get(accept: str, **flags: Any) -> tuple[str, str, list[int]]:
     return asyncio.run(asyncio.wait_for(ask(), 20))
 
 
-def test_a_browser_gets_a_page_whose_links_exist() -> None:
+def test_without_the_page_a_browser_gets_a_list_whose_links_exist() -> None:
     kind, text, statuses = get(BROWSER, served_model_name="a<b>")
     assert kind == "text/html"
     assert "a&lt;b&gt;" in text and "<b>" not in text

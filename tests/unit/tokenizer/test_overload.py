@@ -19,11 +19,11 @@ from quadriga.wire.messages.public import (
     MAX_PROGRESS_IDS,
     Abort,
     Accepted,
-    ErrorInfo,
     Generate,
     GetInfo,
     GetProgress,
     Info,
+    RefusalInfo,
     Refused,
     SentChunks,
     ServerGone,
@@ -431,18 +431,32 @@ def test_a_client_of_an_earlier_frontend_may_still_come_back() -> None:
 def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
     now = 0.0
     guard = OverloadGuard(40, None, lambda: now)
-    guard.update_queue_length(40)
+    guard.update_queue(40, None)
     for _ in range(10):
         now += 0.5
         guard.count_ended(1)
     with pytest.raises(QueueFull) as caught:
         guard.check(num_choices=1, num_open=0)
     assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
-    error = ErrorInfo.of(caught.value).exception()
+    error = RefusalInfo.of(caught.value).exception()
     assert isinstance(error, QueueFull)
-    assert error.retry_after == 5
     answer = from_ring(error, {})
-    assert (answer.status, answer.headers()) == (429, {"Retry-After": "5"})
+    hint = {"X-Queue-Position": "41", "X-Expected-Wait": "18.4"}
+    assert (answer.status, answer.headers()) == (429, {"Retry-After": "5"} | hint)
+
+
+def test_the_wait_that_the_scheduler_reports_decides_the_hint() -> None:
+    guard = OverloadGuard(40, None, lambda: 0.0)
+    guard.update_queue(40, 90.0)
+    with pytest.raises(QueueFull) as caught:
+        guard.check(num_choices=1, num_open=0)
+    error = caught.value
+    assert (error.queue_position, error.expected_wait, error.retry_after) == (41, 90.0, 23)
+    guard.update_queue(40, None)
+    with pytest.raises(QueueFull) as caught:
+        guard.check(num_choices=1, num_open=0)
+    error = caught.value
+    assert (error.queue_position, error.expected_wait, error.retry_after) == (41, None, 1)
 
 
 def test_the_end_is_announced_to_every_client() -> None:

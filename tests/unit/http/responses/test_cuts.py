@@ -33,7 +33,7 @@ PARTS = st.one_of(
 def output_of(pieces: list[str]) -> tuple[list[Any], int]:
     """Return the items of an answer, and the number of pieces that were reasoning."""
     parser = make_parser(FORMAT, tools=TOOLS)
-    output, reasoning = ResponseOutput(frozenset({"apply_patch"})), ReasoningTokens()
+    output, reasoning = ResponseOutput("resp_1", frozenset({"apply_patch"})), ReasoningTokens()
     events: list[Any] = []
     for piece in pieces:
         parsed = parser.push(piece)

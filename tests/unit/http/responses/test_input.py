@@ -1,5 +1,6 @@
 """Items of the input become turns of a chat, and what does not fit is a 400 with its field."""
 
+import asyncio
 from typing import Any
 
 import openai
@@ -20,7 +21,8 @@ DONE: Any = {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done
 
 
 def turns(items: list[Any], instructions: str | None = None) -> Any:
-    return chat_turns(instructions, parse_items(list_items(items, NoResponseStore())))
+    listed = asyncio.run(list_items(items, NoResponseStore()))
+    return chat_turns(instructions, parse_items(listed))
 
 
 def called(call_id: str, name: str, arguments: Any) -> Any:

@@ -1,0 +1,57 @@
+"""Where the events of a stream go: to a connection, or to whatever a request names instead."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from aiohttp import web
+
+
+class EventSink(Protocol):
+    """Take the events of one stream, in order."""
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Begin with the headers; everything else follows."""
+
+    async def write(self, data: bytes) -> None:
+        """Take whole events. Wait while the reader takes nothing."""
+
+    async def comment(self, line: bytes) -> None:
+        """Take a comment, which is no event."""
+
+    async def close(self) -> web.StreamResponse:
+        """Take the end, and return what the handler of the request returns."""
+
+
+class ConnectionSink:
+    """Send the events to the client at once."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse()
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Send the headers."""
+        self._response.headers.update(headers)
+        await self._response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        """Send events. Wait while the connection's buffer is full."""
+        await self._response.write(data)
+
+    async def comment(self, line: bytes) -> None:
+        """Send a comment."""
+        await self._response.write(line)
+
+    async def close(self) -> web.StreamResponse:
+        """Send the end of the body."""
+        await self._response.write_eof()
+        return self._response
+
+
+# The sink of a request whose events do not go to its own connection.
+SINK = web.RequestKey("sink", EventSink)
+
+
+def sink_of(request: web.Request) -> EventSink:
+    """Return where the events of a request go."""
+    return request[SINK] if SINK in request else ConnectionSink(request)

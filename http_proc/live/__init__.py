@@ -1,0 +1,1 @@
+"""The live feed for web pages: one subscription at the ring, shared by all viewers."""

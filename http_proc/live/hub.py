@@ -1,0 +1,176 @@
+"""LiveHub: subscribe to the ring's feed while pages are open, and share each event among them.
+
+An event is encoded once, whatever the number of viewers. It holds the messages of FLUSH_S, so that
+a ring with a thousand steps a second does not make a thousand events.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import msgspec
+
+from http_proc.live.history import LiveHistory
+from quadriga.client.async_client import AsyncClient
+from quadriga.client.live.as_json import server_to_json, step_to_json
+from quadriga.errors import QuadrigaError, QueueFull
+from quadriga.wire.messages.live import LiveMessage, LiveStep
+
+MAX_VIEWERS = 256
+FLUSH_S = 0.1
+# Events that a viewer may be behind; then it loses all of them and begins anew.
+MAX_BEHIND = 64
+# The events since the last whole step, which a new viewer gets at once.
+MAX_RECENT_EVENTS = 200
+RETRY_S = 1.0
+
+_encode = msgspec.json.encode
+
+
+class PageViewer:
+    """The events that one connection has not been sent yet.
+
+    Attributes:
+        num_dropped: events that it has lost because it read too slowly.
+    """
+
+    def __init__(self, first: list[bytes]) -> None:
+        self._events = deque(first)
+        self._arrived = asyncio.Event()
+        self._is_closed = False
+        self.num_dropped = 0
+
+    def put(self, event: bytes) -> None:
+        """Add an event; a viewer that is too far behind loses those that it has not been sent."""
+        if len(self._events) >= MAX_BEHIND:
+            self.num_dropped += len(self._events)
+            self._events.clear()
+            self._events.append(sse("dropped", {"events": self.num_dropped}))
+        self._events.append(event)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Let the connection end when it has been sent all."""
+        self._is_closed = True
+        self._arrived.set()
+
+    async def take(self) -> bytes:
+        """Wait for events and return all of them; empty at the end."""
+        while not self._events and not self._is_closed:
+            self._arrived.clear()
+            await self._arrived.wait()
+        data = b"".join(self._events)
+        self._events.clear()
+        return data
+
+
+class LiveHub:
+    """The viewers of one gateway.
+
+    Args:
+        ring: the client; it watches only while there are viewers.
+    """
+
+    def __init__(self, ring: AsyncClient) -> None:
+        self._ring = ring
+        self._viewers: set[PageViewer] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start with nothing: what was known is old."""
+        self._history = LiveHistory()
+        self._pending: list[dict[str, Any]] = []
+        self._server: dict[str, Any] | None = None
+        self._has_whole = False
+        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT_EVENTS)
+
+    @contextmanager
+    def viewer(self) -> Iterator[PageViewer]:
+        """Watch in a `with` block.
+
+        Raises:
+            QueueFull: there are too many viewers.
+        """
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise QueueFull(
+                f"{MAX_VIEWERS} live views are open, and no more may: close one, or try again in"
+                f" {RETRY_S:g} s",
+                RETRY_S,
+            )
+        viewer = PageViewer([sse("history", self._history.as_json()), *self._recent])
+        self._viewers.add(viewer)
+        if self._is_closed:
+            viewer.close()
+        elif self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._stop()
+
+    def close(self) -> None:
+        """End the connection of every viewer, and accept no further one."""
+        self._is_closed = True
+        self._stop()
+        for viewer in self._viewers:
+            viewer.close()
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._forget()
+
+    # --- the feed ---------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Take in the feed. A ring that fails is asked again, as long as there are viewers."""
+        while True:
+            try:
+                async with aclosing(self._ring.watch()) as messages:
+                    async for message in messages:
+                        self._take(message)
+            except QuadrigaError as error:
+                self._publish(sse("error", {"code": error.code, "message": str(error)}))
+            await asyncio.sleep(RETRY_S)
+
+    def _take(self, message: LiveMessage) -> None:
+        if isinstance(message, LiveStep):
+            self._history.on_step(message)
+            self._has_whole = self._has_whole or message.is_whole
+            self._pending.append(step_to_json(message))
+        else:
+            self._history.on_server(message)
+            self._server = server_to_json(message)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+
+    def _flush(self) -> None:
+        """Send the messages that have come as one event."""
+        self._timer = None
+        event = sse("live", {"steps": self._pending, "server": self._server})
+        if self._has_whole:  # a new viewer needs nothing from before
+            self._recent.clear()
+        if self._pending:
+            self._recent.append(event)
+        self._pending, self._server, self._has_whole = [], None, False
+        self._publish(event)
+
+    def _publish(self, event: bytes) -> None:
+        for viewer in self._viewers:
+            viewer.put(event)
+
+
+def sse(name: str, body: Any) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n"

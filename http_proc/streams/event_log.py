@@ -1,0 +1,98 @@
+"""The events of one resumable stream, numbered from 1, for readers that come and go."""
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import web
+
+END_OF_EVENT = b"\n\n"
+
+
+class EventLog:
+    """An EventSink that keeps every event, in memory.
+
+    Attributes:
+        headers: of the response; None until they are known.
+        num_bytes: size of all events.
+        is_ended: no event follows.
+        error: why the stream has ended before its last event; None where it has not.
+        last_comment: the last comment.
+        num_comments: number of comments so far.
+    """
+
+    def __init__(self) -> None:
+        self.headers: Mapping[str, str] | None = None
+        self.num_bytes = 0
+        self.is_ended = False
+        self.error: Exception | None = None
+        self.last_comment = b""
+        self.num_comments = 0
+        self._events: list[bytes] = []
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    # --- the writer -------------------------------------------------------------------------------
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Take the headers."""
+        self.headers = headers
+        self._wake()
+
+    async def write(self, data: bytes) -> None:
+        """Append whole events, each of which gets its number as its id; none after the end."""
+        if self.is_ended:
+            return
+        for event in data.removesuffix(END_OF_EVENT).split(END_OF_EVENT):
+            numbered = b"id: %d\n%b\n\n" % (len(self._events) + 1, event)
+            self._events.append(numbered)
+            self.num_bytes += len(numbered)
+        self._wake()
+
+    async def comment(self, line: bytes) -> None:
+        """Show a comment to the readers that have read every event; it is not kept."""
+        self.last_comment = line
+        self.num_comments += 1
+        self._wake()
+
+    async def close(self) -> web.StreamResponse:
+        """Take the end. The response is not sent."""
+        self.end()
+        return web.Response()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Take the end, unless it is known; `error`: why events are missing."""
+        if not self.is_ended:
+            self.is_ended, self.error = True, error
+            self._wake()
+
+    # --- readers ----------------------------------------------------------------------------------
+
+    async def opened(self) -> Mapping[str, str]:
+        """Wait for the headers. Raise the error of a stream that ends before."""
+        while self.headers is None:
+            if self.error is not None:
+                raise self.error
+            await self.change()
+        return self.headers
+
+    def since(self, num_read: int) -> bytes:
+        """Return the events after the first `num_read`."""
+        return b"".join(self._events[num_read:])
+
+    async def change(self) -> None:
+        """Wait until anything comes: headers, events, a comment, the end."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

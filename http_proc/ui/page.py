@@ -1,0 +1,99 @@
+"""Serve the page at / and its files at /ui/…, without a key: they hold no data of the server.
+
+The page calls the same API as every other client, with the key that its user enters.
+"""
+
+import gzip
+import hashlib
+import mimetypes
+from pathlib import Path
+from typing import NamedTuple
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+BUNDLE = Path(__file__).with_name("bundle")
+PREFIX = "/ui/"
+PAGE = "index.html"
+
+# Scripts, styles and data come from this server alone, no script stands in a page, and no text
+# becomes HTML before the sanitiser has seen it.
+CONTENT_SECURITY_POLICY = "; ".join([
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self' data:",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "require-trusted-types-for 'script'",
+    "trusted-types dompurify",
+])  # fmt: skip
+HEADERS = {
+    "Cache-Control": "no-cache",  # a browser asks each time, and gets a 304 while nothing changed
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class PageFile(NamedTuple):
+    """A file of the bundle.
+
+    Attributes:
+        content_type: its media type, with the charset.
+        tag: its entity tag, quoted.
+    """
+
+    body: bytes
+    packed: bytes
+    content_type: str
+    tag: str
+
+
+def read_bundle(folder: Path = BUNDLE) -> dict[str, PageFile]:
+    """Return the files of the bundle by name."""
+    return {path.name: _read(path) for path in sorted(folder.iterdir())}
+
+
+def _read(path: Path) -> PageFile:
+    body = path.read_bytes()
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+    return PageFile(body, gzip.compress(body, 9, mtime=0), f"{kind}; charset=utf-8", tag)
+
+
+def serve_page() -> Middleware:
+    """Return a middleware that answers requests for the page, before keys are checked."""
+    files = read_bundle()
+
+    @web.middleware
+    async def serve(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = _name(request)
+        if name is None or (file := files.get(name)) is None:
+            return await handler(request)
+        return _answer(request, file)
+
+    return serve
+
+
+def _name(request: web.Request) -> str | None:
+    """Return the file that a request is for; None: the request is not for the page."""
+    if request.method not in ("GET", "HEAD"):
+        return None
+    if request.path == "/":
+        return PAGE if "text/html" in request.headers.get("Accept", "") else None
+    return request.path.removeprefix(PREFIX) if request.path.startswith(PREFIX) else None
+
+
+def _answer(request: web.Request, file: PageFile) -> web.Response:
+    headers = HEADERS | {
+        "ETag": file.tag, "Content-Type": file.content_type, "Vary": "Accept, Accept-Encoding",
+    }  # fmt: skip
+    if file.tag in request.headers.get("If-None-Match", ""):
+        return web.Response(status=304, headers=headers)
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        return web.Response(body=file.packed, headers=headers | {"Content-Encoding": "gzip"})
+    return web.Response(body=file.body, headers=headers)

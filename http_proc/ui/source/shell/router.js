@@ -1,0 +1,39 @@
+/** The address of the page: #/VIEW/part/part. */
+
+import { signal } from "@preact/signals";
+
+function read() {
+  const [name, ...path] = location.hash.replace(/^#\/?/, "").split("/").map(decode);
+  return { name, path: path.filter(Boolean) };
+}
+
+/** Decode a part of an address; a part that is no valid encoding stands for itself. */
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+/** What the address names: { name, path }. */
+export const route = signal(read());
+
+addEventListener("hashchange", () => {
+  route.value = read();
+});
+
+export function address(name, ...path) {
+  return `#/${[name, ...path].map(encodeURIComponent).join("/")}`;
+}
+
+/** Go to an address; */
+export function go(name, ...path) {
+  location.hash = address(name, ...path);
+}
+
+/** Go to an address without a step of the browser's history. */
+export function replace(name, ...path) {
+  history.replaceState(null, "", address(name, ...path));
+  route.value = read();
+}

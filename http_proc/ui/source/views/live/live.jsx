@@ -1,0 +1,124 @@
+/** The live view: what the server does now, step by step, and why each request waits. */
+
+import "./live.css";
+import { signal } from "@preact/signals";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { preactView } from "../preact_view.jsx";
+import { palette } from "./canvas.js";
+import { Charts } from "./charts.jsx";
+import { Events, Processes, Tree } from "./panels.jsx";
+import { LanesPanel } from "./lanes_panel.jsx";
+import { Picture } from "./picture.js";
+
+const DRAW_INTERVAL_MS = 100;
+const RETRY_MS = 1000;
+
+/** Read the feed until the view is left. `state`: a signal, with what the user must know. */
+async function watch(server, picture, state, changed, signal) {
+  while (!signal.aborted) {
+    try {
+      state.value = { text: "connecting", isBad: false };
+      await server.events("v1/live", {
+        signal,
+        onEvent(event) {
+          if (event.event === "error") {
+            state.value = { text: JSON.parse(event.data).message, isBad: true };
+            return;
+          }
+          state.value = null;
+          picture.current.take(event);
+          changed();
+        },
+      });
+      state.value = { text: "the server has ended the stream", isBad: true };
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      state.value = { text: error.message, isBad: true };
+      if (error.status === 401 || error.status === 403) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    picture.current = new Picture(); // what was known is old
+  }
+}
+
+function Live({ page }) {
+  const picture = useRef(new Picture());
+  const isPaused = useRef(false);
+  const [paused, setPaused] = useState(false);
+  const state = useMemo(() => signal(null), []);
+  const tick = useMemo(() => signal(0), []);
+  const colors = useMemo(() => palette(page.color), [page.theme.value]);
+
+  useEffect(() => {
+    const leaving = new AbortController();
+    let timer = 0;
+    const redraw = () => {
+      timer = 0;
+      if (!isPaused.current) tick.value += 1;
+    };
+    const changed = () => {
+      timer ||= setTimeout(redraw, DRAW_INTERVAL_MS);
+    };
+    watch(page.server, picture, state, changed, leaving.signal);
+    return () => {
+      leaving.abort();
+      clearTimeout(timer);
+    };
+  }, []);
+
+  function pause() {
+    isPaused.current = !isPaused.current;
+    setPaused(isPaused.current);
+    if (!isPaused.current) tick.value += 1;
+  }
+
+  const shown = { picture: picture.current, colors, tick: tick.value, page };
+  return (
+    <div class="live">
+      <header class="live-head">
+        <h1>Live</h1>
+        <Figures picture={picture.current} tick={tick.value} />
+        <button class="button" onClick={pause} aria-pressed={paused}>{paused ? "Continue" : "Pause"}</button>
+      </header>
+      {state.value && (
+        <p class={`live-state ${state.value.isBad ? "error-text" : "muted"}`} role="status">{state.value.text}</p>
+      )}
+      <LanesPanel {...shown} />
+      <div class="live-side">
+        <Charts {...shown} />
+        <Tree {...shown} />
+        <Processes {...shown} />
+        <Events {...shown} />
+      </div>
+    </div>
+  );
+}
+
+function Figures({ picture }) {
+  const { gauges } = picture;
+  if (!gauges) return <p class="live-figures muted">Waiting for the first message</p>;
+  const held = (100 * gauges.pages_held) / Math.max(1, gauges.pages_total);
+  const figures = [
+    ["running", gauges.running],
+    ["waiting", gauges.waiting],
+    ["tokens/s", picture.rate("generation_tokens_total").toFixed(0)],
+    ["ms per step", picture.stepMs().toFixed(0)],
+    ["KV held", `${held.toFixed(0)} %`],
+    ["retractions", gauges.retractions],
+  ];
+  if (picture.lost) figures.push(["messages lost", picture.lost]);
+  return (
+    <dl class="live-figures">
+      {figures.map(([name, value]) => (
+        <div key={name}><dt>{name}</dt><dd>{value}</dd></div>
+      ))}
+    </dl>
+  );
+}
+
+export const liveView = preactView({
+  name: "live",
+  title: "Live",
+  icon: "M3 12h4l3-8 4 16 3-8h4",
+  component: Live,
+});

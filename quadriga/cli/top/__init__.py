@@ -1,0 +1,1 @@
+"""`quadriga top`: what a server does now, on a terminal."""

@@ -1,0 +1,1 @@
+"""The live feed at the client: the subscription, and its messages as JSON."""

@@ -1,0 +1,1 @@
+"""The live feed: one message a step, made only while a client watches."""

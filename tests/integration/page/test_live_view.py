@@ -1,0 +1,129 @@
+"""The live view in a browser: lanes of 200 requests, reasons, keys, widths, a ring that fails."""
+
+import random
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.errors import RequestFailed
+from quadriga.wire.messages.live import LiveProcess, LiveServer, LiveStep
+from quadriga.wire.messages.to_detok import LiveFrame
+from quadriga.wire.messages.to_scheduler import WatchSteps
+from tests.browser import Page
+from tests.integration.page.page_session import in_browser
+from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.simulation import World, submit
+
+NUM_REQUESTS, NUM_STEPS = 200, 120
+TIP = "document.querySelector('.lanes-tip:not([hidden])')?.innerText ?? ''"
+INKED = """(() => {
+    const canvas = document.querySelector('.lanes-space canvas');
+    const { width, height } = canvas;
+    const data = canvas.getContext('2d').getImageData(width / 2, 0, width / 2, height).data;
+    let count = 0;
+    for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
+    return count;
+})()"""
+
+
+def real_steps() -> list[LiveStep]:
+    """Return the messages of a real scheduler that has too few slots and pages for its load."""
+    messages: list[LiveStep] = []
+
+    def observe(_: str, message: msgspec.Struct) -> None:
+        if isinstance(message, LiveFrame):
+            messages.append(msgspec.msgpack.decode(message.frame, type=LiveStep))
+
+    args = SchedulerArgs(
+        max_running_requests=48, max_batch_size=48, chunked_prefill_size=256, batch_mode="mixed",
+        schedule_conservativeness=0.05,
+    )  # fmt: skip
+    world = World(args, num_pages=500, observe=observe)
+    world.checked = False
+    world.send(WatchSteps(30.0, is_new=True))
+    rng = random.Random(3)
+    for number in range(NUM_REQUESTS):
+        prompt = [9] * 40 + [rng.randrange(3, 90) for _ in range(rng.randrange(8, 160))]
+        world.send(submit(f"request-{number}", prompt, rng.randrange(60, 200), ignore_eos=True))
+    for _ in range(NUM_STEPS):
+        world.step()
+    return messages
+
+
+def live_ring() -> ScriptedRing:
+    ring = ScriptedRing([])
+    for step in real_steps():
+        ring.live.put_nowait(step)
+    process = LiveProcess("worker_proc", 42, 5.0, 300 << 20, 1.0)
+    ring.live.put_nowait(LiveServer(1001.0, [process], 0, 200, 1, 0))
+    return ring
+
+
+async def until_live(page: Page) -> None:
+    await page.until("document.querySelector('.processes')?.innerText.includes('300 MiB')")
+
+
+def test_200_requests_have_lanes_and_each_says_why_it_waits(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await until_live(page)
+        text = await page.evaluate("document.querySelector('.live-legend').innerText")
+        assert "wait: slots" in text or "wait: pages" in text or "wait: budget" in text
+        assert await page.evaluate(INKED) > 5_000
+        space = "document.querySelector('.lanes-space').offsetHeight"
+        assert await page.evaluate(space) >= 18 * NUM_REQUESTS
+        await page.evaluate("document.querySelector('.lanes-space canvas').focus()")
+        for _ in range(3):
+            await page.press("ArrowDown")
+        tip = await page.evaluate(TIP)
+        assert "request-2" in tip and "step" in tip
+        await page.evaluate("document.querySelector('.lanes-scroll').scrollTop = 1e6")
+        await page.evaluate(
+            """(() => {
+                const canvas = document.querySelector('.lanes-space canvas');
+                const box = canvas.getBoundingClientRect();
+                const at = { clientX: box.right - 8, clientY: box.bottom - 20, bubbles: true };
+                canvas.dispatchEvent(new PointerEvent('pointermove', at));
+            })()"""
+        )
+        await page.until(f"({TIP}).includes('waits:')")
+        await page.press("Enter")
+        await page.until("location.hash.startsWith('#/request/request-')")
+
+    in_browser(chromium, live_ring(), test, at="/#/live")
+
+
+def test_events_pages_and_processes_are_shown(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await until_live(page)
+        assert "admitted" in await page.evaluate("document.querySelector('.live-events').innerText")
+        legend = await page.evaluate("document.querySelector('.kv-legend').innerText")
+        assert "shared" in legend and "held" in legend
+        await page.click(".live-head button")
+        assert await page.evaluate("document.querySelector('.live-head button').ariaPressed")
+
+    in_browser(chromium, live_ring(), test, at="/#/live")
+
+
+@pytest.mark.parametrize("width", [320, 390, 800])
+def test_the_live_view_is_not_wider_than_the_window(chromium: str, width: int) -> None:
+    async def test(page: Page) -> None:
+        await page.resize(width, 700, is_phone=True)
+        await until_live(page)
+        widest = "Math.max(document.documentElement.scrollWidth, document.querySelector('.live').scrollWidth)"  # noqa: E501
+        assert await page.evaluate(widest) <= width
+
+    in_browser(chromium, live_ring(), test, at="/#/live")
+
+
+def test_a_ring_that_fails_is_shown_and_the_view_goes_on_when_it_is_back(chromium: str) -> None:
+    ring = live_ring()
+    ring.error = RequestFailed("the ring is away")
+
+    async def test(page: Page) -> None:
+        await page.until("document.querySelector('.live-state')?.innerText === 'the ring is away'")
+        ring.error = None
+        await until_live(page)
+        await page.until("!document.querySelector('.live-state')")
+
+    in_browser(chromium, ring, test, at="/#/live")

@@ -1,0 +1,1 @@
+"""The page, as the gateway serves it."""

@@ -1,0 +1,238 @@
+"""The store stays within its bounds, and a disk that fails ends the storing, not the serving."""
+
+import asyncio
+import resource
+import sqlite3
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from http_proc.apis.responses.schema import ResponseObject
+from http_proc.apis.responses.store import EndedResponse
+from http_proc.apis.responses.stored import database, tables
+from http_proc.apis.responses.stored.bounds import StoreBounds
+from http_proc.apis.responses.stored.response_store import StoredResponses
+from http_proc.apis.responses.stored.tables import ObjectKind
+from http_proc.protocol.errors import ApiError
+from tests.unit.http.responses.asking import ASK, run
+from tests.unit.scripted_ring import ScriptedRing
+
+MEBIBYTE = 1024 * 1024
+WIDE = StoreBounds(1000, 100 * MEBIBYTE, 1000.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of the store, which the test may change."""
+    times = [1_000_000.0]
+    monkeypatch.setattr("http_proc.apis.responses.stored.response_store.now", lambda: times[0])
+    return times
+
+
+def ended(number: int, text: str = "No", previous: int | None = None) -> EndedResponse:
+    message = {"id": f"msg_{number}", "type": "message", "role": "assistant",
+               "status": "completed", "content": text}  # fmt: skip
+    response = ResponseObject(
+        id=f"resp_{number}", created_at=0, model="tiny", status="completed", output=[message],
+        previous_response_id=None if previous is None else f"resp_{previous}",
+    )  # fmt: skip
+    asked = [{"type": "message", "role": "user", "content": f"Question {number}"}]
+    return EndedResponse(response, asked, True, None, b"event: x\ndata: {}\n\n")
+
+
+def with_store(path: Path, test: Any, bounds: StoreBounds = WIDE) -> None:
+    """Run a test with an open store."""
+
+    async def run_test() -> None:
+        store = StoredResponses(path / "responses.sqlite3", bounds)
+        await store.open()
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(asyncio.wait_for(run_test(), 60))
+
+
+async def reason_of(read: Coroutine[Any, Any, Any]) -> str | None:
+    with pytest.raises(ApiError) as raised:
+        await read
+    return raised.value.answer.error.code
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path, clock: list[float]) -> None:
+    async def test(store: StoredResponses) -> None:
+        for number in range(3):
+            clock[0] += 1
+            assert await store.save(ended(number))
+        clock[0] += 1
+        assert await store.save(ended(3, previous=0))
+        assert store.size.num_responses == 3
+        assert await reason_of(store.response("resp_1")) == "response_expired"
+        assert (await store.response("resp_2"))["id"] == "resp_2"
+        assert len(await store.items_of_response("resp_3")) == 4
+
+    with_store(tmp_path, test, StoreBounds(3, 100 * MEBIBYTE, 1000.0))
+
+
+def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    async def test(store: StoredResponses) -> None:
+        await store.save(ended(0))
+        await store.save(ended(1))
+        clock[0] += 600
+        await store.save(ended(2, previous=1))
+        clock[0] += 600
+        assert await reason_of(store.response("resp_0")) == "response_expired"
+        assert (await store.response("resp_1"))["id"] == "resp_1"
+        await store.save(ended(3))
+        assert store.size.num_responses == 3
+        assert await reason_of(store.response("resp_0")) == "response_expired"
+
+    with_store(tmp_path, test)
+
+
+def test_the_file_keeps_its_size(tmp_path: Path) -> None:
+    async def test(store: StoredResponses) -> None:
+        for number in range(200):
+            noise = sqlite3.connect(":memory:").execute("SELECT hex(randomblob(20000))").fetchone()
+            assert await store.save(ended(number, noise[0]))
+            assert store.size.num_bytes <= MEBIBYTE
+        assert 20 < store.size.num_responses < 60
+        assert await reason_of(store.response("resp_0")) == "response_expired"
+
+    with_store(tmp_path, test, StoreBounds(1000, MEBIBYTE, 1000.0))
+    assert (tmp_path / "responses.sqlite3").stat().st_size < 1.5 * MEBIBYTE
+
+
+def test_smaller_bounds_take_effect_at_the_next_start(tmp_path: Path) -> None:
+    async def fill(store: StoredResponses) -> None:
+        for number in range(20):
+            await store.save(ended(number))
+
+    async def check(store: StoredResponses) -> None:
+        assert store.size.num_responses == 5
+        assert (await store.response("resp_19"))["id"] == "resp_19"
+
+    with_store(tmp_path, fill)
+    with_store(tmp_path, check, StoreBounds(5, 100 * MEBIBYTE, 1e9))
+
+
+def test_ids_of_removed_responses_are_bounded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MAX_REMOVED_IDS", 3)
+
+    async def test(store: StoredResponses) -> None:
+        for number in range(5):
+            await store.save(ended(number))
+            await store.delete(ObjectKind.RESPONSE, f"resp_{number}")
+        assert await reason_of(store.response("resp_0")) == "response_unknown"
+        assert await reason_of(store.response("resp_4")) == "response_deleted"
+
+    with_store(tmp_path, test)
+
+
+def test_a_long_chain_is_read_in_its_order(tmp_path: Path) -> None:
+    async def test(store: StoredResponses) -> None:
+        await store.save(ended(0))
+        for number in range(1, 300):
+            await store.save(ended(number, f"Answer {number}", previous=number - 1))
+        items = await store.items_of_response("resp_299")
+        questions = [item["content"][0]["text"] for item in items[::2]]
+        assert questions == [f"Question {number}" for number in range(300)]
+
+    with_store(tmp_path, test)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a store try again at once after a failure."""
+    monkeypatch.setattr(database, "RETRY_S", 0.0)
+
+
+def test_a_full_disk_ends_the_storing_and_reading_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, no_pause: None
+) -> None:
+    async def test(store: StoredResponses) -> None:
+        assert await store.save(ended(0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = (tmp_path / "responses.sqlite3-wal").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            for number in range(1, 4):
+                assert not await store.save(ended(number))
+            assert store.has_failed and store.outcomes == {"stored": 1, "failed": 3}
+            assert (await store.response("resp_0"))["id"] == "resp_0"
+            assert await reason_of(store.delete(ObjectKind.RESPONSE, "resp_0")) == "no_storage"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert await store.save(ended(4))
+        assert not store.has_failed and store.size.num_responses == 2
+
+    with_store(tmp_path, test)
+    assert len([one for one in caplog.records if "cannot be used" in one.message]) == 1
+
+
+def test_a_failed_store_is_not_tried_at_every_request(tmp_path: Path) -> None:
+    (tmp_path / "responses.sqlite3").mkdir()
+
+    async def test(store: StoredResponses) -> None:
+        assert not store.keeps_responses
+        (tmp_path / "responses.sqlite3").rmdir()
+        assert await reason_of(store.response("resp_0")) == "no_storage"
+        assert not await store.save(ended(0))
+
+    with_store(tmp_path, test)
+
+
+@pytest.mark.parametrize("content", [b"no database " * 1000, b""])
+def test_a_damaged_file_does_not_end_the_serving(
+    tmp_path: Path, content: bytes, no_pause: None
+) -> None:
+    path = tmp_path / "responses.sqlite3"
+    path.write_bytes(content)
+    ring = ScriptedRing(["No"])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        answer: Any = await client.responses.create(**ASK)
+        assert answer.output_text == "No" and answer.store is (content == b"")
+        if content:
+            with pytest.raises(openai.InternalServerError, match="move it away") as raised:
+                await client.responses.retrieve(answer.id)
+            assert raised.value.status_code == 503
+            path.unlink()
+            answer = await client.responses.create(**ASK)
+            assert answer.store is True
+        assert (await client.responses.retrieve(answer.id)).id == answer.id
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_pages_that_are_damaged_while_the_store_is_open_are_an_error_of_one_request(
+    tmp_path: Path, no_pause: None
+) -> None:
+    path = tmp_path / "responses.sqlite3"
+
+    async def fill(store: StoredResponses) -> None:
+        for number in range(200):
+            await store.save(ended(number, "No" * 2000))
+
+    async def read(store: StoredResponses) -> None:
+        codes = []
+        for number in range(200):
+            try:
+                await store.response(f"resp_{number}")
+            except ApiError as error:
+                codes.append(error.status)
+        assert codes and set(codes) == {503}
+
+    with_store(tmp_path, fill)
+    data = bytearray(path.read_bytes())
+    data[3 * 4096 :] = b"\xff" * (len(data) - 3 * 4096)
+    path.write_bytes(data)
+    with_store(tmp_path, read)

@@ -1,0 +1,383 @@
+"""Resumable streams: cut anywhere, resumed anywhere, and dropped in the end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from http_proc.gateway import Gateway
+from http_proc.streams import stream_table
+from http_proc.streams.stream_table import ResumableStream, StreamTable
+from quadriga.errors import PromptTooLong
+from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
+
+PIECES = ["One", " two", " three", " four"]
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "x"},
+}
+
+
+class OpenRing(ScriptedRing):
+    """A ring whose requests go on until the test or an abort ends them."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        super().__init__(pieces)
+        self.leaves_open = True
+
+    def finish(self, text: str = " end") -> None:
+        self.handles[-1].done = True
+        self.sinks[-1](chunk(text, self._completion()))
+
+    async def abort(self, request_id: str) -> None:
+        self.finish_reason = "abort"
+        self.finish("")
+
+
+@asynccontextmanager
+async def streaming(
+    gateway: Gateway,
+    path: str = "/v1/completions",
+    headers: dict[str, str] | None = None,
+    **fields: Any,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the response to a request for a resumable stream."""
+    body = {"stream": True, "resumable": True} | BODIES[path] | fields
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(gateway.args.url + path, json=body, headers=headers) as response,
+    ):
+        yield response
+
+
+@asynccontextmanager
+async def reading(
+    gateway: Gateway,
+    stream_id: str,
+    after: int | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the response to a request for the rest of a stream."""
+    query = "" if after is None else f"?starting_after={after}"
+    url = f"{gateway.args.url}/v1/streams/{stream_id}{query}"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=headers) as response,
+    ):
+        yield response
+
+
+async def events_of(response: aiohttp.ClientResponse, count: int | None = None) -> list[bytes]:
+    """Return the first events of a response, or all; comments are left out."""
+    assert response.status == 200, await response.text()
+    found: list[bytes] = []
+    while count is None or len(found) < count:
+        event = await response.content.readuntil(b"\n\n")
+        if not event:
+            break
+        assert event.endswith(b"\n\n")
+        if not event.startswith(b":"):
+            found.append(event)
+    return found
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_that_is_cut_anywhere_goes_on_with_the_next_byte(path: str) -> None:
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway, path) as response:
+            name, whole = response.headers["X-Stream-Id"], await events_of(response)
+        numbers = [event.split(b"\n")[0] for event in whole]
+        assert numbers == [b"id: %d" % number for number in range(1, len(whole) + 1)]
+        for num_read in range(len(whole) + 1):
+            async with reading(gateway, name, num_read) as response:
+                assert await events_of(response) == whole[num_read:]
+            async with reading(gateway, name, headers={"Last-Event-ID": str(num_read)}) as response:
+                assert await events_of(response) == whole[num_read:]
+
+    run_at_gateway(ScriptedRing(PIECES), check)
+
+
+def test_a_stream_goes_on_without_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, num_readers = OpenRing(PIECES), [0]
+    note = StreamTable._on_change
+
+    def on_change(table: StreamTable, stream: ResumableStream) -> None:
+        num_readers.append(stream.num_readers)
+        note(table, stream)
+
+    monkeypatch.setattr(StreamTable, "_on_change", on_change)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name, first = response.headers["X-Stream-Id"], await events_of(response, 2)
+        await until(lambda: num_readers[-2:] == [1, 0])
+        ring.sinks[0](chunk(" five"))
+        async with reading(gateway, name, len(first)) as response:
+            ring.finish()
+            rest = await events_of(response)
+        assert not ring.handles[0].aborted
+        text = b"".join(first + rest)
+        for piece in ("One", " two", " three", " four", " five", " end", "[DONE]"):
+            assert text.count(piece.encode()) == 1
+
+    run_at_gateway(ring, check)
+
+
+def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway, resumable=False) as response:
+            name = response.headers["X-Request-Id"]
+            assert "X-Stream-Id" not in response.headers
+            (event,) = await events_of(response, 1)
+            assert event.startswith(b"data: ")
+        await until(lambda: ring.handles[0].aborted)
+        async with reading(gateway, name) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "stream_not_found"
+
+    run_at_gateway(ring, check)
+
+
+@pytest.mark.parametrize(
+    ("flag", "header", "field", "is_resumable"),
+    [
+        (False, None, None, False),
+        (True, None, None, True),
+        (False, "true", None, True),
+        (True, "false", None, False),
+        (True, None, False, False),
+        (False, "true", False, True),
+    ],
+)
+def test_the_header_counts_before_the_field_and_the_field_before_the_flag(
+    flag: bool, header: str | None, field: bool | None, is_resumable: bool
+) -> None:
+    async def check(gateway: Gateway) -> None:
+        headers = None if header is None else {"X-Resumable": header}
+        async with streaming(gateway, headers=headers, resumable=field) as response:
+            assert ("X-Stream-Id" in response.headers) == is_resumable
+
+    run_at_gateway(ScriptedRing(PIECES), check, resumable_streams=flag)
+
+
+def test_a_stream_without_readers_ends_after_the_window() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name = response.headers["X-Stream-Id"]
+            assert await events_of(response, 1)
+        await until(lambda: ring.handles[0].aborted)
+        async with reading(gateway, name) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "stream_expired"
+
+    run_at_gateway(ring, check, resume_window=0.05)
+
+
+def test_a_stream_with_a_reader_outlives_the_window() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with (
+            streaming(gateway, headers={"X-Request-Id": "mine"}) as response,
+            reading(gateway, "cmpl-mine", 1) as second,
+        ):
+            assert response.headers["X-Stream-Id"] == "mine"
+            first, same = await events_of(response, 2), await events_of(second, 1)
+            await asyncio.sleep(0.1)  # twice the window
+            ring.finish()
+            first += await events_of(response)
+            same += await events_of(second)
+            assert first[1:] == same
+            assert first[-1].endswith(b"data: [DONE]\n\n")
+
+    run_at_gateway(ring, check, resume_window=0.05)
+
+
+def test_the_same_request_sent_again_reads_the_same_stream() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        headers = {"X-Request-Id": "mine"}
+        async with streaming(gateway, headers=headers) as response:
+            first = await events_of(response, 2)
+        async with streaming(gateway, headers=headers | {"Last-Event-ID": "2"}) as response:
+            ring.finish()
+            rest = await events_of(response)
+        async with streaming(gateway, headers=headers) as response:
+            assert await events_of(response) == first + rest
+        assert len(ring.handles) == 1
+        async with streaming(gateway, headers=headers, prompt="other") as response:
+            assert response.status == 409
+            assert (await response.json())["error"]["code"] == "stream_exists"
+
+    run_at_gateway(ring, check)
+
+
+def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
+    ring = ScriptedRing(PIECES)
+    ring.error = PromptTooLong("prompt has 9 tokens")
+
+    async def check(gateway: Gateway) -> None:
+        headers = {"X-Request-Id": "mine"}
+        async with streaming(gateway, headers=headers) as response:
+            assert response.status == 400
+        async with reading(gateway, "mine") as response:
+            assert response.status == 404
+        ring.error = None
+        async with streaming(gateway, headers=headers) as response:
+            assert len(await events_of(response)) == len(PIECES) + 1
+
+    run_at_gateway(ring, check)
+
+
+def test_a_stream_is_read_with_the_key_that_started_it() -> None:
+    async def check(gateway: Gateway) -> None:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
+        async with streaming(gateway, headers=mine) as response:
+            name = response.headers["X-Stream-Id"]
+        async with reading(gateway, name, headers=other) as response:
+            assert response.status == 403
+            assert (await response.json())["error"]["code"] == "not_your_stream"
+        async with reading(gateway, name, headers=mine) as response:
+            assert len(await events_of(response)) == len(PIECES) + 1
+
+    run_at_gateway(ScriptedRing(PIECES), check, api_key="mine,other")
+
+
+def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response, aiohttp.ClientSession() as session:
+            name = response.headers["X-Stream-Id"]
+            async with session.delete(f"{gateway.args.url}/v1/streams/{name}") as answer:
+                assert await answer.json() == {
+                    "id": name, "deleted": True, "object": "stream.deleted",
+                }  # fmt: skip
+            assert b'"finish_reason":"abort"' in b"".join(await events_of(response))
+        async with reading(gateway, name) as response:
+            assert response.status == 404
+
+    run_at_gateway(ring, check)
+
+
+def test_ended_streams_make_room_and_running_ones_do_not() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            first = response.headers["X-Stream-Id"]
+            async with streaming(gateway) as refused:
+                assert refused.status == 503
+                assert (await refused.json())["error"]["code"] == "too_many_streams"
+            ring.finish()
+            await events_of(response)
+        ring.leaves_open = False
+        async with streaming(gateway) as response:
+            await events_of(response)
+        async with reading(gateway, first) as response:
+            assert (await response.json())["error"]["code"] == "stream_expired"
+
+    run_at_gateway(ring, check, max_resumable_streams=1)
+
+
+def test_the_bytes_of_all_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 100)
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            assert await events_of(response, 1)
+            async with streaming(gateway) as refused:
+                assert refused.status == 503
+
+    run_at_gateway(ring, check)
+
+
+def test_streams_that_are_resumable_by_default_run_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 0)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway, resumable=None) as response:
+            assert "X-Stream-Id" not in response.headers
+            assert len(await events_of(response)) == len(PIECES) + 1
+
+    run_at_gateway(ScriptedRing(PIECES), check, resumable_streams=True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "param"),
+    [
+        ({}, {"stream": False}, "resumable"),
+        ({"X-Resumable": "perhaps"}, {}, None),
+        ({}, {"resumable": "yes"}, "resumable"),
+    ],
+)
+def test_a_wrong_wish_is_refused(
+    headers: dict[str, str], fields: dict[str, Any], param: str | None
+) -> None:
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway, headers=headers, **fields) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == param
+
+    run_at_gateway(ScriptedRing(PIECES), check)
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1.5", "9" * 20])
+def test_a_wrong_event_id_is_refused(value: str) -> None:
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name = response.headers["X-Stream-Id"]
+        async with reading(gateway, name, headers={"Last-Event-ID": value}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "Last-Event-ID"
+
+    run_at_gateway(ScriptedRing(PIECES), check)
+
+
+def test_more_events_than_there_are_cannot_have_been_read() -> None:
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name, whole = response.headers["X-Stream-Id"], await events_of(response)
+        async with reading(gateway, name, len(whole) + 1) as response:
+            assert response.status == 400
+
+    run_at_gateway(ScriptedRing(PIECES), check)
+
+
+def test_metrics_count_streams() -> None:
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name, size = response.headers["X-Stream-Id"], len(await response.read())
+            body = {"stream": True, "resumable": True} | BODIES["/v1/completions"]
+            size += len(json.dumps(body))
+        async with reading(gateway, name) as response:
+            await response.read()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{gateway.args.url}/metrics") as response,
+        ):
+            text = await response.text()
+        assert 'quadriga:resumable_streams{model_name="tiny"} 1.0' in text
+        assert f'quadriga:resumable_stream_bytes{{model_name="tiny"}} {size}.0' in text
+        assert 'quadriga:streams_resumed_total{model_name="tiny"} 1.0' in text
+
+    run_at_gateway(ScriptedRing(PIECES, ready=False), check)

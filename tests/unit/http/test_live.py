@@ -1,0 +1,221 @@
+"""GET /v1/live: shared events, slow viewers, keys, errors, and the end of the server."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from http_proc.gateway import Gateway
+from http_proc.live import hub as hub_module
+from http_proc.live.hub import MAX_BEHIND, LiveHub, PageViewer
+from quadriga.client.live.as_json import (
+    server_from_json,
+    server_to_json,
+    step_from_json,
+    step_to_json,
+)
+from quadriga.errors import RequestFailed
+from quadriga.tenants.key_file import hash_of_key
+from quadriga.wire.messages.live import (
+    EventKind,
+    LiveEvent,
+    LiveProcess,
+    LiveServer,
+    LiveStep,
+    RowKind,
+    SkipReason,
+)
+from tests.unit.live_messages import make_request, make_step
+from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
+
+SERVER = LiveServer(5.0, [LiveProcess("worker_proc", 12, 1.5, 1 << 20, 1.0)], 0, 1, 1, 0)
+
+
+def step(number: int = 0, **fields: Any) -> LiveStep:
+    """Return a whole message with something in each field."""
+    events = [LiveEvent(EventKind.ADMITTED, 7, "4")]
+    skipped = {SkipReason.PAGES: [8, 9]}
+    request = make_request(7, request_id="name")
+    message = make_step(number, {7: RowKind.CHUNK}, skipped, [request], events, is_whole=True)
+    return msgspec.structs.replace(message, **fields)
+
+
+class Page:
+    """A connection to /v1/live, read event by event."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    async def next(self) -> tuple[str, Any]:
+        name = (await self._response.content.readline()).decode().removeprefix("event: ").strip()
+        if not name:
+            return "", None
+        data = (await self._response.content.readline()).decode().removeprefix("data: ")
+        await self._response.content.readline()
+        return name, json.loads(data)
+
+    async def until(self, wanted: str) -> Any:
+        while True:
+            name, body = await self.next()
+            assert name, "the stream has ended"
+            if name == wanted:
+                return body
+
+
+@pytest.mark.parametrize("message", [step(), step(tree=None, is_whole=False)])
+def test_a_step_is_the_same_after_its_way_as_json(message: LiveStep) -> None:
+    assert step_from_json(json.loads(json.dumps(step_to_json(message)))) == message
+
+
+def test_the_processes_are_the_same_after_their_way_as_json() -> None:
+    assert server_from_json(json.loads(json.dumps(server_to_json(SERVER)))) == SERVER
+
+
+def test_all_viewers_share_one_subscription_and_a_late_one_gets_what_it_missed() -> None:
+    ring = ScriptedRing([])
+
+    async def test(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1/live"
+        async with aiohttp.ClientSession() as session, session.get(url) as first:
+            page = Page(first)
+            assert (await page.until("history"))["rows"] == []
+            ring.live.put_nowait(step())
+            ring.live.put_nowait(SERVER)
+            live = await page.until("live")
+            assert live["steps"][0]["requests"][0]["request_id"] == "name"
+            assert live["server"]["processes"][0]["name"] == "worker_proc"
+            async with session.get(url) as second:
+                late = Page(second)
+                history = await late.until("history")
+                assert history["rows"][0][0] == SERVER.time
+                assert history["events"][0]["request_id"] == "name"
+                assert (await late.until("live"))["steps"] == live["steps"]
+            assert ring.num_watches == 1
+
+    run_at_gateway(ring, test)
+
+
+def test_a_failing_ring_is_an_event_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "RETRY_S", 0.01)
+    ring = ScriptedRing([])
+    ring.error = RequestFailed("the ring is away")
+
+    async def test(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1/live"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            page = Page(response)
+            assert (await page.until("error"))["message"] == "the ring is away"
+            ring.error = None
+            ring.live.put_nowait(step())
+            assert (await page.until("live"))["steps"]
+
+    run_at_gateway(ring, test)
+
+
+def test_a_view_too_many_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_VIEWERS", 1)
+
+    async def test(gateway: Gateway) -> None:
+        async with aiohttp.ClientSession() as session:
+            url = f"{gateway.args.url}/v1/live"
+            async with session.get(url) as first, session.get(url) as second:
+                assert first.status == 200
+                assert second.status == 429
+                assert "1 live views are open" in await second.text()
+
+    run_at_gateway(ScriptedRing([]), test)
+
+
+def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
+
+    async def test(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1/live"
+        async with aiohttp.ClientSession() as session:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer hers"}, 403),
+                ({"Authorization": "Bearer operator"}, 200),
+            ):
+                async with session.get(url, headers=headers) as response:
+                    assert response.status == status
+
+    run_at_gateway(ScriptedRing([]), test, api_key="operator", keys=str(file))
+
+
+def test_the_streams_end_when_the_server_stops() -> None:
+    async def test() -> None:
+        async with aiohttp.ClientSession() as session:
+            async with gateway_before(ScriptedRing([])) as (url, _):
+                response = await session.get(f"{url}/v1/live")
+                await Page(response).until("history")
+            assert await response.content.read() == b""
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+# --- the hub --------------------------------------------------------------------------------------
+
+
+def test_a_viewer_that_does_not_read_loses_events_and_learns_how_many() -> None:
+    async def test() -> None:
+        viewer = PageViewer([])
+        for number in range(MAX_BEHIND + 1):
+            viewer.put(b"event %d\n" % number)
+        assert viewer.num_dropped == MAX_BEHIND
+        data = await viewer.take()
+        assert data.startswith(b"event: dropped") and data.endswith(b"event %d\n" % MAX_BEHIND)
+
+    asyncio.run(test())
+
+
+def test_an_event_is_encoded_once_for_a_hundred_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    sse = hub_module.sse
+
+    def counted(name: str, body: Any) -> bytes:
+        encoded.append(name)
+        return sse(name, body)
+
+    monkeypatch.setattr(hub_module, "sse", counted)
+
+    async def test() -> None:
+        ring = ScriptedRing([])
+        hub = LiveHub(ring)  # type: ignore[arg-type]
+        with hub.viewer() as first, hub.viewer() as second:
+            others = [hub.viewer() for _ in range(98)]
+            for other in others:
+                other.__enter__()
+            await first.take(), await second.take()
+            ring.live.put_nowait(step())
+            assert await first.take() == await second.take() != b""
+            for other in others:
+                other.__exit__(None, None, None)
+        hub.close()
+
+    asyncio.run(test())
+    assert encoded.count("live") == 1
+
+
+def test_nothing_is_kept_and_the_ring_is_left_when_the_last_viewer_leaves() -> None:
+    async def test() -> None:
+        ring = ScriptedRing([])
+        hub = LiveHub(ring)  # type: ignore[arg-type]
+        with hub.viewer() as viewer:
+            await viewer.take()
+            ring.live.put_nowait(step())
+            await viewer.take()
+        with hub.viewer() as viewer:
+            assert json.loads((await viewer.take()).split(b"data: ")[1])["events"] == []
+            ring.live.put_nowait(step())
+            await viewer.take()
+        assert ring.num_watches == 2
+
+    asyncio.run(test())

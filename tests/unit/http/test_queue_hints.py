@@ -1,0 +1,74 @@
+"""The place and the expected wait that a 429 names where the queue is full, in every API."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from http_proc.apis.llama_cpp.bodies import error_body
+from http_proc.gateway import Gateway
+from http_proc.protocol.errors import from_ring
+from quadriga.errors import QueueFull
+from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+
+MODEL = {"model": "tiny"}
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": MODEL | {"prompt": "hello"},
+    "/v1/chat/completions": MODEL | MESSAGES,
+    "/v1/responses": MODEL | {"input": "hello"},
+    "/v1/messages": MODEL | MESSAGES | {"max_tokens": 8},
+    "/api/chat": MODEL | MESSAGES,
+    "/api/generate": MODEL | {"prompt": "hello"},
+    "/generate": {"text": "hello"},
+}
+FULL = QueueFull("40 requests are waiting", 5, 41, 18.449)
+HINT = {"queue_position": 41, "expected_wait": 18.4}
+
+
+def refusal(path: str, error: QueueFull, stream: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Return the headers and the body of the answer to a request that the ring refuses."""
+    ring = ScriptedRing([])
+    ring.error = error
+    answers = []
+
+    async def test(gateway: Gateway) -> None:
+        body = {"stream": stream} | BODIES[path]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(gateway.args.url + path, json=body) as response,
+        ):
+            answers.append((response.headers, await response.json()))
+            assert response.status == 429
+
+    run_at_gateway(ring, test)
+    return answers[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_says_where_a_refused_request_would_have_waited(path: str, stream: bool) -> None:
+    headers, body = refusal(path, FULL, stream)
+    names = ("Retry-After", "X-Queue-Position", "X-Expected-Wait")
+    assert [headers[name] for name in names] == ["5", "41", "18.4"]
+    error = body if path.startswith("/api/") else body["error"]
+    assert HINT.items() <= error.items()
+
+
+def test_infill_says_it_in_its_own_error() -> None:
+    body = json.loads(error_body(from_ring(FULL, {})))
+    assert HINT.items() <= body["error"].items()
+
+
+def test_a_refusal_for_another_limit_has_no_place_in_the_queue() -> None:
+    headers, body = refusal("/v1/completions", QueueFull("tenant a has used 5 requests", 12.5))
+    assert headers["Retry-After"] == "13"
+    assert "X-Queue-Position" not in headers and "X-Expected-Wait" not in headers
+    assert not HINT.keys() & body["error"].keys()
+
+
+def test_an_unknown_wait_is_left_out() -> None:
+    headers, body = refusal("/v1/completions", QueueFull("full", 1, 41))
+    assert headers["X-Queue-Position"] == "41" and "X-Expected-Wait" not in headers
+    assert body["error"]["queue_position"] == 41 and "expected_wait" not in body["error"]

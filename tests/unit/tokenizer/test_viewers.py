@@ -1,0 +1,164 @@
+"""Subscriptions to the live feed at the frontend: renewal, expiry, limits, slow viewers."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from quadriga.config.tenant_args import TenantArgs
+from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.tenants.key_file import hash_of_key
+from quadriga.wire.client_address import gateway_address
+from quadriga.wire.messages.live import LiveServer
+from quadriga.wire.messages.public import Watch
+from quadriga.wire.messages.to_scheduler import WatchSteps
+from quadriga.wire.sockets import Outbox
+from tokenizer_proc.clients import Clients
+from tokenizer_proc.live.processes import ProcessUsage, process_name
+from tokenizer_proc.live.viewers import MAX_VIEWERS, Viewers
+from tokenizer_proc.tenants import RequestOwners
+
+
+class Link:
+    """A link to the scheduler, and the clients, of which one may be slow."""
+
+    def __init__(self) -> None:
+        self.sent: list[msgspec.Struct] = []
+        self.offered: list[tuple[bytes, bytes]] = []
+        self.slow = b""
+        self.num_refused = 0
+        self.arrived = asyncio.Event()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sent.append(message)
+
+    def offer(self, client: bytes, frame: bytes) -> bool:
+        self.offered.append((client, frame))
+        self.arrived.set()
+        return client != self.slow
+
+
+def run(
+    test: Callable[[Viewers, Link], Awaitable[None]],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    async def main() -> None:
+        link = Link()
+        usage = ProcessUsage(os.getpid())
+        viewers = Viewers(cast(Outbox, link), cast(Clients, link), usage, lambda: 3, clock)
+        await test(viewers, link)
+        viewers.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def watch(seconds: float = 10.0) -> Watch:
+    return Watch(1, "watch-1", seconds)
+
+
+def test_the_scheduler_learns_of_new_viewers_and_of_the_end_of_the_last_one() -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        for client, seconds in ((b"a", 10.0), (b"a", 10.0), (b"b", 5.0), (b"a", 0.0), (b"b", 0.0)):
+            viewers.watch(client, watch(seconds))
+        assert link.sent == [
+            WatchSteps(10.0, is_new=True),
+            WatchSteps(10.0, is_new=False),
+            WatchSteps(5.0, is_new=True),
+            WatchSteps(0.0),
+        ]
+
+    run(test)
+
+
+def test_a_frame_goes_to_every_viewer_whose_time_has_not_passed() -> None:
+    now = 100.0
+
+    async def test(viewers: Viewers, link: Link) -> None:
+        nonlocal now
+        viewers.watch(b"a", watch(5.0))
+        viewers.watch(b"b", watch(20.0))
+        viewers.show(b"1")
+        now += 10.0
+        viewers.show(b"2")
+        frames = [item for item in link.offered if item[1] in (b"1", b"2")]
+        assert frames == [(b"a", b"1"), (b"b", b"1"), (b"b", b"2")]
+
+    run(test, lambda: now)
+
+
+def test_the_processes_are_reported_with_what_slow_viewers_have_lost() -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        link.slow = b"slow"
+        viewers.watch(b"slow", watch())
+        viewers.show(b"lost")
+        link.arrived.clear()
+        while len(link.offered) < 2:
+            link.arrived.clear()
+            await link.arrived.wait()
+        report = msgspec.msgpack.decode(link.offered[1][1], type=LiveServer)
+        assert (report.dropped, report.viewers, report.open_requests) == (1, 1, 3)
+        assert os.getpid() in [process.pid for process in report.processes]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 31.0, float("nan"), float("inf")])
+def test_a_time_out_of_range_is_refused_with_the_range(seconds: float) -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        with pytest.raises(InvalidRequest, match="0 to 30"):
+            viewers.watch(b"a", watch(seconds))
+        assert not link.sent
+
+    run(test)
+
+
+def test_a_viewer_too_many_is_refused() -> None:
+    async def test(viewers: Viewers, _: Link) -> None:
+        for number in range(MAX_VIEWERS):
+            viewers.watch(b"%d" % number, watch())
+        with pytest.raises(QueueFull, match=f"{MAX_VIEWERS} clients watch"):
+            viewers.watch(b"more", watch())
+        viewers.forget(b"0")
+        viewers.watch(b"more", watch())
+
+    run(test)
+
+
+def test_with_tenants_only_the_gateway_may_watch(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
+    owners = RequestOwners(TenantArgs(keys=str(file)))
+    owners.check_viewer(gateway_address().bytes)
+    with pytest.raises(InvalidRequest, match="by the web gateway"):
+        owners.check_viewer(b"0123456789abcdef")
+    RequestOwners(TenantArgs()).check_viewer(b"0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    ("command", "is_child", "name"),
+    [
+        (["python", "/x/programs.py", "worker_proc", "--run-dir"], True, "worker_proc"),
+        (["python", "/x/programs.py", "tokenizer_proc"], False, "tokenizer_proc (child)"),
+        (["/usr/bin/thing", "--flag"], True, "thing"),
+        ([], True, "?"),
+    ],
+)
+def test_a_process_is_named_by_its_program(command: list[str], is_child: bool, name: str) -> None:
+    assert process_name(command, is_child) == name
+
+
+def test_a_process_that_ends_is_no_longer_reported() -> None:
+    usage = ProcessUsage(os.getpid())
+    child: Any = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert child.pid in [process.pid for process in usage.read()]
+    finally:
+        child.communicate(b"\n", timeout=30)
+    assert child.pid not in [process.pid for process in usage.read()]

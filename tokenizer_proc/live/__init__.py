@@ -1,0 +1,1 @@
+"""The live feed at the frontend: who watches, and what the server's processes use."""
