@@ -15,8 +15,9 @@ from quadriga.model_files.config.rope_config import RopeScaling
 from worker_proc.gpu.kernels.activations import activate_, gate_up
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
+from worker_proc.gpu.kernels.page_tables import gather_page_tables
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add, store_tokens
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -76,7 +77,7 @@ class Case:
 
     def blocks(self) -> Tensor:
         """[4, blocks]: slot, first position, first token, queries of each."""
-        most = queries_of_block(self.heads // self.kv_heads, 2)
+        most = queries_of_block(self.heads // self.kv_heads, self.head_dim, FLOAT32, DEVICE)
         blocks, token = [], 0
         for slot, computed, count in self.rows:
             for begin in range(0, count, most):
@@ -284,11 +285,11 @@ def test_embedding_looks_up_what_is_known_of_a_slot(
     assert x[2].eq(0).all()
 
 
-def test_a_sampled_token_is_stored_behind_its_position() -> None:
-    known = torch.zeros(3, 8, device=DEVICE, dtype=torch.int32)
-    store_tokens(known, ints([7, 8, 9]), ints([2, -1, 0]), ints([1, 3, 6]))
-    assert known.nonzero().tolist() == [[0, 7], [2, 2]]
-    assert [int(known[2, 2]), int(known[0, 7])] == [7, 9]
+def test_page_tables_end_with_the_page_of_the_last_token() -> None:
+    pages = torch.arange(12, device=DEVICE).view(2, 6)
+    tables = gather_page_tables(pages, ints([1, -1, 0]), ints([8, 3, 0]), 4, 99)
+    assert tables.dtype == torch.int32
+    assert tables.tolist() == [[6, 7, 8, 99, 99, 99], [99] * 6, [0, 99, 99, 99, 99, 99]]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
