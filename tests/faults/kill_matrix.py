@@ -316,13 +316,13 @@ def main(arguments: list[str] | None = None) -> int:
     clean = True
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
         matrix = Matrix(Path(directory), options.watchdog, options.dp)
-        names = [_of_last_replica(name, options.dp) for name in options.processes]
+        processes = [_of_last_replica(name, options.dp) for name in options.processes]
         if options.random:
             tally = StreamTally()
-            kills = matrix.at_random(names, options.random, tally)
+            kills = matrix.at_random(processes, options.random, tally)
             clean = _print(f"{kills} random kills", tally)
         else:
-            for name in names:
+            for name in processes:
                 for kind in options.signals:
                     for moment in options.moments:
                         if name == ALL and moment != "http":
@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _of_last_replica(name: str, dp: int) -> str:
-    is_shared = dp == 1 or name in ("tokenizer_proc", "http_proc")
+    is_shared = dp == 1 or name in ("tokenizer_proc", "http_proc", ALL)
     return name if is_shared else f"{name}/{dp - 1}"
 
 
