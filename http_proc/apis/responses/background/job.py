@@ -41,7 +41,7 @@ class BackgroundJob(msgspec.Struct, kw_only=True):
     @property
     def caller(self) -> Caller:
         """The tenant of the request."""
-        return Caller(self.tenant, self.has_users, self.user, self.key_hash)
+        return Caller(self.tenant, self.has_users, self.user, key_hash=self.key_hash)
 
 
 def new_job(plan: ResponsePlan, body: dict[str, Any], head: ResponseHead) -> BackgroundJob:
