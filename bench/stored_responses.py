@@ -6,7 +6,6 @@ growth of this process's memory, the size of the file and the times of a call ar
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 import tempfile
@@ -103,7 +102,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000, help="responses (default: 10000)")
     parser.add_argument("--tokens", type=int, default=200, help="of each (default: 200)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as directory:
+    with tempfile.TemporaryDirectory() as directory:
         asyncio.run(measure(Path(directory), args.count, args.tokens))
 
 
