@@ -14,6 +14,7 @@ PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "h
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "ceilings.py",
+    "decode_floor.py",
     "machine_speed.py",
     "engine.py",
     "read_speed.py",
