@@ -103,7 +103,7 @@ class LiveCost:
             pids: dict[str, int] = (await response.json())["pids"]
         times = (psutil.Process(pid).cpu_times() for name, pid in pids.items()
                  if name != "worker_proc")  # fmt: skip
-        return sum(time.user + time.system for time in times)
+        return float(sum(time.user + time.system for time in times))
 
 
 async def measure(arguments: argparse.Namespace) -> None:
