@@ -16,7 +16,6 @@ from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import SamplingParams
 
 NUM_KEY_BYTES = 16
-HEX = "0123456789abcdef"
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ def current_resumption() -> Resumption | None:
     return _resumption.get()
 
 
-def id_chars(count: int, alphabet: str = HEX) -> str:
+def id_chars(count: int, alphabet: str) -> str:
     """Return the characters of a new id: random ones, or the next of a resumable request."""
     resumption = _resumption.get()
     if resumption is not None:

@@ -17,10 +17,12 @@ RETRY_S = 0.05
 SILENCE_S = 20.0
 # What a gateway answers that is not ready, or cannot reach the ring now.
 BUSY = (429, 502, 503)
-# What differs between two runs of one request.
+# What differs between two runs of one request: times, ids made of the answer's, and the last digits
+# of log-probabilities, which depend on the batch.
 _DIFFERENCES = re.compile(
     rb'"timings":\{[^}]*\}|"(?:created|created_at|completed_at)":\d+|"cached_tokens":\d+'
     rb"|(?:msg|rs|fc)_[0-9a-f]{32}"
+    rb"|(?<=[:\[])-?[0-9]+[.][0-9]+(?:e-?[0-9]+)?"
 )
 _ENDS = (b"data: [DONE]", b"event: response.completed", b"event: response.incomplete",
          b"event: message_stop")  # fmt: skip
