@@ -62,7 +62,7 @@ async def views(url: str, num_views: int) -> AsyncIterator[None]:
                 await asyncio.wait(readers)
 
 
-class MeasuredTurn(NamedTuple):
+class CostTurn(NamedTuple):
     """What one turn has measured: tokens per second, and CPU ms for 1,000 tokens.
 
     The CPU time is that of all processes but the worker; it says more than the speed on a machine
@@ -87,13 +87,13 @@ class LiveCost:
         self._num_streams = num_streams
         self._num_tokens = num_tokens
 
-    async def turn(self, num_views: int) -> MeasuredTurn:
+    async def turn(self, num_views: int) -> CostTurn:
         """Measure one turn."""
         async with views(self._url, num_views):
             before = await self._cpu_seconds()
             speed = await tokens_per_second(self._client, self._num_streams, self._num_tokens)
             cpu_s = await self._cpu_seconds() - before
-        return MeasuredTurn(speed, 1e6 * cpu_s / (self._num_streams * self._num_tokens))
+        return CostTurn(speed, 1e6 * cpu_s / (self._num_streams * self._num_tokens))
 
     async def _cpu_seconds(self) -> float:
         async with (
@@ -118,7 +118,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             cost = LiveCost(client, url, arguments.streams, arguments.tokens)
             await cost.turn(0)  # the first one warms up
             off = await cost.turn(0)
-            turns: dict[int, list[MeasuredTurn]] = {count: [] for count in arguments.views}
+            turns: dict[int, list[CostTurn]] = {count: [] for count in arguments.views}
             shares: dict[int, list[float]] = {count: [] for count in arguments.views}
             for _ in range(arguments.turns):
                 for count in arguments.views:
@@ -129,9 +129,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(
-    arguments: argparse.Namespace,
-    turns: dict[int, list[MeasuredTurn]],
-    shares: dict[int, list[float]],
+    arguments: argparse.Namespace, turns: dict[int, list[CostTurn]], shares: dict[int, list[float]]
 ) -> None:
     print(f"{arguments.streams} streams of {arguments.tokens} tokens, {arguments.turns} turns")
     print("speed as a share of the turns without a view before and after; CPU without the worker")
