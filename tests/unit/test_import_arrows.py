@@ -17,10 +17,10 @@ BENCHES_OF_THE_WORKER = {
     "decode_floor.py",
     "machine_speed.py",
     "engine.py",
-    "read_speed.py",
     "formats.py",
     "permuted.py",
     "transformers_batching.py",
+    "worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""
 
