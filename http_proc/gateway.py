@@ -82,6 +82,7 @@ class Gateway:
         self.data_dir = config.data_dir
         self.run_dir = run_dir
         self.max_batch_size = config.scheduler.max_batch_size
+        self.batch_concurrency_beside = config.scheduler.batch_concurrency_beside
         self.tenant_args = config.tenants
         self.model = config.model.shown_name
         self.ring = ring

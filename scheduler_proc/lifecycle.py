@@ -19,9 +19,9 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
-from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
@@ -48,7 +48,7 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
-        slot_rate: how fast slots become free.
+        recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
@@ -81,7 +81,7 @@ class RequestLifecycle:
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
-        self.slot_rate = SlotRate()
+        self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
         self._is_draining = False
@@ -218,7 +218,7 @@ class RequestLifecycle:
         now = self._clock()
         self.stats.on_finish(request, now)
         if request.admitted_at:
-            self.slot_rate.on_end(now, has_waiting=len(self.core.waiting) > 0)
+            self.recent_ends.on_end(request)
         if self.request_log is not None:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:

@@ -101,7 +101,11 @@ def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSend
         log_exception()
         _die(child, f"{type(error).__name__}: {error}")
 
-    return AsyncResultSender(outbox.send, fail)
+    # A thread begins on GPU 0, where the driver would make a context of some hundred MB.
+    from torch.cuda import set_device
+
+    device = runner.table.device
+    return AsyncResultSender(outbox.send, fail, lambda: set_device(device))
 
 
 def new_session() -> int:

@@ -12,12 +12,14 @@ from bench.load.trace import TraceRequest
 from bench.metrics.percentiles import MS
 from bench.simulate.cost_model import CostModel
 from bench.simulate.dispatch import Dispatcher
-from bench.simulate.records import Records, RecordSample
+from bench.simulate.records import ExpectedWait, Records, RecordSample
 from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
 from quadriga.config.replica_args import IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
+from quadriga.wire.messages.public import RequestState
 from quadriga.wire.messages.to_detok import ReplicaOutput, StreamEnd
+from quadriga.wire.messages.to_scheduler import ProgressRequest
 
 # Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
@@ -37,7 +39,8 @@ class World:
     """Clients and replicas, each with `num_pages` KV pages.
 
     `load_balance_method` chooses the replica of a request, with the router of the frontend.
-    `on_end` is called once for each request that has ended.
+    `on_end` is called once for each request that has ended. With `ask_after_s`, the estimated wait
+    of each request that is queued so many seconds after its arrival is recorded.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class World:
         load_balance_method: str = IN_TURN,
         seed: int = 0,
         on_end: Callable[[], object] = lambda: None,
+        ask_after_s: float | None = None,
     ) -> None:
         self.records = Records()
         self.samples: list[RecordSample] = []
@@ -60,6 +64,7 @@ class World:
         self._delivery_delay = model.delays_ms.delivery / MS
         self._seed = seed
         self._on_end = on_end
+        self._ask_after_s = ask_after_s
         self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(())
         self._followers: dict[int, list[Sent]] = {}
         self._continued: dict[int, array[int]] = {}
@@ -110,7 +115,19 @@ class World:
         if any(follower.request.continues for follower in self._followers.get(index, ())):
             self._continued[index] = ids
         number = 0 if self.dispatcher is None else self.dispatcher.place(message)
-        self._clock.at(message.tokenized_at, self.replicas[number].take_message, message)
+        replica = self.replicas[number]
+        self._clock.at(message.tokenized_at, replica.take_message, message)
+        if self._ask_after_s is not None:
+            question = ProgressRequest(message.client, "", [message.request_id])
+            asked_at = message.tokenized_at + self._ask_after_s
+            self._clock.at(asked_at, partial(self._ask, replica), question)
+
+    def _ask(self, replica: Replica, question: ProgressRequest) -> None:
+        """Record the estimated wait of a request that is queued."""
+        (value,) = replica.scheduler.progress.values(question, self._clock.now)
+        if value.state is RequestState.QUEUED:
+            index = int(question.request_ids[0])
+            self.records.expected_waits[index] = ExpectedWait(self._clock.now, value.wait_s)
 
     def _report(self, replica: int, output: ReplicaOutput) -> None:
         """Give the router what a replica reports, as late as the frontend has it."""

@@ -89,9 +89,6 @@ class HttpArgs:
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
     )
-    batch_concurrency_beside: int = flag(
-        1, "lines of batches that run at one time beside other requests; 0: none"
-    )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
@@ -109,10 +106,6 @@ class HttpArgs:
         if not 0 < self.resume_window < math.inf:
             raise ConfigError(
                 f"resume_window is {self.resume_window}: it must be a number of seconds above 0"
-            )
-        if self.batch_concurrency_beside < 0:
-            raise ConfigError(
-                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
             )
         if not 0 <= self.sse_ping_interval < math.inf:
             raise ConfigError(

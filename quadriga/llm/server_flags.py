@@ -54,6 +54,7 @@ class ServerFlags(TypedDict, total=False):
     priority_preemption_threshold: int | None
     fair_clients: bool
     fair_tenants: bool
+    batch_concurrency_beside: int
     schedule_conservativeness: float
     disable_radix_cache: bool
     plan_at_once: bool

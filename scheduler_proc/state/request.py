@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quadriga.errors import QuadrigaError
+from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
@@ -16,6 +17,7 @@ from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 
+BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
 
 
@@ -180,6 +182,11 @@ class Request:
         """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the request runs only as far as others leave room, such as a line of a batch."""
+        return self.priority == BACKGROUND_PRIORITY
+
     def finish(
         self,
         reason: FinishReason,
@@ -287,9 +294,9 @@ class Request:
         )
 
 
-def retraction_key(request: Request) -> tuple[int, int]:
-    """Order of retraction: the request that has generated least comes first."""
-    return request.num_generated, -request.num_prompt
+def retraction_key(request: Request) -> tuple[bool, int, int]:
+    """Order of retraction: the background, then the request that has generated least."""
+    return not request.is_background, request.num_generated, -request.num_prompt
 
 
 def priority_retraction_key(request: Request) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals …] [--moments …]
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
 python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
+python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
 
 The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
 undisturbed run: lost (ended with an error), duplicated (longer than expected), different. Those by
@@ -154,13 +155,14 @@ class Load:
 class Matrix:
     """The servers whose processes are killed, and their undisturbed answers."""
 
-    def __init__(self, directory: Path, watchdog_s: float = 3.0) -> None:
+    def __init__(self, directory: Path, watchdog_s: float = 3.0, dp: int = 1) -> None:
         self._directory = directory
         self._number = 0
         self._expected_events: list[Answer] = []
         self._flags = ["--model", str(tiny_llama(directory / "model")), "--dtype", "float32"]
         self._flags += ["--worker-threads", "1", "--max-total-tokens", "16384"]
-        self._flags += ["--max-restarts", "1000000", "--watchdog-timeout", str(watchdog_s)]
+        self._flags += ["--max-restarts", "1000000", "--dp", str(dp)]
+        self._flags += ["--watchdog-timeout", str(watchdog_s * dp)]
         with self.server() as server:
             answers = asyncio.run(Load(server.endpoint).run())
         self.expected = [a for a in answers if not isinstance(a, QuadrigaError)]
@@ -304,19 +306,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--moments", nargs="*", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--watchdog", type=float, default=3.0, help="seconds; more if it is busy")
     parser.add_argument(
+        "--dp", type=int, default=1, help="replicas; those of the last one are killed"
+    )
+    parser.add_argument(
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
     )
     options = parser.parse_args(arguments)
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
-        matrix = Matrix(Path(directory), options.watchdog)
+        matrix = Matrix(Path(directory), options.watchdog, options.dp)
+        processes = [_of_last_replica(name, options.dp) for name in options.processes]
         if options.random:
             tally = StreamTally()
-            kills = matrix.at_random(options.processes, options.random, tally)
+            kills = matrix.at_random(processes, options.random, tally)
             clean = _print(f"{kills} random kills", tally)
         else:
-            for name in options.processes:
+            for name in processes:
                 for kind in options.signals:
                     for moment in options.moments:
                         if name == ALL and moment != "http":
@@ -325,6 +331,11 @@ def main(arguments: list[str] | None = None) -> int:
                         getattr(matrix, moment)(name, number, options.rounds, tally)
                         clean &= _print(f"{name} {kind} {moment}", tally)
     return int(not clean)
+
+
+def _of_last_replica(name: str, dp: int) -> str:
+    is_shared = dp == 1 or name in ("tokenizer_proc", "http_proc", ALL)
+    return name if is_shared else f"{name}/{dp - 1}"
 
 
 def _print(title: str, tally: StreamTally) -> bool:

@@ -1,4 +1,7 @@
-"""A load of resumable HTTP streams, whose clients resume until they have every event."""
+"""A load of resumable HTTP streams, whose clients resume until they have every event.
+
+Among them are those of responses in the background, which are numbered from 0 by themselves.
+"""
 
 import asyncio
 import itertools
@@ -46,6 +49,7 @@ def request_of(number: int) -> tuple[str, dict[str, Any]]:
         ("/v1/completions", {"prompt": [text, "other"], "n": 2, "max_tokens": few,
                              "logprobs": 1, "temperature": 1, "resumable": True}),
         ("/v1/responses", {"input": text, "max_output_tokens": MAX_TOKENS, "resumable": True}),
+        ("/v1/responses", {"input": text, "max_output_tokens": MAX_TOKENS, "background": True}),
     ]  # fmt: skip
     path, body = kinds[number % len(kinds)]
     return path, common | body | ({"seed": number} if "n" in body else {})
@@ -70,6 +74,7 @@ class ResumedStreams:
         self._num_streams = num_streams
         self._run = uuid.uuid4().hex[:8]
         self._num_started = 0
+        self._asked: set[str] = set()
         self.started = asyncio.Event()
         self.arrivals: list[float] = []
         self.num_resumed = 0
@@ -110,17 +115,27 @@ class ResumedStreams:
         path, body = request_of(number)
         name = f"{self._run}-{number}"
         headers = {"X-Request-Id": name, "Last-Event-ID": str(len(events))}
-        if events:
+        in_background = "background" in body
+        if in_background and name in self._asked:
+            query = {"stream": "true"}
+            query |= {"starting_after": str(len(events) - 1)} if events else {}
+            asked = session.get(f"{self._url}{path}/resp_{name}", params=query)
+        elif events:
             asked = session.get(f"{self._url}/v1/streams/{name}", headers=headers)
         else:
+            self._asked.add(name)
             asked = session.post(self._url + path, json=body, headers=headers)
         async with asked as response:
             if response.status in BUSY:
                 return
+            if response.status == 404 and in_background and not events:
+                self._asked.discard(name)  # the request did not arrive
+                return
             if response.status != 200:
                 raise WrongStream(f"stream {number}: {response.status} {await response.text()}")
             async for event in _events(response):
-                if not event.startswith(b"id: %d\n" % (len(events) + 1)):
+                place = b'"sequence_number":%d,' if in_background else b"id: %d\n"
+                if place % (len(events) + (not in_background)) not in event:
                     raise WrongStream(f"stream {number} after {len(events)} events: {event!r}")
                 if b'"error":{' in event:
                     raise WrongStream(f"stream {number}: {event!r}")

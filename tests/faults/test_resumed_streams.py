@@ -29,10 +29,11 @@ def web_server(
     llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, str]]:
     """A server with a gateway, and the gateway's URL."""
-    port = free_port()
+    port, directory = free_port(), tmp_path_factory.mktemp("web")
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
-             "--max-total-tokens", "16384", "--port", str(port)]  # fmt: skip
-    with running_server(tmp_path_factory.mktemp("web") / "log", *flags) as server:
+             "--max-total-tokens", "16384", "--port", str(port),
+             "--data-dir", str(directory / "data")]  # fmt: skip
+    with running_server(directory / "log", *flags) as server:
         yield server, f"http://127.0.0.1:{port}"
 
 

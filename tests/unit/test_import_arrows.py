@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc")
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
+    "ceilings.py",
+    "decode_floor.py",
     "machine_speed.py",
     "engine.py",
     "read_speed.py",

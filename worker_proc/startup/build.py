@@ -74,6 +74,8 @@ def make_runner(
     dtype = choose_dtype(args.dtype, device, native_kernels)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
+        # cuBLAS may else add up the parts of a split product in bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     on_phase("load weights")
     ranks = None if store is None else _join(part, store, device)
     model = _load(config, files, impl, dtype, device, part, ranks, on_phase)

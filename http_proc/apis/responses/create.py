@@ -14,6 +14,7 @@ from http_proc.endpoints.request_body import read_object
 from http_proc.gateway import GATEWAY, ResponseHead
 from http_proc.observe.request_log import RECORD
 from http_proc.responses import json_response, record
+from http_proc.resumption import current_resumption
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -32,7 +33,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _head(request: web.Request, store: ResponseStore) -> ResponseHead:
     """Return the head of a response that is kept: its id is new."""
     head = request.app[GATEWAY].head(request, "resp", "_")
-    if "X-Request-Id" in request.headers:
+    if "X-Request-Id" in request.headers or current_resumption() is not None:
         head = head._replace(id=await store.unused_id(head.id))
         request[RECORD].id = head.id
     return head

@@ -65,7 +65,8 @@ class ResponsePlan:
             options = {**options, "truncate_prompt": fields.truncation == "auto"}
         params = self.prepared.params
         has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
-        in_chunks = call.stream or has_logprobs or self.prepared.reader.separates_reasoning
+        reads_events = call.stream or fields.background
+        in_chunks = reads_events or has_logprobs or self.prepared.reader.separates_reasoning
         group.submit(call.messages, params, in_chunks, options)
 
 

@@ -1,6 +1,5 @@
 """What is kept of a response in the background until it ends, so that it can be made again."""
 
-import secrets
 from typing import Any
 
 import msgspec
@@ -9,21 +8,22 @@ from http_proc.apis.responses.plan import ResponsePlan
 from http_proc.apis.responses.store import Items
 from http_proc.caller import Caller, current_caller
 from http_proc.gateway import ResponseHead
-
-SEED_BITS = 31
+from http_proc.resumption import new_key
 
 
 class BackgroundJob(msgspec.Struct, kw_only=True):
     """The request of a response.
 
     Attributes:
-        body: of the request, with the items that its references point to, and with a seed: each
-            attempt has the same text.
+        key: as in Resumption: of it come the seed and the ids of calls, so that each attempt has
+            the same events.
+        body: of the request, with the items that its references point to.
         history: the items that come before its input.
         tenant, has_users, user, key_hash: of the Caller.
     """
 
     id: str
+    key: str
     created: int
     model: str
     body: dict[str, Any]
@@ -41,20 +41,18 @@ class BackgroundJob(msgspec.Struct, kw_only=True):
     @property
     def caller(self) -> Caller:
         """The tenant of the request."""
-        return Caller(self.tenant, self.has_users, self.user, self.key_hash)
+        return Caller(self.tenant, self.has_users, self.user, key_hash=self.key_hash)
 
 
 def new_job(plan: ResponsePlan, body: dict[str, Any], head: ResponseHead) -> BackgroundJob:
     """Return the job of a request that was checked."""
-    body = {**body, "input": plan.given}
-    if plan.params.seed is None:
-        body["seed"] = secrets.randbits(SEED_BITS)
     caller = current_caller()
     return BackgroundJob(
         id=head.id,
+        key=new_key(),
         created=head.created,
         model=head.model,
-        body=body,
+        body={**body, "input": plan.given},
         history=plan.history,
         tenant=caller.tenant,
         has_users=caller.has_users,

@@ -16,6 +16,7 @@ from http_proc.caller import set_caller
 from http_proc.chat.answers import read_chat
 from http_proc.gateway import Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring
+from http_proc.resumption import Resumption, set_resumption
 from quadriga.errors import QuadrigaError
 
 EVENT_END = b"\n\n"
@@ -31,6 +32,7 @@ class BackgroundRun:
         store: has the response as an open one.
         job: the request.
         response: the response before its answer.
+        is_resent: an earlier gateway has begun it.
 
     Attributes:
         is_ended: the last event is written.
@@ -42,11 +44,13 @@ class BackgroundRun:
         store: StoredResponses,
         job: BackgroundJob,
         response: ResponseObject,
+        is_resent: bool,
     ) -> None:
         self.is_ended = False
         self._gateway = gateway
         self._store = store
         self._job = job
+        self._is_resent = is_resent
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
         self._is_cancelled = False
@@ -121,9 +125,12 @@ class BackgroundRun:
 
     async def _attempt(self) -> None:
         job, gateway = self._job, self._gateway
+        keep_s = gateway.args.resume_window
+        set_resumption(Resumption(job.key, job.created, keep_s, self._is_resent))
         plan = await make_plan(gateway, self._store, job.body, job.history)
         self._begin(plan.answer(job.head))
         stream = self._stream
+        await gateway.lasting_ring.connect()
         with gateway.open_group(job.id, plan.prepared.names) as group:
             plan.submit(group)
             await group.accepted()

@@ -46,7 +46,7 @@ class BackgroundResponses:
         job, response = new_job(plan, body, head), plan.answer(head).response
         response.store = True
         await self._store.open_response(response, plan.given, msgspec.msgpack.encode(job))
-        run = self._start(job, response)
+        run = self._start(job, response, is_resent=False)
         return await send_events(request, run, 0) if plan.call.stream else json_response(response)
 
     async def stop(self) -> None:
@@ -69,8 +69,11 @@ class BackgroundResponses:
                 retry_after=RETRY_AFTER_S,
             )
 
-    def _start(self, job: BackgroundJob, response: ResponseObject) -> BackgroundRun:
-        run = self._runs[job.id] = BackgroundRun(self._gateway, self._store, job, response)
+    def _start(
+        self, job: BackgroundJob, response: ResponseObject, is_resent: bool
+    ) -> BackgroundRun:
+        run = BackgroundRun(self._gateway, self._store, job, response, is_resent)
+        self._runs[job.id] = run
         run.task.add_done_callback(lambda _: self._runs.pop(job.id))
         return run
 
@@ -83,7 +86,7 @@ class BackgroundResponses:
         logging.info("%d responses in the background go on", len(left))
         for response, data in left:
             job = msgspec.msgpack.decode(data, type=BackgroundJob)
-            self._start(job, msgspec.convert(response, ResponseObject))
+            self._start(job, msgspec.convert(response, ResponseObject), is_resent=True)
 
 
 BACKGROUND = web.AppKey("background", BackgroundResponses)

@@ -1,12 +1,12 @@
 """StoredResponses: the ResponseStore whose responses outlive the server."""
 
-import secrets
 import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from string import hexdigits
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,11 +26,12 @@ from http_proc.apis.responses.stored.tables import ObjectKind, Reader, StoredIte
 from http_proc.caller import current_caller
 from http_proc.gateway import UNIQUE_MARK
 from http_proc.protocol.errors import ApiError
+from http_proc.resumption import id_chars
 from quadriga.clock import now
 from quadriga.wire.messages.public import MAX_TURNS
 
-# Bytes that make the id of a response unique.
-NUM_UNIQUE_BYTES = 4
+# What makes the id of a response unique.
+NUM_UNIQUE_CHARS = 8
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class StoredResponses:
         is_used = False
         with suppress(ApiError):  # the file cannot be read, and nothing is stored
             is_used = await self.read(lambda reader: reader.knows(response_id))
-        unique = UNIQUE_MARK + secrets.token_hex(NUM_UNIQUE_BYTES)
+        unique = UNIQUE_MARK + id_chars(NUM_UNIQUE_CHARS, hexdigits[:16])
         return response_id + (unique if is_used else "")
 
     async def items_of_response(self, response_id: str) -> Items:

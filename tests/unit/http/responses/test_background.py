@@ -197,9 +197,12 @@ def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
                 done = await ended(client, created.id)
                 assert done.output_text == "No rain." and done.created_at == created.created_at
             rest = await client.responses.retrieve(second.id, stream=True, starting_after=4)
-            numbers = [event.sequence_number async for event in rest]
-            assert numbers[0] == 5
-        # What was asked is asked again, with the same seed also where none was given.
+            events = [*seen, *[event async for event in rest]]
+            again_events = await client.responses.retrieve(second.id, stream=True)
+            assert events == [event async for event in again_events]
+        # The same is asked under the same ids, with the same seed also where none was given.
+        kept = [[options["kept"] for *_, options in one.submitted] for one in (ring, again)]
+        assert [one._replace(is_resent=True) for one in kept[0]] == kept[1]
         seeds = [params.seed for _, params, _ in ring.submitted]
         assert [params.seed for _, params, _ in again.submitted] == seeds
         assert seeds[1] == 5 and seeds[0] is not None
