@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -13,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 from bench.client.server import free_port
 from tests.faults.kill_matrix import main
 from tests.faults.resumed_streams import ResumedStreams, WrongStream
-from tests.server import Server, running_server, settle
+from tests.server import ROOT, Server, running_server, settle
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import wait_until
 
@@ -96,6 +97,39 @@ def test_the_openai_client_resumes_a_chat(web_server: tuple[Server, str]) -> Non
     assert [chunk.to_json() for chunk in chat("whole")] == whole
     for num_read in range(len(whole) + 1):
         assert [chunk.to_json() for chunk in rest("whole", num_read)] == whole[num_read:]
+
+
+def example() -> Any:
+    """Return the function of docs/streams.md."""
+    text = (ROOT / "docs" / "streams.md").read_text()
+    source = text.partition("```python\n")[2].partition("\nclient = ")[0]
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["chat_chunks"]
+
+
+def test_the_example_of_the_documentation_survives_cuts(web_server: tuple[Server, str]) -> None:
+    _, url = web_server
+    fields = {"model": "", "messages": [{"role": "user", "content": "word"}],
+              "temperature": 0, "max_tokens": 200}  # fmt: skip
+    fields["model"] = openai.OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data[0].id
+
+    def texts(base_url: str, name: str) -> list[str]:
+        client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none")
+        return [chunk.choices[0].delta.to_json() for chunk in example()(client, name, **fields)]
+
+    async def through_a_proxy() -> list[str]:
+        proxy = TcpProxy()
+        async with proxy.open(f"tcp://{urlsplit(url).netloc}") as endpoint:
+            reading = asyncio.ensure_future(
+                asyncio.to_thread(texts, endpoint.replace("tcp", "http"), "cut")
+            )
+            while not reading.done():
+                await asyncio.sleep(PAUSE_S / 2)
+                proxy.cut()
+            return await reading
+
+    assert asyncio.run(through_a_proxy()) == texts(url, "uncut")
 
 
 @pytest.mark.timeout(300)
