@@ -19,15 +19,15 @@ class Caller:
         tenant: its name; "" without tenants.
         has_users: the request may name a user of the tenant.
         user: name of that user; "" for none.
-        entry: the tenant's entry in the key file; None for a request without a key of that file.
         key_hash: hash of its API key; "" where the key is a tenant's, or none is needed.
+        entry: the tenant's entry in the key file; None for a request without a key of that file.
     """
 
     tenant: str = ""
     has_users: bool = False
     user: str = ""
-    entry: Tenant | None = None
     key_hash: str = ""
+    entry: Tenant | None = None
 
     @classmethod
     def of_key(cls, entry: Tenant) -> "Caller":
