@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import PROGRAMS, find_chromium, running_chromium
 from tests.cpu_shares import all_cpus
 from tests.gateway import running_gateway
 from tests.server import Server, running_server
@@ -62,6 +63,16 @@ def every_cpu() -> Iterator[None]:
     """All CPUs, also in a parallel run: for tests whose threads have to run at the same time."""
     with all_cpus():
         yield
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[str]:
+    """Yield the address of a running browser."""
+    program = find_chromium()
+    if program is None:
+        pytest.skip(f"no browser: install one of {', '.join(PROGRAMS)} (Debian: chromium)")
+    with running_chromium(program) as address:
+        yield address
 
 
 # Importing tests.tiny_models loads torch and transformers, which many tests do without.

@@ -87,11 +87,11 @@ export class Conversation {
     return path;
   }
 
-  /** Return the messages from the first one to this one, as the API takes them. */
+  /** Return the messages from the first one to this one, without empty answers, for the API. */
   messagesUpTo(id) {
     const found = [];
     for (let one = this.get(id); one; one = this.get(one.parent)) found.unshift(one);
-    return found.map(apiMessage);
+    return found.filter(hasContent).map(apiMessage);
   }
 
   /**
@@ -104,6 +104,11 @@ export class Conversation {
     const current = groups.findIndex((group) => group.some((one) => one.id === message.id));
     return { groups, current };
   }
+}
+
+/** Whether a message is more than an answer that failed before its first token. */
+function hasContent({ role, content, reasoning, toolCalls }) {
+  return role !== "assistant" || Boolean(content || reasoning || toolCalls?.length);
 }
 
 function apiMessage({ role, content, reasoning, toolCalls, toolCallId }) {
