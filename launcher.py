@@ -32,12 +32,14 @@ from quadriga.runtime.child import (
     EXIT_START_FAILED,
     EXIT_USAGE,
     Command,
+    replica_of,
 )
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from quadriga.supervisor.owner import OwnerChannel
+from quadriga.supervisor.replicas import ReplicaProcesses
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
 from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
@@ -47,9 +49,9 @@ SERVING_PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "uvloop", "psutil", "msgpack",
 )  # fmt: skip
 HTTP_PACKAGES = ("aiohttp", "prometheus_client")
-PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
+FRONTEND = "tokenizer_proc"
 GATEWAY = "http_proc"
-CLIENT_FACING = ("tokenizer_proc", GATEWAY)
+CLIENT_FACING = (FRONTEND, GATEWAY)
 STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"
 # Time in which frontend and gateway report to the clients why the server ends.
 NOTIFY_TIMEOUT_S = 1.5
@@ -67,20 +69,24 @@ class Launcher:
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
         hides_status = config.launch.no_status_line or config.launch.log_format == JSON
         self._quiet = hides_status or not terminal.is_foreground()
-        self._flags = config.replace(**location, no_status_line=self._quiet).to_argv()
+        has_line = not self._quiet and config.replicas.dp == 1
+        self._flags = config.replace(**location, no_status_line=not has_line).to_argv()
+        self._replicas = ReplicaProcesses(config)
         self._supervisor = Supervisor(
             self._flags,
             programs.command_of,
             config.launch,
-            no_restart=["scheduler_proc"] if config.scheduler.no_journal else [],
-            notify_on_restart="tokenizer_proc",
+            no_restart=self._replicas.no_restart,
+            notify_on_restart=FRONTEND,
         )
 
     def run(self) -> int:
         """Start, serve until a signal or a death for good, stop; return the exit code."""
         try:
-            for name in PROCESSES if self._config.http.no_http else (*PROCESSES, GATEWAY):
+            for name in (*self._replicas.processes, FRONTEND):
                 self._supervisor.start(name)
+            if not self._config.http.no_http:
+                self._supervisor.start(GATEWAY)
             return self._wait_until_ready() or self._serve()
         finally:
             self._supervisor.clean_up()
@@ -126,7 +132,7 @@ class Launcher:
         return Endpoints(self._supervisor.run_dir).public if is_private else endpoint
 
     def _announce(self) -> None:
-        worker, endpoint = self._supervisor["worker_proc"], self._public_endpoint
+        worker, endpoint = self._supervisor[self._replicas.workers[0]], self._public_endpoint
         if self._config.launch.log_level == "debug":
             for text in first_screen.start_details(self._model_seconds, self._supervisor):
                 say(text)
@@ -136,6 +142,8 @@ class Launcher:
             **first_screen.ready_fields(self._config, worker.info, seconds, endpoint),
         )
         say(first_screen.start_summary(self._model_seconds, worker))
+        if note := self._replicas.cores_note(worker.info):
+            say(note)
         has_chat = self._supervisor["tokenizer_proc"].info.get("chat", True)
         for text in first_screen.usage_lines(self._config, has_chat, endpoint):
             say(text)
@@ -147,24 +155,37 @@ class Launcher:
             event = self._supervisor.next_event(None)
             match event:
                 case Death():
-                    if not self._restart(event):
+                    if not self._survives(event):
                         return self._give_up(event)
                 case SupervisorEvent.STOP:
                     return self._drain()
+                case SupervisorEvent.RESTARTED:
+                    self._replicas.report_lost(self._supervisor[FRONTEND])
                 case SupervisorEvent.RELOAD:
                     say("reloading: the worker restarts; requests go on with the new weights")
-                    self._supervisor["worker_proc"].stop_for_reload()
+                    self._replicas.begin_reload()
+            self._replicas.reload_next(self._supervisor)
+
+    def _survives(self, death: Death) -> bool:
+        """Go on after a death: restart the process, or leave its replica to the others."""
+        return self._restart(death) or self._replicas.lose(death, self._supervisor)
 
     def _restart(self, death: Death) -> bool:
         """Schedule the restart of a process that died; return False if it must not be restarted."""
         if death.restart_delay_s is None:
             return False
-        fate = "by ZeroMQ go on, those by HTTP are lost" if death.name == GATEWAY else "go on"
+        fate = (
+            "by ZeroMQ and resumable streams go on, others by HTTP are lost"
+            if death.name == GATEWAY
+            else "go on"
+        )
         say(
             f"{death.name} died ({death.reason}) and is restarted; requests {fate}",
             event="process_died", child=death.name, reason=death.reason,
             restart_delay_s=death.restart_delay_s,
         )  # fmt: skip
+        if replica_of(death.name) is not None:
+            self._supervisor[FRONTEND].send(Command.DIED, death.name)
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 
@@ -216,7 +237,7 @@ class Launcher:
         if outcome is None:
             say(f"{timeout:g} s are over: aborting the requests that are left")
             reason = "the server stopped before this request had finished"
-            for name in ("tokenizer_proc", "scheduler_proc"):
+            for name in (FRONTEND, *self._replicas.schedulers):
                 self._supervisor[name].send(Command.ABORT, reason)
             outcome = self._wait_for_exits(ABORT_TIMEOUT_S)
         if outcome is None:
@@ -242,9 +263,10 @@ class Launcher:
                 case Death() if self._all_is_delivered:
                     self._kill_ring()
                 case Death():
-                    if not self._restart(event):
+                    if not self._survives(event):
                         return self._give_up(event)
                 case SupervisorEvent.RESTARTED:
+                    self._replicas.report_lost(self._supervisor[FRONTEND])
                     self._send_drain()
                 case SupervisorEvent.STOP:
                     return self._stop_at_once()
@@ -269,7 +291,8 @@ class Launcher:
 
         The frontend exits when they do, and the scheduler when the frontend exits.
         """
-        children = (self._supervisor[name] for name in ("tokenizer_proc", "scheduler_proc"))
+        names = (FRONTEND, *self._replicas.schedulers)
+        children = (self._supervisor[name] for name in names)
         return any(child.has_exited and child.process.returncode == EXIT_OK for child in children)
 
     def _kill_ring(self) -> None:

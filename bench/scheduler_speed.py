@@ -19,7 +19,8 @@ from bench.metrics.percentiles import percentile
 from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.live import MAX_WATCH_S
+from quadriga.wire.messages.to_scheduler import Submit, WatchSteps
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from quadriga.wire.sockets import encode
 from scheduler_proc.scheduler import Scheduler
@@ -74,9 +75,23 @@ class SpeedCase:
 
 
 def measure(
-    args: SchedulerArgs, steps: int, waiting: int, pages: int, window: int = 0
+    args: SchedulerArgs,
+    steps: int,
+    waiting: int,
+    pages: int,
+    window: int = 0,
+    is_watched: bool = False,
 ) -> list[float]:
-    """Return the seconds of each step. window: of every layer, in tokens; 0: none."""
+    """Return the seconds of each step.
+
+    Args:
+        args: the policy and the limits.
+        steps: number of steps.
+        waiting: number of requests that wait all the time.
+        pages: size of the KV pool.
+        window: of every layer, in tokens; 0: none.
+        is_watched: the live feed is made.
+    """
     worker, now, load = Sink(), 1000.0, SpeedCase(0)
     scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
     slots = args.max_running_requests
@@ -96,7 +111,8 @@ def measure(
         scheduler.step([], [result])
         times.append(time.perf_counter() - began)
         missing = waiting - scheduler.num_queued
-        scheduler.step([load.next(now) for _ in range(missing)], [])
+        watch = [WatchSteps(MAX_WATCH_S)] if is_watched else []
+        scheduler.step([*watch, *(load.next(now) for _ in range(missing))], [])
     return times
 
 
@@ -128,6 +144,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=16_384, help="of 16 tokens")
     parser.add_argument("--window", type=int, default=0, help="of every layer, in tokens")
     parser.add_argument("--fair-clients", action="store_true")
+    parser.add_argument("--watched", action="store_true", help="a client watches the live feed")
     arguments = parser.parse_args()
     gc.disable()  # as in scheduler_proc/main.py
     print(f"{arguments.running} running, {arguments.waiting} waiting, us a step")
@@ -142,7 +159,14 @@ def main() -> None:
             fair_clients=arguments.fair_clients,
             plan_at_once=True,
         )
-        times = measure(args, arguments.steps, arguments.waiting, arguments.pages, arguments.window)
+        times = measure(
+            args,
+            arguments.steps,
+            arguments.waiting,
+            arguments.pages,
+            arguments.window,
+            arguments.watched,
+        )
         times = times[arguments.steps // 4 :]  # the running batch has filled up by then
         shares = [percentile(times, share) for share in (50, 90, 99, 99.9, 100)]
         print(f"{policy:12}" + "".join(f"{1e6 * value:8.0f}" for value in shares))

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
+from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -100,6 +100,28 @@ class WorkerBench:
         return ms
 
     @contextmanager
+    def decoding_ahead(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
+        """Yield a function like that of `decoding`, whose steps are launched as a server does.
+
+        Step N + 1 is launched before step N has ended, so a GPU does not wait for the host. The
+        function returns the ms of the step before the one that it launches; the first call
+        launches two.
+        """
+        self._run(self._slots([Row(context, 1)] * rows, num_steps=steps), [])
+        plan_rows = [(slot, 1) for slot in range(rows)]
+        waiting: list[Callable[[], StepResult]] = []
+
+        def step() -> float:
+            while len(waiting) < 2:
+                waiting.append(self._launch([], plan_rows))
+            return ms_of(waiting.pop(0)())
+
+        yield step
+        while waiting:
+            waiting.pop()()
+        self._run([], [], released=range(rows))
+
+    @contextmanager
     def decoding(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
         """Yield a function that decodes one more token of each request and returns the step's ms.
 
@@ -112,11 +134,18 @@ class WorkerBench:
     def _run(
         self, new: list[NewSlot], rows: list[tuple[int, int]], released: Iterable[int] = ()
     ) -> float:
+        return ms_of(self._launch(new, rows, released)())
+
+    def _launch(
+        self, new: list[NewSlot], rows: list[tuple[int, int]], released: Iterable[int] = ()
+    ) -> Callable[[], StepResult]:
         slots, counts = pack_ids(slot for slot, _ in rows), pack_ids(n for _, n in rows)
         mode = EXTEND if any(n > 1 for _, n in rows) else DECODE
         plan = StepPlan(next(self._steps), mode, slots, counts, new, pack_ids(released))
-        result = self.runner.run(plan)
-        return 1000 * (result.ended - result.began)
+        from torch import inference_mode
+
+        with inference_mode():
+            return self.runner.launch(plan)
 
     def _slots(self, rows: Sequence[Row], num_steps: int = 0) -> list[NewSlot]:
         """Return a slot for each row, with pages of its own."""
@@ -132,6 +161,11 @@ class WorkerBench:
         pages = self._pages[first_page : first_page - (-(known + num_steps) // self._page_size)]
         ids = pack_ids(self._draw.randrange(3, MAX_TOKEN_ID) for _ in range(known))
         return NewSlot(slot, ids, row.context, pack_ids(pages), 0.0, -1, 1.0, 0)
+
+
+def ms_of(result: StepResult) -> float:
+    """Return the ms that a step took."""
+    return 1000 * (result.ended - result.began)
 
 
 def make_bench(

@@ -1,23 +1,16 @@
 """The core of the detokenizer process, without sockets: steps of token ids in, chunks out."""
 
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from detok_proc.incremental import DecoderFactory
-from detok_proc.logprobs import (
-    LogprobCollector,
-    TokenLogprobs,
-    iterate_blocks,
-    logprobs_by_row,
-    prompt_logprobs,
-)
-from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
-from detok_proc.stop_strings import StopStrings
+from detok_proc.logprobs import iterate_blocks, logprobs_by_row
+from detok_proc.stop_regexes import RequestBudget
+from detok_proc.text_stream import TextStream, make_chunk
 from quadriga.clock import now
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.public import Chunk, End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 
 if TYPE_CHECKING:
@@ -88,7 +81,7 @@ class Detokenizer:
         """Drop every text, which a new scheduler does not know."""
         self._streams.clear()
 
-    def _open(self, opening: StreamStart) -> "TextStream":
+    def _open(self, opening: StreamStart) -> TextStream:
         budget = None
         if opening.stop_regexes:
             name = (opening.client, opening.request_id)
@@ -114,7 +107,7 @@ class Detokenizer:
         chunk = stream.take() if stream.is_streamed else stream.empty_chunk()
         deliveries.replays.setdefault(stream.client, []).append(chunk)
 
-    def _push_tokens(self, output: StepOutput, stop_found: list[int]) -> "dict[int, TextStream]":
+    def _push_tokens(self, output: StepOutput, stop_found: list[int]) -> dict[int, TextStream]:
         """Push every token of a step. Return the requests that got one, by number."""
         stop_tokens = _stop_tokens(output) if output.closed else {}
         logprobs = logprobs_by_row(output.logprobs)
@@ -136,7 +129,7 @@ class Detokenizer:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, self._clock())
-            chunk = _make_chunk(closing.request_id, closing.index, end)
+            chunk = make_chunk(closing.request_id, closing.index, end)
         else:
             stream.flush()
             end = _make_end(
@@ -145,111 +138,6 @@ class Detokenizer:
             chunk = stream.take(end)
         by_client.setdefault(closing.client, []).append(chunk)
         ended.append(closing.seq)
-
-
-class TextStream:
-    """The text of one choice between its first token and its end: what was not sent yet.
-
-    Attributes:
-        is_streamed: its client wants text before the end.
-        num_tokens: tokens that were pushed.
-        matched_stop: the stop string or expression that ended the text.
-        error: why the text cannot go on.
-    """
-
-    __slots__ = (
-        "_decoder", "_ids", "_index", "_keeps_stop", "_logprobs", "_min_tokens", "_num_sent_chars",
-        "_pieces", "_prompt_logprobs", "_stops", "_times", "client", "error", "is_streamed",
-        "matched_stop", "num_tokens", "request_id",
-    )  # fmt: skip
-
-    def __init__(
-        self, opening: StreamStart, decoders: DecoderFactory, budget: RequestBudget | None
-    ) -> None:
-        self.client = opening.client
-        self.request_id = opening.request_id
-        self.is_streamed = opening.stream
-        self.num_tokens = 0
-        self.matched_stop: str | None = None
-        self.error: ErrorInfo | None = None
-        self._index = opening.index
-        self._decoder = decoders.make(opening.skip_special_tokens)
-        self._keeps_stop = opening.keeps_stop
-        self._min_tokens = opening.min_new_tokens
-        self._stops: StopStrings | None = None
-        if opening.stop_strings or opening.stop_regexes:
-            self._stops = StopStrings(
-                opening.stop_strings, opening.stop_regexes, opening.keeps_stop, budget
-            )
-        bytes_of, width, prompt = decoders.bytes_of, opening.logprobs, opening.prompt
-        self._logprobs = None if width is None else LogprobCollector(width, bytes_of)
-        self._prompt_logprobs = None if prompt is None else prompt_logprobs(prompt, bytes_of)
-        self._pieces: list[str] = []
-        self._ids = array("i")
-        self._times: list[float] = []
-        self._num_sent_chars = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the text has ended, so that the scheduler should end the request."""
-        return self.matched_stop is not None or self.error is not None
-
-    def push(
-        self, token_id: int, time: float, is_stop: bool, logprobs: TokenLogprobs | None
-    ) -> None:
-        """Append a token. The text of a stop token is dropped, unless the request keeps it."""
-        self.num_tokens += 1
-        self._ids.append(token_id)
-        self._times.append(time)
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs.add(token_id, logprobs)
-        if not is_stop or self._keeps_stop:
-            self._add_text(self._decoder.push(token_id))
-
-    def flush(self) -> None:
-        """Append what was held back, as no more tokens come: half characters, half stop strings."""
-        if self.is_over:
-            return
-        self._add_text(self._decoder.flush())
-        if self._stops is not None and not self.is_over:
-            self._pieces.append(self._stops.flush())
-
-    def is_due(self, interval: int) -> bool:
-        """Return whether a chunk is to be sent: the first token at once, then every `interval`."""
-        num_unsent = len(self._ids)
-        return self.is_streamed and (num_unsent >= interval or num_unsent == self.num_tokens)
-
-    def empty_chunk(self) -> PlainChunk:
-        """Return a chunk that only confirms the request."""
-        return _make_chunk(self.request_id, self._index)
-
-    def take(self, end: End | None = None) -> PlainChunk:
-        """Return a chunk of everything that was not sent."""
-        text = "".join(self._pieces)
-        ids, times, offset = pack_ids(self._ids), self._times, self._num_sent_chars
-        self._num_sent_chars += len(text)
-        self._pieces, self._ids, self._times = [], array("i"), []
-        if self._logprobs is None and self._prompt_logprobs is None and self._index == 0:
-            return PlainChunk(self.request_id, offset, text, ids, times, end)
-        logprobs = None if self._logprobs is None else self._logprobs.take()
-        prompt, self._prompt_logprobs = self._prompt_logprobs, None
-        return Chunk(self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt)
-
-    def _add_text(self, text: str) -> None:
-        if self._stops is not None and self.num_tokens > self._min_tokens:
-            try:
-                text, self.matched_stop = self._stops.push(text)
-            except SearchTooSlow as error:
-                self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
-        if text:
-            self._pieces.append(text)
-
-
-def _make_chunk(request_id: str, index: int, end: End | None = None) -> PlainChunk:
-    """Return a chunk without tokens."""
-    if index == 0:
-        return PlainChunk(request_id, 0, "", b"", [], end)
-    return Chunk(request_id, 0, "", b"", [], end, index)
 
 
 def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:

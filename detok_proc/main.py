@@ -9,13 +9,17 @@ import logging
 import os
 import time
 
+import msgspec
+
 from detok_proc.detokenizer import Detokenizer
+from detok_proc.step_news import step_news
 from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
-from quadriga.wire.messages.public import Info, SentChunks, SentReplay
+from quadriga.wire.messages.public import Chunk, Info, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
+    READ_DETOK_MESSAGE,
     Delivered,
     DetokMessage,
     Drained,
@@ -23,6 +27,8 @@ from quadriga.wire.messages.to_detok import (
     InfoReply,
     LiveFrame,
     ProgressReply,
+    ReplicaDelivered,
+    ReplicaOutput,
     SchedulerRestarted,
     StopDetok,
 )
@@ -37,7 +43,7 @@ def main() -> None:
 
 def body(child: Child) -> None:
     """Load the tokenizer and serve. Bind first, so that no message of the start is lost."""
-    inbox = Inbox[DetokMessage](child.endpoints.detok, DetokMessage)
+    inbox = Inbox[DetokMessage](child.endpoints.detok, READ_DETOK_MESSAGE)
     began_at = time.perf_counter()
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
@@ -106,22 +112,28 @@ def deliver(
     The last message lists all ends of the step, because only then all of them are on their way.
     """
     deliveries = detokenizer.process(output)
+    news = output.news if isinstance(output, ReplicaOutput) else None
+    if news is not None:
+        delivery.send_frames(b"", b"", encode(step_news(output, news)))
     traces = open_traces(output) if deliveries.ended else {}
     messages: list[tuple[bytes, SentReplay | SentChunks]] = [
         *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
     ]
     for number, (client, message) in enumerate(messages, start=1):
-        ends = [(chunk.request_id, chunk.end) for chunk in message.chunks if chunk.end is not None]
+        ended = [chunk for chunk in message.chunks if chunk.end is not None]
         ended_seqs = deliveries.ended if number == len(messages) else []
         delivered = Delivered(
-            ended=[request_id for request_id, _ in ends],
+            ended=[chunk.request_id for chunk in ended],
             waiting=output.waiting,
             settled=ended_seqs,
-            generated=[end.usage.completion_tokens for _, end in ends],
+            generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
             wait_s=output.wait_s,
             traces=close_traces(traces, client, message.chunks) if traces else [],
         )
+        if news is not None:
+            indexes = [chunk.index if isinstance(chunk, Chunk) else 0 for chunk in ended]
+            delivered = ReplicaDelivered(**msgspec.structs.asdict(delivered), indexes=indexes)
         delivery.send_frames(client, encode(message), encode(delivered))
     if deliveries.stop_found:
         scheduler.send(StopFound(deliveries.stop_found))

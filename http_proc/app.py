@@ -4,6 +4,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from http_proc.apis.batch.service import batch_lifetime
+from http_proc.apis.responses.background.service import background_lifetime
 from http_proc.apis.responses.stored.service import store_lifetime
 from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
@@ -12,7 +13,7 @@ from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import add_header, trace_requests
-from http_proc.streams.stream_table import stream_lifetime
+from http_proc.streams.earlier_streams import stream_lifetime
 from http_proc.ui.page import serve_page
 
 
@@ -30,6 +31,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.cleanup_ctx.append(store_lifetime)
+    app.cleanup_ctx.append(background_lifetime)
     app.cleanup_ctx.append(batch_lifetime)
     app.cleanup_ctx.append(stream_lifetime)
     add_live(app)

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from quadriga.tenants.tenant import full_name, is_name
+from quadriga.tenants.tenant import Tenant, full_name, is_name, parent_name
 
 USER_HEADER = "X-Quadriga-User"
 NUM_HASH_CHARS = 32
@@ -20,12 +20,37 @@ class Caller:
         has_users: the request may name a user of the tenant.
         user: name of that user; "" for none.
         key_hash: hash of its API key; "" where the key is a tenant's, or none is needed.
+        entry: the tenant's entry in the key file; None for a request without a key of that file.
     """
 
     tenant: str = ""
     has_users: bool = False
     user: str = ""
     key_hash: str = ""
+    entry: Tenant | None = None
+
+    @classmethod
+    def of_key(cls, entry: Tenant) -> "Caller":
+        """Return the caller that has the key of a tenant."""
+        return cls(entry.name, entry.sub_tenants, entry=entry)
+
+    @classmethod
+    def of_name(cls, name: str, has_users: bool) -> "Caller":
+        """Return the caller whose `name` is this one, for work that goes on without its request."""
+        tenant = parent_name(name)
+        return cls(tenant, has_users, name[len(tenant) + 1 :])
+
+    @property
+    def file_owner(self) -> str:
+        """Name of the tenant to which the caller's files and batches belong; "" for none."""
+        return "" if self.entry is None else self.entry.name
+
+    def may_use_files_of(self, owner: str) -> bool:
+        """Return whether the caller may use the files and batches of a tenant.
+
+        One without a key of the key file may use all.
+        """
+        return self.entry is None or self.entry.name == owner
 
     @property
     def owner(self) -> str:

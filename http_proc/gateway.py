@@ -18,6 +18,8 @@ from http_proc.observe.request_trace import WebTraces
 from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
+from http_proc.resumption import current_resumption
+from http_proc.streams.stream_rows import StreamRows
 from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
@@ -63,26 +65,39 @@ class Gateway:
         run_dir: private directory for sockets; None: one below the directory for temporary files.
         max_batch_size: requests in one decode step.
         progress: the poller of streams that wait.
+        lasting_ring: the client for resumable requests, whose address is that of the gateways
+            before and after this one.
+        stream_rows: what is kept of resumable requests.
         log_level: which requests are logged.
         traces: decides which requests are traced, and keeps their traces.
         body_bytes: bytes of request bodies that are being received.
     """
 
     def __init__(
-        self, config: ServerConfig, ring: AsyncClient, run_dir: Path | None = None
+        self,
+        config: ServerConfig,
+        ring: AsyncClient,
+        run_dir: Path | None = None,
+        lasting_ring: AsyncClient | None = None,
+        stream_rows: StreamRows | None = None,
     ) -> None:
         self.args = config.http
         self.data_dir = config.data_dir
         self.run_dir = run_dir
         self.max_batch_size = config.scheduler.max_batch_size
+        self.batch_concurrency_beside = config.scheduler.batch_concurrency_beside
         self.tenant_args = config.tenants
         self.model = config.model.shown_name
         self.ring = ring
+        self.lasting_ring = lasting_ring or ring
+        self.stream_rows = stream_rows or StreamRows()
         self.metrics = RequestMetrics()
-        self.progress = ProgressPoller(ring, config.http.sse_ping_interval)
+        interval_s = config.http.sse_ping_interval
+        self.progress = ProgressPoller(ring, interval_s)
+        self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
         self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
-        self.started_at = int(time.time())
+        self.started_at = wall_seconds()
         self.is_draining = False
         self.body_bytes = 0
         self._idle = asyncio.Event()
@@ -97,7 +112,9 @@ class Gateway:
     def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
         answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
-        return ResponseHead(answer_id, int(time.time()), self.model)
+        resumption = current_resumption()
+        created = wall_seconds() if resumption is None else resumption.created
+        return ResponseHead(answer_id, created, self.model)
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served."""
@@ -121,7 +138,10 @@ class Gateway:
             raise from_ring(error, names)
         while rid in self._groups:
             rid += "+"
-        group = self._groups[rid] = RequestGroup(self.ring, self.metrics, current_caller().name)
+        resumption = current_resumption()
+        ring = self.ring if resumption is None else self.lasting_ring
+        caller = current_caller().name
+        group = self._groups[rid] = RequestGroup(ring, self.metrics, caller, resumption)
         self._idle.clear()
         try:
             with group:
@@ -135,6 +155,10 @@ class Gateway:
             del self._groups[rid]
             if not self._groups:
                 self._idle.set()
+
+    def progress_of(self, group: RequestGroup) -> ProgressPoller:
+        """Return the poller of the streams of a group that wait."""
+        return self.progress if group.resumption is None else self._lasting_progress
 
     @property
     def num_open(self) -> int:
@@ -217,6 +241,11 @@ class Gateway:
 
 REQUEST_ID = web.RequestKey("request_id", str)
 GATEWAY = web.AppKey("gateway", Gateway)
+
+
+def wall_seconds() -> int:
+    """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
+    return int(time.time())
 
 
 def request_id(request: web.Request) -> str:

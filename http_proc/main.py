@@ -6,10 +6,14 @@ import logging
 import time
 
 import uvloop
+from aiohttp import web
 
-from http_proc.apis.batch.service import BATCHES, BatchService
+from http_proc.apis.batch.service import BATCHES
+from http_proc.apis.responses.background.service import BACKGROUND
 from http_proc.gateway import Gateway
 from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
+from http_proc.streams.stream_rows import StreamRows
+from http_proc.streams.stream_table import STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
@@ -36,8 +40,12 @@ async def serve(child: Child) -> None:
     ring = AsyncClient(
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
     )
+    rows = _stream_rows(child)
+    lasting_ring = AsyncClient(
+        endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=rows.address
+    )
     async with ring:
-        gateway = Gateway(child.config, ring, child.endpoints.run_dir)
+        gateway = Gateway(child.config, ring, child.endpoints.run_dir, lasting_ring, rows)
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
@@ -45,15 +53,23 @@ async def serve(child: Child) -> None:
             await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
-        await _serve_until_stopped(child, gateway, server, runner.app[BATCHES])
+        await _serve_until_stopped(child, gateway, server, runner.app)
         await runner.cleanup()
         await asyncio.to_thread(gateway.traces.close)
+        await lasting_ring.close()
+        rows.close()
+
+
+def _stream_rows(child: Child) -> StreamRows:
+    """Return what earlier gateways have left: those of this server, or of the data directory."""
+    data_dir = child.config.data_dir
+    return StreamRows(data_dir or child.endpoints.run_dir, outlives_server=data_dir is not None)
 
 
 async def _serve_until_stopped(
-    child: Child, gateway: Gateway, server: asyncio.Server, batches: BatchService
+    child: Child, gateway: Gateway, server: asyncio.Server, app: web.Application
 ) -> None:
-    """Wait for a command to stop, then interrupt batches and answer the open requests.
+    """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
     The ring finishes every accepted request, so that only slow clients need a time limit.
     """
@@ -63,6 +79,9 @@ async def _serve_until_stopped(
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
             if command is Command.FAIL:
+                if gateway.stream_rows.outlives_server:
+                    app[STREAMS].interrupt()
+                    gateway.lasting_ring.leave_requests()
                 gateway.fail_all(ServerFailed(reason))
             if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()
@@ -72,5 +91,7 @@ async def _serve_until_stopped(
     child.control.fail_clients_at_launcher_death()
     await stopping.wait()
     server.close()
-    await batches.stop()
+    await app[BATCHES].stop()
+    if BACKGROUND in app:
+        await app[BACKGROUND].stop()
     await gateway.drain(FLUSH_TIMEOUT_S)

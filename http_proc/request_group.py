@@ -7,6 +7,8 @@ import msgspec
 from http_proc.observe.request_metrics import RequestMetrics
 from http_proc.observe.request_trace import current_trace
 from http_proc.protocol.timings import Stage
+from http_proc.resumption import Resumption
+from http_proc.token_order import TokenOrder
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -24,11 +26,20 @@ class RequestGroup:
 
     Attributes:
         tenant: name of the tenant that the requests belong to; "" without tenants.
+        resumption: makes the requests the same again; None: they are not resumable. The chunks of
+            a resumable group have one token each, in an order that only the tokens decide.
         finished: set when the ring sends nothing more for this group.
     """
 
-    def __init__(self, ring: AsyncClient, metrics: RequestMetrics, tenant: str = "") -> None:
+    def __init__(
+        self,
+        ring: AsyncClient,
+        metrics: RequestMetrics,
+        tenant: str = "",
+        resumption: Resumption | None = None,
+    ) -> None:
         self.tenant = tenant
+        self.resumption = resumption
         self._ring = ring
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -40,6 +51,7 @@ class RequestGroup:
         self._num_unfinished = 0
         self.finished = asyncio.Event()
         self._accepted: dict[int, Accepted] = {}
+        self._order: TokenOrder | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> "RequestGroup":
@@ -96,6 +108,10 @@ class RequestGroup:
         trace = current_trace()
         if trace is not None:
             options = {**options, "traceparent": trace.traceparent}
+        kept = None
+        if self.resumption is not None:
+            params = self.resumption.params(params, prompt_index)
+            kept = self.resumption.kept_request(prompt_index)
         handle = self._ring.submit(
             prompt,
             params,
@@ -103,10 +119,11 @@ class RequestGroup:
             sink=sink,
             on_accepted=accept,
             tenant=self.tenant,
+            kept=kept,
             **options,
         )
         if trace is not None:
-            trace.ring_ids.append(handle.request_id)
+            trace.ring_requests.append((self._ring, handle.request_id))
         self._metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n
@@ -162,7 +179,11 @@ class RequestGroup:
         if self._error is not None:
             raise self._error
         chunks, self._chunks = self._chunks, []
-        return chunks
+        if self.resumption is None:
+            return chunks
+        if self._order is None:
+            self._order = TokenOrder(self._num_choices)
+        return self._order.push(chunks)
 
     async def completions(self) -> list[Completion]:
         """Return the completion of every choice, in order. Raises the first error."""

@@ -121,7 +121,7 @@ async def stream_events(
     with the renderer's event. `names`: the request's name of each field of the ring, for error
     messages.
     """
-    poller = request.app[GATEWAY].progress
+    poller = request.app[GATEWAY].progress_of(group)
     sink = sink_of(request)
     with poller.watch(group) as watch:
         chunks = await watch.first_chunks()

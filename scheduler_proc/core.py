@@ -50,7 +50,7 @@ class SchedulerCore:
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
         self.num_retractions = num_retractions
-        self._running = RunningBatch()
+        self._running = RunningBatch(args.batch_concurrency_beside)
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
         by_priority = args.schedule_policy == "priority"
@@ -95,6 +95,11 @@ class SchedulerCore:
     def num_waiting(self) -> int:
         """Number of requests without a slot."""
         return len(self.waiting) + len(self.quarantine)
+
+    @property
+    def width(self) -> int:
+        """Number of requests that take part in a decode step."""
+        return self._width
 
     @property
     def prefill_budget(self) -> int:
@@ -157,7 +162,7 @@ class SchedulerCore:
         in_turns = self._mode is BatchMode.ALTERNATE or self._running.chunked is not None
         if self._last_step_prefilled and in_turns:
             return True
-        return self._mode is BatchMode.DECODE_FIRST and len(self._running) >= self._width
+        return self._mode is BatchMode.DECODE_FIRST and self._running.num_active >= self._width
 
     def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""

@@ -7,7 +7,13 @@ from msgspec.structs import asdict
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.to_detok import ForecastStepOutput, StepOutput, StreamReplay
+from quadriga.wire.messages.replica_news import ReplicaNews
+from quadriga.wire.messages.to_detok import (
+    ForecastStepOutput,
+    ReplicaOutput,
+    StepOutput,
+    StreamReplay,
+)
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
@@ -74,7 +80,12 @@ class StepEvents:
         return bool(self.seqs or self.finished or self.replayed)
 
     def to_detok(
-        self, now: float, num_waiting: int, wait_s: float | None, session: int
+        self,
+        now: float,
+        num_waiting: int,
+        wait_s: float | None,
+        session: int,
+        news: ReplicaNews | None = None,
     ) -> StepOutput:
         """Return the message for the detokenizer of this session."""
         output = StepOutput(
@@ -88,6 +99,8 @@ class StepEvents:
             session=session,
             replayed=self.replayed,
         )
+        if news is not None:
+            return ReplicaOutput(**asdict(output), wait_s=wait_s, news=news)
         return output if wait_s is None else ForecastStepOutput(**asdict(output), wait_s=wait_s)
 
 

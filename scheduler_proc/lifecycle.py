@@ -19,8 +19,9 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.recent_ends import RecentEnds
+from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
-from scheduler_proc.observe.slot_rate import SlotRate
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
 from scheduler_proc.observe.usage_log import UsageLog
@@ -48,12 +49,13 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
-        slot_rate: how fast slots become free.
+        recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         request_log: gets each request at its end; None for no log.
         usage_log: the same.
         feed: the same; None while no client watches.
+        report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
         tracer: records the spans of traced requests.
@@ -76,12 +78,13 @@ class RequestLifecycle:
         self.usage_log: UsageLog | None = None
         self.tracer = Tracer(clock)
         self.feed: EndObserver | None = None
+        self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
-        self.slot_rate = SlotRate()
+        self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
         self._is_draining = False
@@ -117,10 +120,14 @@ class RequestLifecycle:
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
         if message.trace is not None:
-            self.tracer.on_submit(requests, num_waiting)
+            self.tracer.on_submit(requests, num_waiting, bool(to_scheduler.progress_of(message)))
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
+            for request in [request for request in requests if request.finished]:
+                requests.remove(request)
+                self.close(request)
+                self.publish(to_detok=False)  # the replay has the end
         error = None
         if not message.frontend_retry:
             num_choices = len(requests)
@@ -175,6 +182,8 @@ class RequestLifecycle:
         capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
+        if self.report is not None:
+            self.report.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:
@@ -218,7 +227,7 @@ class RequestLifecycle:
         now = self._clock()
         self.stats.on_finish(request, now)
         if request.admitted_at:
-            self.slot_rate.on_end(now, has_waiting=len(self.core.waiting) > 0)
+            self.recent_ends.on_end(request)
         if self.request_log is not None:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:
@@ -236,14 +245,17 @@ class RequestLifecycle:
 
     def publish(self, to_detok: bool = True) -> None:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
-        events = self.events
-        if events.is_empty and to_detok:
+        events, report = self.events, self.report
+        if events.is_empty and to_detok and not (report is not None and report.restates):
             return
         was_sent = events.has_output or not to_detok
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
-            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s)
+            news = None
+            if report is not None and (events.has_output or report.restates):
+                news = report.take(self.core.kv, self.table, self.outbox.replayable_names)
+            self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
@@ -257,12 +269,17 @@ class RequestLifecycle:
         self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
+        if self.report is not None:
+            self.report.restate()
         self._reported_drained = False
         self._replay(self.table, self.outbox.seqs_to_replay)
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
         self.tracer.note("frontend ready")
+        if self.report is not None:
+            self.publish()
+            self.report.restate()
         self._replay([], self.outbox.seqs_to_replay)
 
     def acknowledge(self, seqs: list[int]) -> None:

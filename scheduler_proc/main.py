@@ -8,10 +8,21 @@ from quadriga.config.server_config import LaunchArgs
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.request_line import RequestLogLevel
-from quadriga.wire.messages.to_scheduler import AbortAll, SchedulerMessage
+from quadriga.wire.messages.to_scheduler import (
+    READ_SCHEDULER_MESSAGE,
+    AbortAll,
+    SchedulerMessage,
+)
 from quadriga.wire.messages.worker import ResultMessage
 from quadriga.wire.sockets import Inbox, Outbox, Poller
-from scheduler_proc.durability.journal_opening import make_header, open_journal
+from scheduler_proc.durability.journal_opening import (
+    check_number_of_replicas,
+    make_header,
+    of_replica,
+    open_journal,
+)
+from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats_log import StatsLog
 from scheduler_proc.observe.status_line import NoStatusLine, TerminalStatusLine, status_line
@@ -33,24 +44,23 @@ def main() -> None:
 
 def serve(child: Child) -> None:
     """Run the scheduler until it stops."""
-    inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, SchedulerMessage)
+    inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, READ_SCHEDULER_MESSAGE)
     results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = make_header(run_dir, child.config.model.shown_name, model)
-    journal, recovered = open_journal(child.config.scheduler, run_dir, header, child.is_restart)
-    log_level = RequestLogLevel.of(child.config.launch)
+    args = of_replica(child.config.scheduler, child.replica)
+    if child.replica.number == 0 and not child.is_restart:
+        check_number_of_replicas(child.config.scheduler, child.replica.num_replicas)
+    journal, recovered = open_journal(args, run_dir, header, child.is_restart)
     scheduler = Scheduler(
-        args=child.config.scheduler,
+        args=args,
         eos_ids=model.eos_token_ids,
         worker=Outbox(child.endpoints.worker),
         detok=Outbox(child.endpoints.detok),
         clock=now,
         journal=journal,
     )
-    if not log_level.is_off:
-        scheduler.lifecycle.request_log = RequestLog(log_level)
-    if child.config.tenants.usage_log:
-        scheduler.lifecycle.usage_log = UsageLog(child.config.tenants.usage_log)
+    _add_observers(child, scheduler.lifecycle)
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()
@@ -78,6 +88,17 @@ def serve(child: Child) -> None:
     status.close()
     if scheduler.lifecycle.usage_log is not None:
         scheduler.lifecycle.usage_log.close()
+
+
+def _add_observers(child: Child, lifecycle: RequestLifecycle) -> None:
+    """Add what the flags ask for to be noted or reported of requests."""
+    log_level = RequestLogLevel.of(child.config.launch)
+    if child.replica.num_replicas > 1:
+        lifecycle.report = ReplicaReport()
+    if not log_level.is_off:
+        lifecycle.request_log = RequestLog(log_level)
+    if child.config.tenants.usage_log:
+        lifecycle.usage_log = UsageLog(child.config.tenants.usage_log)
 
 
 def _status(

@@ -7,11 +7,10 @@ millisecond) and no longer, because a result is always answered at once.
 
 import math
 from collections import deque
-from operator import itemgetter
 
 from quadriga.wire.messages.worker import ResultMessage, StepResult
 from scheduler_proc.sender import Sender
-from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
+from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 
 MAX_OUTSTANDING = 2  # the running step, and one that the worker begins without waiting
@@ -96,11 +95,6 @@ class Pipeline:
         return batch
 
     @property
-    def prefill_s_per_token(self) -> float:
-        """Seconds in which a step computes a prompt token; 0.0 before the first prompt."""
-        return self._predictor.prefill_s_per_token
-
-    @property
     def current_step_started_at(self) -> float | None:
         """Time at which the worker's current step began; None without one."""
         if not self._outstanding:
@@ -139,12 +133,6 @@ class StepTimePredictor:
         """
         tokens = sum(batch.num_tokens)
         return self._shortest.get(_kind(batch, tokens), 0.0) * tokens
-
-    @property
-    def prefill_s_per_token(self) -> float:
-        """Seconds per token of recent steps with prompts, of the kind with the most tokens."""
-        kinds = [kind for kind in self._shortest if kind[0] != ForwardMode.DECODE]
-        return self._shortest[max(kinds, key=itemgetter(1))] if kinds else 0.0
 
     def plan_at(self, running: ScheduleBatch) -> float:
         """Return when the step after the running one must be planned."""

@@ -7,8 +7,10 @@ from itertools import chain
 from sortedcontainers import SortedDict
 
 from quadriga.errors import DeadlineExceeded
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit, progress_of
 from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
+from scheduler_proc.planning.quarantine import count_losses
 from scheduler_proc.state.request import Request
 
 QUEUE, TOTAL = "queue", "total"  # kinds of deadlines
@@ -44,14 +46,21 @@ class RequestTable:
     def add(self, message: Submit) -> list[Request]:
         """Add a request for each choice that a message asks for, and return them.
 
-        No request of the same client and id may be in the table.
+        Of a request that moves these are the choices that go on, with their tokens. No request of
+        the same client and id may be in the table.
         """
+        progress = {choice.index: choice for choice in progress_of(message)}
         requests = [
             Request.from_submit(self._next_seq + index, message, self._eos_ids, index)
-            for index in range(message.params.n)
+            for index in progress or range(message.params.n)
         ]
-        self._next_seq += len(requests)
+        self._next_seq += message.params.n
         for request in requests:
+            if request.index in progress:
+                choice = progress[request.index]
+                request.take_over(unpack_ids(choice.token_ids), choice.first_token_at)
+                if isinstance(message, MovedSubmit):
+                    count_losses(request, message.num_losses)
             self._insert(request)
         return requests
 

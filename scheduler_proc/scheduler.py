@@ -19,6 +19,7 @@ from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.feed.feed import StepFeed
 from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
+from scheduler_proc.observe.step_speed import StepSpeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.sender import Sender
@@ -31,6 +32,8 @@ class Scheduler:
     Attributes:
         lifecycle: every request from its Submit to its end.
         pipeline: the steps in flight.
+        speed: how long they take.
+        progress: how far requests are.
         stopped: whether the process may leave.
     """
 
@@ -51,8 +54,9 @@ class Scheduler:
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
-        self._progress = ProgressReport(self.lifecycle, self.pipeline, args.max_queued_requests)
         self._feed: StepFeed | None = None  # only while a client watches
+        self.speed = StepSpeed()
+        self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -86,7 +90,7 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
-        lifecycle.queue_wait_s = self._progress.wait_if_nearly_full(now)
+        lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
         self._journal.commit()
         if self.pipeline.idle:
@@ -146,6 +150,7 @@ class Scheduler:
         lifecycle.stats.on_step(batch, result, update)
         if self._feed is not None:
             self._feed.on_result(result)
+        self.speed.on_step(batch, result)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)
@@ -186,7 +191,7 @@ class Scheduler:
                 )
                 self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
             case to_scheduler.ProgressRequest():
-                values = self._progress.values(message, self._clock())
+                values = self.progress.values(message, self._clock())
                 self._detok.send(progress_reply(message, values))
             case to_scheduler.WatchSteps():
                 self._watch_steps(message)

@@ -18,7 +18,7 @@ MAX_ERROR_CHARS = 500
 def stream_start(request: Request) -> StreamStart:
     """Return what the detokenizer must know of a request."""
     params = request.sampling.params
-    return StreamStart(
+    start = StreamStart(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,
@@ -31,7 +31,9 @@ def stream_start(request: Request) -> StreamStart:
         min_new_tokens=params.min_new_tokens,
         logprobs=params.num_top_logprobs,
         prompt=_prompt_logprobs(request),
+        text_lengths=params.text_lengths,
     )
+    return start.sent()
 
 
 def _prompt_logprobs(request: Request) -> PromptLogprobsData | None:

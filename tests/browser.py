@@ -18,11 +18,15 @@ from typing import Any
 
 import aiohttp
 
+from quadriga.clock import now
+
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync",
          "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0")  # fmt: skip
 TIMEOUT_S = 30.0
+MAX_LOOK_S = 5.0
+"""After so long a page that waits for a condition is asked again."""
 KEYS = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37,
         "ArrowRight": 39, " ": 32, "Home": 36, "End": 35}  # fmt: skip
 TEXTS = {"Enter": "\r", " ": " "}
@@ -150,24 +154,22 @@ class Page:
     async def until(self, condition: str, timeout_s: float = TIMEOUT_S) -> Any:
         """Return the value of an expression as soon as it is true."""
         script = (
-            "new Promise((found) => { const look = () => { const value = (() => { try { return"
+            f"new Promise((found) => {{ const last = performance.now() + {1000 * MAX_LOOK_S};"
+            " const look = () => { const value = (() => { try { return"
             f" ({condition}) }} catch {{ return false }} }})();"
-            " value ? found(value) : setTimeout(look, 15) }; look() })"
+            " if (value) found([value]); else if (performance.now() > last) found(null);"
+            " else setTimeout(look, 15) }; look() })"
         )
-
-        async def ask() -> Any:
-            while True:
-                try:
-                    return await self.evaluate(script)
-                except BrowserError as error:  # the page was left meanwhile
-                    if "navigated" not in str(error) and "context" not in str(error):
-                        raise
-
-        try:
-            return await asyncio.wait_for(ask(), timeout_s)
-        except asyncio.TimeoutError:
-            text = await self.evaluate("document.body.innerText")
-            raise AssertionError(f"never true: {condition}\nthe page says:\n{text}") from None
+        ends_at = now() + timeout_s
+        while now() < ends_at:
+            try:
+                if found := await self.evaluate(script):
+                    return found[0]
+            except BrowserError as error:  # the page was left meanwhile
+                if "navigated" not in str(error) and "context" not in str(error):
+                    raise
+        text = await self.evaluate("document.body.innerText")
+        raise AssertionError(f"never true: {condition}\nthe page says:\n{text}")
 
     async def click(self, selector: str) -> None:
         """Click on the middle of an element that is in view and covered by no other."""

@@ -38,10 +38,19 @@ class Server:
     pids: dict[str, int]
 
     def pid_of(self, name: str) -> int:
-        """Return the current pid of a process, which may have been restarted, or 0."""
+        """Return the current pid of a process, which may have been restarted, or 0.
+
+        That of a replica among several is called as in the log: scheduler_proc/1.
+        """
+        program, _, replica = name.partition("/")
+        wanted = [program, *(["--replica", replica] if replica else [])]
         for child in psutil.Process(self.process.pid).children():
             try:
-                if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                line = child.cmdline()
+                is_it = all(word in line for word in wanted)
+                if replica and is_it:
+                    is_it = line[line.index("--replica") + 1] == replica
+                if is_it and child.status() != psutil.STATUS_ZOMBIE:
                     return int(child.pid)
             except psutil.NoSuchProcess:
                 continue
@@ -125,7 +134,7 @@ def _running(process: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> Se
     for child in psutil.Process(process.pid).children():
         if child.pid not in pids.values():
             pids["http_proc"] = child.pid
-    arguments = psutil.Process(pids["worker_proc"]).cmdline()
+    arguments = psutil.Process(pids["tokenizer_proc"]).cmdline()
     run_dir = Path(arguments[arguments.index("--run-dir") + 1])
     return Server(process, endpoint, log, run_dir, pids)
 

@@ -41,12 +41,13 @@ from quadriga.wire.messages.to_scheduler import (
     ProgressRequest,
     Shutdown,
 )
-from quadriga.wire.sockets import AsyncPort, Outbox
+from quadriga.wire.sockets import AsyncPort
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
 from tokenizer_proc.intake import RequestIntake, RequestPreparation
 from tokenizer_proc.live.processes import ProcessUsage
 from tokenizer_proc.live.viewers import Viewers
+from tokenizer_proc.open_requests import SchedulerLink
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
@@ -74,7 +75,7 @@ class Frontend:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: Outbox,
+        scheduler: SchedulerLink,
         static_info: InfoValues,
         replaces: bool = False,
         logs_refusals: bool = False,
@@ -198,10 +199,13 @@ class Frontend:
         if not client and payload:
             self._viewers.show(payload)
             return
+        self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
+
+    def deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
+        """Pass a result on to its client. An empty address stands for Drained."""
         if not client:
             self._end_if_drained()
             return
-        delivered = _decode_delivered(delivered_frame)
         if delivered.waiting is not None:
             self._guard.update_queue(delivered.waiting, delivered.wait_s)
         if delivered.ended:

@@ -16,14 +16,19 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import Accepted, Generate, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
+    CLIENT_LOST,
     Drain,
     FrontendRestarted,
     Submit,
 )
-from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.open_requests import ClientRequests, OpenRequests
+from tokenizer_proc.open_requests import (
+    ClientRequests,
+    OpenRequest,
+    OpenRequests,
+    SchedulerLink,
+)
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.pool import PreparePool
@@ -87,7 +92,7 @@ class RequestIntake:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: Outbox,
+        scheduler: SchedulerLink,
         clients: Clients,
         replaces: bool,
         owners: RequestOwners,
@@ -224,7 +229,7 @@ class RequestIntake:
             cache_salt=owner.cache_salt,
             trace=self._traces.context(request.client, message),
         )
-        if self._open.submit(submit, request.aborted_by):
+        if self._open.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)
 
     def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
@@ -251,12 +256,24 @@ class RequestIntake:
                 self._tenants.on_choice_ended(request, num_tokens)
 
     def lose_client(self, client: bytes) -> None:
-        """Forget the incoming requests of a client that is gone, and abort its open ones."""
+        """Forget the incoming requests of a client that is gone, and abort its open ones.
+
+        Those with `keep_s` are aborted after that time, unless the client has resent them.
+        """
         self._preparation.pool.drop(client)
-        for request in self._incoming.remove_client(client).values():
-            _cancel(request)
-        self._tenants.on_lost(self._open.lose_client(client))
+        for incoming in self._incoming.remove_client(client).values():
+            _cancel(incoming)
+        lost = self._open.lose_client(client)
+        self._tenants.on_lost(lost.ended)
+        for request in lost.kept:
+            assert request.keep_s is not None
+            asyncio.get_running_loop().call_later(request.keep_s, self._end_kept, request)
         self._drain_if_idle()
+
+    def _end_kept(self, request: OpenRequest) -> None:
+        """End a request whose client is gone for too long."""
+        if self._open.end(request, CLIENT_LOST):
+            self._tenants.on_lost([request])
 
     # --- a new scheduler, and the end -------------------------------------------------------------
 

@@ -22,11 +22,12 @@ from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tracing.exporter import make_exporter
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames, bind_public
+from quadriga.wire.sockets import AsyncPort, bind_public
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import static_server_info
 from tokenizer_proc.intake import RequestPreparation
+from tokenizer_proc.open_requests import SchedulerLink
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
@@ -35,6 +36,7 @@ from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.pool_worker import ForkServer
 from tokenizer_proc.preparation.prepare import Preparer
 from tokenizer_proc.preparation.templates.overrule import ParserNames
+from tokenizer_proc.replicas.ring import Ring
 from tokenizer_proc.tenants import RequestOwners
 from tokenizer_proc.traces import RingTraces
 
@@ -91,28 +93,30 @@ async def serve(child: Child, loaded: Loaded) -> None:
     args = child.config.frontend
     guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
     public = bind_public(child.public_endpoint, *([guard.prepare] if guard else []))
-    deliveries = bind_frames(child.endpoints.delivery)
     preparation = _start_preparation(child, loaded)
-    frontend = _make_frontend(child, loaded, preparation, guard)
+    ring = Ring(child)
+    frontend = _make_frontend(child, loaded, preparation, guard, ring.scheduler)
     if guard:
         port = guard.port(public, frontend.on_public, frontend.clients.block)
     else:
         port = AsyncPort(public, frontend.on_public)
     frontend.open(port)
-    delivery_port = AsyncPort(deliveries, frontend.on_delivery)
+    ring.open(frontend)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
     child.ready(chat=loaded.static_info["chat"])
     gc.freeze()
     child.control.answer_in_loop()
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them
         child.control.fail_clients_at_launcher_death()
-    asyncio.get_running_loop().add_reader(child.control.fileno(), _run_commands, child, frontend)
+    asyncio.get_running_loop().add_reader(
+        child.control.fileno(), _run_commands, child, frontend, ring
+    )
     await frontend.ended.wait()
     await frontend.clients.flush(STALL_TIMEOUT_S)
     preparation.close()
     await asyncio.to_thread(frontend.traces.close)
     watch.close()
-    delivery_port.close()
+    ring.close()
     port.close(FLUSH_TIMEOUT_S)
     if guard:
         guard.close()
@@ -125,13 +129,17 @@ def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
 
 
 def _make_frontend(
-    child: Child, loaded: Loaded, preparation: RequestPreparation, keys: Guard | None
+    child: Child,
+    loaded: Loaded,
+    preparation: RequestPreparation,
+    keys: Guard | None,
+    scheduler: SchedulerLink,
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(child.config.tenants, child.config.model.shown_name, key_names)
     limits, traces = child.config.scheduler, child.config.traces
-    guard = OverloadGuard(limits.max_queued_requests, limits.max_requests_per_client)
-    scheduler = Outbox(child.endpoints.scheduler)
+    max_queued = limits.max_queued_requests * child.config.replicas.dp
+    guard = OverloadGuard(max_queued, limits.max_requests_per_client)
     return Frontend(
         preparation,
         guard,
@@ -144,14 +152,14 @@ def _make_frontend(
     )
 
 
-def _run_commands(child: Child, frontend: Frontend) -> None:
+def _run_commands(child: Child, frontend: Frontend, ring: Ring) -> None:
     for command, argument in child.control.read_commands():
         if command is Command.DRAIN:
             frontend.intake.drain()
         elif command is Command.ABORT:
             frontend.intake.abort_incoming(argument)
-        elif command is Command.RESTARTED and argument == "scheduler_proc":
-            frontend.intake.on_scheduler_restarted()
+        elif command in (Command.RESTARTED, Command.DIED, Command.LOST):
+            ring.on_process(command, argument, frontend)
         elif command is Command.FAIL:
             frontend.clients.broadcast(ServerFailed(argument))
             frontend.ended.set()

@@ -9,12 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
-from quadriga.wire.sockets import Outbox
 
 # Lost clients and their requests are remembered up to these bounds, so that the next scheduler ends
 # what it has of them, and so that a request among them may come back past the limits for new ones.
@@ -22,6 +21,16 @@ MAX_LOST_CLIENTS = 1024
 MAX_LOST_REQUESTS = 65536
 
 RequestT = TypeVar("RequestT")
+
+
+class SchedulerLink(Protocol):
+    """The way to the scheduler, or to those of several replicas (replicas/replicas.py)."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. Never blocks."""
+
+    def renew(self) -> None:
+        """Connect to a new scheduler; unsent messages are discarded."""
 
 
 class ClientRequests(Generic[RequestT]):
@@ -65,17 +74,30 @@ class ClientRequests(Generic[RequestT]):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that was submitted. `aborted_by` is as in AbortRequest, or "" without an abort."""
+    """A request that was submitted.
+
+    Attributes:
+        aborted_by: as in AbortRequest; "" if the request was not aborted.
+        keep_s: as in Generate.
+    """
 
     submit: Submit
     num_open_choices: int
     aborted_by: str = ""
+    keep_s: float | None = None
+
+
+class LostRequests(NamedTuple):
+    """The requests of a client that is gone: those that were aborted, and those that go on."""
+
+    ended: list[OpenRequest]
+    kept: list[OpenRequest]
 
 
 class OpenRequests:
     """Send requests and aborts to the scheduler, and keep each request until its last end."""
 
-    def __init__(self, scheduler: Outbox) -> None:
+    def __init__(self, scheduler: SchedulerLink) -> None:
         self._scheduler = scheduler
         self._open = ClientRequests[OpenRequest]()
         self._lost: OrderedDict[bytes, set[str]] = OrderedDict()
@@ -93,7 +115,7 @@ class OpenRequests:
         is_lost = request_id in self._lost.get(client, ())
         return is_lost or self._open.find(client, request_id) is not None
 
-    def submit(self, message: Submit, aborted_by: str) -> bool:
+    def submit(self, message: Submit, aborted_by: str, keep_s: float | None = None) -> bool:
         """Send a request to the scheduler, followed by its abort where `aborted_by` is not empty.
 
         Return whether it was not open before.
@@ -105,7 +127,8 @@ class OpenRequests:
         is_new = self._open.find(client, request_id) is None
         if not message.client_retry and not is_new:
             return False
-        self._open.put(client, request_id, OpenRequest(message, message.params.n, aborted_by))
+        request = OpenRequest(message, message.params.n, aborted_by, keep_s)
+        self._open.put(client, request_id, request)
         self._scheduler.send(message)
         if aborted_by:
             self._scheduler.send(AbortRequest(client, request_id, aborted_by))
@@ -127,15 +150,34 @@ class OpenRequests:
                 self._open.remove(client, request_id)
         return request
 
-    def lose_client(self, client: bytes) -> list[OpenRequest]:
-        """Abort all requests of a client whose connection is lost, and remember their ids.
+    def lose_client(self, client: bytes) -> "LostRequests":
+        """Abort the requests of a client whose connection is lost, and remember their ids.
 
-        Return the requests, which are not open any more.
+        Those with `keep_s` go on.
         """
-        self.abort(client, "", CLIENT_LOST)
-        requests = self._open.remove_client(client)
-        self._remember_lost(client, set(requests))
-        return list(requests.values())
+        kept = [request for request in self.of_client(client) if request.keep_s is not None]
+        if kept:
+            ended = [request for request in self.of_client(client) if request.keep_s is None]
+            for request in ended:
+                self.end(request, CLIENT_LOST)
+        else:
+            self.abort(client, "", CLIENT_LOST)
+            ended = list(self._open.remove_client(client).values())
+        self._remember_lost(client, {request.submit.request_id for request in ended})
+        return LostRequests(ended, kept)
+
+    def of_client(self, client: bytes) -> list[OpenRequest]:
+        """Return the open requests of a client."""
+        return list(self._open.of_client(client).values())
+
+    def end(self, request: OpenRequest, by: str) -> bool:
+        """Abort and forget a request. Return False if it has ended, or its client has resent it."""
+        client, request_id = request.submit.client, request.submit.request_id
+        if self._open.find(client, request_id) is not request:
+            return False
+        self.abort(client, request_id, by)
+        self._open.remove(client, request_id)
+        return True
 
     def _remember_lost(self, client: bytes, request_ids: set[str]) -> None:
         if not request_ids:
@@ -151,9 +193,10 @@ class OpenRequests:
 
     def resend_all(self) -> None:
         """Send everything to a new scheduler, which ignores what its journal holds already."""
-        for client in self._lost:
-            if not self._open.of_client(client):
-                self._scheduler.send(AbortRequest(client, "", CLIENT_LOST))
+        for client, request_ids in self._lost.items():
+            is_open = self._open.of_client(client)
+            for request_id in request_ids - is_open.keys() if is_open else [""]:
+                self._scheduler.send(AbortRequest(client, request_id, CLIENT_LOST))
         for request in self._open:
             submit = request.submit
             self._scheduler.send(msgspec.structs.replace(submit, frontend_retry=True))

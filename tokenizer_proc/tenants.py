@@ -10,7 +10,7 @@ import msgspec
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest
 from quadriga.tenants.key_file import TenantFile
-from quadriga.tenants.tenant import Tenant
+from quadriga.tenants.tenant import MIN_PRIORITY, Tenant
 from quadriga.wire.client_address import is_gateway
 from quadriga.wire.messages.public import Generate
 
@@ -115,7 +115,8 @@ class RequestOwners:
     def checked(self, message: Generate, owner: Owner) -> Generate:
         """Return a request with a priority that its tenant may use.
 
-        The default priority, 0, becomes the nearest one that is allowed.
+        The default priority, 0, becomes the nearest one that is allowed. The lowest one, which
+        lines of batches have, is allowed to all.
 
         Raises:
             InvalidRequest: the tenant may not use this priority, or not the model.
@@ -129,6 +130,8 @@ class RequestOwners:
                 f" {', '.join(tenant.models)}: ask the server's operator",
                 "model",
             )
+        if message.priority == MIN_PRIORITY:
+            return message
         smallest, largest = tenant.priority
         if message.priority and not smallest <= message.priority <= largest:
             raise InvalidRequest(

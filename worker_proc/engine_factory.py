@@ -71,6 +71,11 @@ def make_engine(
         )
     if flags := gpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs a GPU and its kernels: leave it out")
+    if args.attention_backend == "native" and device.type != "cpu":
+        raise ConfigError(
+            f"attention_backend native needs a cpu, but the device is {device}: start with"
+            " --attention-backend auto, or with --device cpu"
+        )
     shape = model.attention_shape
     attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
     return TorchEngine(model, attention, ranks)

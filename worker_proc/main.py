@@ -101,7 +101,11 @@ def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSend
         log_exception()
         _die(child, f"{type(error).__name__}: {error}")
 
-    return AsyncResultSender(outbox.send, fail)
+    # A thread begins on GPU 0, where the driver would make a context of some hundred MB.
+    from torch.cuda import set_device
+
+    device = runner.table.device
+    return AsyncResultSender(outbox.send, fail, lambda: set_device(device))
 
 
 def new_session() -> int:
@@ -127,9 +131,9 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     from worker_proc.startup.prefill_tuning import tune_prefill_size
     from worker_proc.system.devices import take_cores
 
-    cores = take_cores(child.config.worker)
+    cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, store, clock.begin)
+    runner = make_runner(child.config, files, part, store, clock.begin, child.replica)
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")

@@ -28,14 +28,19 @@ class AsyncResultSender(ResultSender):
 
     Args:
         send: Sends a result; called in the thread.
+        prepare: Called first in the thread.
         fail: Takes the first exception of `wait` or `send`, after which nothing more is sent;
             called in the thread, whose exceptions nothing else would report.
     """
 
     def __init__(
-        self, send: Callable[[ResultMessage], None], fail: Callable[[Exception], None]
+        self,
+        send: Callable[[ResultMessage], None],
+        fail: Callable[[Exception], None],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(send)
+        self._prepare = prepare
         self._fail = fail
         self._waiting: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="results", daemon=True)
@@ -50,6 +55,7 @@ class AsyncResultSender(ResultSender):
 
     def _run(self) -> None:
         try:
+            self._prepare()
             while (wait := self._waiting.get()) is not None:
                 self._send(wait())
         except Exception as error:

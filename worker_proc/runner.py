@@ -50,7 +50,7 @@ class Runner:
         """
         clock = self._start_clock()
         self.table.apply(plan)
-        pending = self.engine.execute(plan, self.table) if plan.slots else NO_ROWS
+        pending = self.engine.execute(plan, self.table, clock) if plan.slots else NO_ROWS
         times = clock.stop()
 
         def finish() -> StepResult:

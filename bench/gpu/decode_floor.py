@@ -1,16 +1,21 @@
 """Compare decode steps on a GPU, with and without CUDA graphs, with the bound by its memory.
 
-    python -m bench.gpu.decode_floor --model gpt2 --load-format dummy
+    python -m bench.gpu.decode_floor --model DIR --load-format dummy
     python -m bench.gpu.decode_floor                      # SmolLM2-135M, built in
 
-Takes the flags of a server. Prints, for batches of 1, 8, 64 and 256 rows with 128 and 1,000 tokens
-of context: ms of a step as a graph, ms launched kernel by kernel, the floor (bytes of weights and
-keys over the measured read speed, see bench/roofline/roofline_model.py), and graph over floor.
+Takes the flags of a server, and `--batches` and `--contexts`. Prints, for each number of rows and
+tokens of context, ms of a step: as a graph and kernel by kernel, each launched before the step
+before it has ended, as in a server; of the graph alone, replayed without the copies of a step; the
+floor (bytes of weights and keys over the measured read speed, see
+bench/roofline/roofline_model.py); and graph over floor.
 """
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from bench.command import command_parser
 from bench.roofline.model_work import work_of
@@ -18,76 +23,152 @@ from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
 from quadriga.config import server_config as server_flags
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import QuadrigaError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+
+if TYPE_CHECKING:
+    from worker_proc.runner import Runner
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
-READ_BYTES = 2**30
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class FloorSizes:
+    """What is measured: every batch with every context.
+
+    Attributes:
+        batches: Rows of a step.
+        contexts: Tokens of each row before the first step.
+        num_steps: Steps that are measured.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    num_steps: int = NUM_STEPS
+
+    @property
+    def room(self) -> int:
+        """Tokens of a row in all."""
+        return max(self.contexts) + self.num_steps + NUM_WARM_UP + 1
+
+    def cut_to(self, context_length: int) -> "FloorSizes":
+        """Return the sizes with contexts that leave the model room for the steps.
+
+        Raises:
+            ConfigError: There is no room.
+        """
+        longest = context_length - self.num_steps - NUM_WARM_UP - 1
+        if longest < 1:
+            raise ConfigError(
+                f"the model's context is {context_length} tokens, {self.num_steps} steps need"
+                f" {self.num_steps + NUM_WARM_UP + 2}: lower --steps"
+            )
+        contexts = dict.fromkeys(min(context, longest) for context in self.contexts)
+        return FloorSizes(self.batches, tuple(contexts), self.num_steps)
+
+    def fitted(self, config: ServerConfig) -> ServerConfig:
+        """Return the flags with a pool that holds the largest step, and no more."""
+        rows, page = max(self.batches), config.worker.page_size
+        return config.replace(
+            max_batch_size=rows,
+            max_running_requests=rows,
+            max_total_tokens=rows * -(-self.room // page) * page,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line describes."""
     parser = command_parser("bench.gpu.decode_floor", __doc__)
+    for name, values in (("batches", BATCHES), ("contexts", CONTEXTS)):
+        shown = " ".join(map(str, values))
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=values,
+                            metavar="N", help=f"(default: {shown})")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"(default: {NUM_STEPS})")
     server_flags.add_flags(parser)
+    arguments = parser.parse_args(argv)
     try:
-        report(server_flags.from_namespace(parser.parse_args(argv)))
+        sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
+        report(server_flags.from_namespace(arguments), sizes)
     except QuadrigaError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def report(config: ServerConfig) -> None:
+def report(config: ServerConfig, sizes: FloorSizes) -> None:
     """Load the model twice, and print a line for each batch and context."""
-    rows = max(BATCHES)
-    config = config.replace(
-        max_batch_size=rows,
-        max_running_requests=rows,
-        max_total_tokens=rows * 2 ** (max(CONTEXTS) + NUM_STEPS).bit_length(),
-    )
-    graphs = times_of(config)
-    eager = times_of(config.replace(disable_cuda_graph=True))
-    files = resolve_model(config.model)
+    files = resolve_model(config.model, show_progress=True)
+    sizes = sizes.cut_to(files.context_length)
+    config = sizes.fitted(config)
+    graphs = times_of(config, files, sizes)
+    eager = times_of(config.replace(disable_cuda_graph=True), files, sizes)
     device, dtype, speed = describe(config)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
     print(
         f"{config.model.shown_name} {dtype} on {device} · memory is read at {speed / 1e9:.0f} GB/s"
     )
-    print(f"{'rows':>5}{'context':>9}{'graph ms':>10}{'eager ms':>10}{'floor ms':>10}{'ratio':>7}")
-    for (batch, context), ms in graphs.items():
-        rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
+    columns = ("graph ms", "eager ms", "alone ms", "floor ms")
+    print(f"{'rows':>5}{'context':>9}{''.join(f'{name:>10}' for name in columns)}{'ratio':>7}")
+    rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
+    for (batch, context), (ms, alone) in graphs.items():
         least = 1000 * sum(floor(work, (Row(context, 1),) * batch, rates).values())
-        print(f"{batch:>5}{context:>9}{ms:>10.3f}{eager[batch, context]:>10.3f}{least:>10.3f}"
-              f"{ms / least:>7.2f}")  # fmt: skip
+        shown = "-" if alone is None else f"{alone:.3f}"
+        print(f"{batch:>5}{context:>9}{ms:>10.3f}{eager[batch, context][0]:>10.3f}{shown:>10}"
+              f"{least:>10.3f}{ms / least:>7.2f}")  # fmt: skip
 
 
-def times_of(config: ServerConfig) -> dict[tuple[int, int], float]:
-    """Return the median ms of a step by (rows, context), timed by the GPU."""
+def times_of(
+    config: ServerConfig, files: ModelFiles, sizes: FloorSizes
+) -> dict[tuple[int, int], tuple[float, float | None]]:
+    """Return, by (rows, context), the median ms of a step and of its graph alone, if it has one."""
     from worker_proc.startup.build import make_runner
 
-    runner = make_runner(config, resolve_model(config.model, show_progress=True))
+    runner = make_runner(config, files)
     runner.warm_up()
     bench = WorkerBench(runner)
-    times: dict[tuple[int, int], float] = {}
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            with bench.decoding(batch, context, NUM_STEPS + NUM_WARM_UP) as step:
-                times[batch, context] = median(
-                    [step() for _ in range(NUM_STEPS + NUM_WARM_UP)][NUM_WARM_UP:]
-                )
+    times = dict(_measure(bench, sizes))
+    # The next model needs the memory of this one, and torch would keep it.
+    del runner, bench
+    _free_gpu_memory()
     return times
+
+
+def _measure(
+    bench: WorkerBench, sizes: FloorSizes
+) -> Iterator[tuple[tuple[int, int], tuple[float, float | None]]]:
+    num_calls = sizes.num_steps + NUM_WARM_UP
+    for context in sizes.contexts:
+        for batch in sizes.batches:
+            with bench.decoding_ahead(batch, context, num_calls + 1) as step:
+                ms = median([step() for _ in range(num_calls)][NUM_WARM_UP:])
+            yield (batch, context), (ms, _replay_ms(bench.runner))
+
+
+def _replay_ms(runner: "Runner") -> float | None:
+    """Return the ms of the last step's graph without the copies of a step."""
+    from bench.gpu.ceilings import seconds_of
+
+    replay = runner.engine.last_replay
+    return None if replay is None else 1000 * seconds_of(replay, runner.table.device)
+
+
+def _free_gpu_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def describe(config: ServerConfig) -> tuple[str, str, float]:
     """Return device, dtype, and bytes/s at which the device reads a large tensor."""
-    from bench.gpu.read_speed import bytes_per_second
+    from bench.gpu.ceilings import read_bytes_per_second
     from worker_proc.system.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)
-    speed = bytes_per_second(device, READ_BYTES)
-    return str(device), str(dtype).removeprefix("torch."), speed
+    return str(device), str(dtype).removeprefix("torch."), read_bytes_per_second(device)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Records:
         self.length = 0
         self._columns = {name: Growing(np.float64) for name in self.TIMES}
         self._columns |= {name: Growing(np.int32) for name in self.TOKENS}
+        self.expected_waits: dict[int, ExpectedWait] = {}
         self.gaps = Growing(np.float32)
         self.errors: dict[int, str] = {}
 
@@ -90,6 +91,14 @@ class Records:
         """Record a request that was refused before the scheduler."""
         self["finished"][index] = when
         self.errors[index] = code
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWait:
+    """The estimate of a queued request's wait, in seconds, and when it was made; None: unknown."""
+
+    asked_at: float
+    wait_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

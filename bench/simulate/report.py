@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from bench.metrics.percentiles import MS, Percentiles, spread_text
 from bench.metrics.slo import Goodput, Slo
+from bench.simulate.dispatch import Routing
 from bench.simulate.records import Records
 from bench.simulate.run import World
 
@@ -66,6 +67,7 @@ class Figures:
     pages_peak: float
     pages_cached: float
     wall: float
+    routing: Routing | None = None
 
 
 def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
@@ -127,6 +129,7 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
         pages_peak=max(s.pages_held for s in samples) / pages,
         pages_cached=statistics.fmean(s.pages_cached for s in samples) / pages,
         wall=wall,
+        routing=None if world.dispatcher is None else world.dispatcher.figures(),
     )
 
 
@@ -152,6 +155,7 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f" of {run.pages_total}, cached {run.pages_cached:.1%}",
             f"Retractions: {run.retractions}",
             f"Worker busy: {run.busy:.1%} ({run.steps} steps of {run.rows:.1f} rows)",
+            *([] if run.routing is None else [run.routing.line]),
             f"Failed requests: {run.failed}" + (f" ({errors})" if errors else ""),
             f"Simulated in: {run.wall:.1f} s ({run.requests / max(run.wall, 1e-9):.0f} requests/s,"
             f" {run.steps / max(run.wall, 1e-9):.0f} steps/s)",

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from itertools import cycle
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -11,11 +11,15 @@ from bench.load import trace
 from bench.load.trace import TraceRequest
 from bench.metrics.percentiles import MS
 from bench.simulate.cost_model import CostModel
-from bench.simulate.records import Records, RecordSample
+from bench.simulate.dispatch import Dispatcher
+from bench.simulate.records import ExpectedWait, Records, RecordSample
 from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
+from quadriga.config.replica_args import IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.to_detok import StreamEnd
+from quadriga.wire.messages.public import RequestState
+from quadriga.wire.messages.to_detok import ReplicaOutput, StreamEnd
+from quadriga.wire.messages.to_scheduler import ProgressRequest
 
 # Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
@@ -34,8 +38,9 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 class World:
     """Clients and replicas, each with `num_pages` KV pages.
 
-    A request goes to the next replica in turn, or with `least_loaded` to the one with the fewest
-    open requests. `on_end` is called once for each request that has ended.
+    `load_balance_method` chooses the replica of a request, with the router of the frontend.
+    `on_end` is called once for each request that has ended. With `ask_after_s`, the estimated wait
+    of each request that is queued so many seconds after its arrival is recorded.
     """
 
     def __init__(
@@ -44,9 +49,10 @@ class World:
         model: CostModel,
         num_pages: int,
         replicas: int = 1,
-        least_loaded: bool = False,
+        load_balance_method: str = IN_TURN,
         seed: int = 0,
         on_end: Callable[[], object] = lambda: None,
+        ask_after_s: float | None = None,
     ) -> None:
         self.records = Records()
         self.samples: list[RecordSample] = []
@@ -58,14 +64,20 @@ class World:
         self._delivery_delay = model.delays_ms.delivery / MS
         self._seed = seed
         self._on_end = on_end
+        self._ask_after_s = ask_after_s
         self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(())
         self._followers: dict[int, list[Sent]] = {}
         self._continued: dict[int, array[int]] = {}
+        self.dispatcher: Dispatcher | None = None
+        if replicas > 1:
+            self.dispatcher = Dispatcher(config, load_balance_method, replicas)
         self.replicas = [
-            Replica(config, model, num_pages, clock, self.records.take_tokens, self._close)
-            for _ in range(replicas)
-        ]
-        self._turns = None if least_loaded else cycle(self.replicas)
+            Replica(
+                config, model, num_pages, clock, self.records.take_tokens, self._close,
+                partial(self._report, number) if replicas > 1 else None,
+            )
+            for number in range(replicas)
+        ]  # fmt: skip
 
     def run(self, arrivals: Iterable[tuple[int, TraceRequest]]) -> None:
         """Run until every request of `arrivals`, with their indexes, has ended.
@@ -102,14 +114,26 @@ class World:
             return
         if any(follower.request.continues for follower in self._followers.get(index, ())):
             self._continued[index] = ids
-        replica = self._replica()
-        replica.load += 1
+        number = 0 if self.dispatcher is None else self.dispatcher.place(message)
+        replica = self.replicas[number]
         self._clock.at(message.tokenized_at, replica.take_message, message)
+        if self._ask_after_s is not None:
+            question = ProgressRequest(message.client, "", [message.request_id])
+            asked_at = message.tokenized_at + self._ask_after_s
+            self._clock.at(asked_at, partial(self._ask, replica), question)
 
-    def _replica(self) -> Replica:
-        if self._turns is not None:
-            return next(self._turns)
-        return min(self.replicas, key=lambda replica: replica.load)
+    def _ask(self, replica: Replica, question: ProgressRequest) -> None:
+        """Record the estimated wait of a request that is queued."""
+        (value,) = replica.scheduler.progress.values(question, self._clock.now)
+        if value.state is RequestState.QUEUED:
+            index = int(question.request_ids[0])
+            self.records.expected_waits[index] = ExpectedWait(self._clock.now, value.wait_s)
+
+    def _report(self, replica: int, output: ReplicaOutput) -> None:
+        """Give the router what a replica reports, as late as the frontend has it."""
+        assert self.dispatcher is not None
+        take = self.dispatcher.take_output
+        self._clock.at(output.time + self._delivery_delay, partial(take, replica), output)
 
     def _fail(self, index: int, code: str) -> None:
         now = self._clock.now

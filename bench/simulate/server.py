@@ -23,10 +23,11 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd
+from quadriga.wire.messages.to_detok import ReplicaOutput, StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
+from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
 from worker_proc.startup.prefill_tuning import (
     CANDIDATE_SIZES,
@@ -204,8 +205,8 @@ class Replica:
     """A scheduler with its worker, and the loop of the scheduler's process.
 
     `on_tokens` is called with the indexes of the requests that got a token in a step, `on_close`
-    with the terminal message of each request, and both with the time. The sender of a request
-    increments `load`, the number of open requests.
+    with the terminal message of each request, and both with the time. With `on_output`, which is
+    called with each output, the scheduler reports as one replica among several does.
     """
 
     def __init__(
@@ -216,9 +217,10 @@ class Replica:
         clock: Clock,
         on_tokens: Callable[[Ints, float], None],
         on_close: Callable[[StreamEnd, float], None],
+        on_output: Callable[[ReplicaOutput], None] | None = None,
     ) -> None:
         self.num_pages = num_pages
-        self.load = 0
+        self._on_output = on_output
         self._clock = clock
         self._on_tokens = on_tokens
         self._on_close = on_close
@@ -233,6 +235,8 @@ class Replica:
         self.scheduler = Scheduler(
             config.scheduler, frozenset(), self.worker, detok=self, clock=clock
         )
+        if on_output is not None:
+            self.scheduler.lifecycle.report = ReplicaReport()
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device, window=on.window)
         ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))
@@ -272,13 +276,14 @@ class Replica:
         """Receive the scheduler's message to the detokenizer."""
         if not isinstance(message, StepOutput):
             return
+        if self._on_output is not None and isinstance(message, ReplicaOutput):
+            self._on_output(message)
         for opened in message.opened:
             self._index_of.reserve(opened.seq + 1)
             self._index_of.buffer[opened.seq] = int(opened.request_id)
         if message.seqs:
             self._on_tokens(self._index_of.buffer[message.seqs], message.time)
         for closed in message.closed:
-            self.load -= 1
             self._on_close(closed, message.time)
         self.scheduler.lifecycle.outbox.acknowledge([closed.seq for closed in message.closed])
 

@@ -39,6 +39,7 @@ from bench.simulate.run import World
 from bench.simulate.server import START
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
+from quadriga.config.replica_args import IN_TURN, LOAD_BALANCE_METHODS
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
@@ -79,7 +80,7 @@ def simulate(arguments: argparse.Namespace) -> int:
             model,
             _num_pages(arguments, config, model),
             arguments.replicas,
-            arguments.dispatch == "least-loaded",
+            arguments.load_balance_method,
             arguments.seed,
             on_end=bar.update,
         )
@@ -214,9 +215,9 @@ def _add_world(group: Any) -> None:
     add = group.add_argument
     add("--replicas", type=int, default=1, metavar="R", help="number of servers")
     add(
-        "--dispatch",
-        choices=("round-robin", "least-loaded"),
-        default="round-robin",
+        "--load-balance-method",
+        choices=LOAD_BALANCE_METHODS,
+        default=IN_TURN,
         help="choice of the replica for a request (default: round-robin)",
     )
     add("--num-pages", type=int, metavar="N", help="KV pages of each replica")

@@ -1,9 +1,10 @@
 """Events of an answer, in the order in which the model writes them, and the whole answer."""
 
-import secrets
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from http_proc.resumption import id_chars
 
 _ID_ALPHABET = string.ascii_letters + string.digits
 # Mistral's templates accept no other length.
@@ -96,4 +97,4 @@ class ParsedAnswer:
 
 def new_call_id() -> str:
     """Return a new id of a tool call."""
-    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_LENGTH))
+    return id_chars(ID_LENGTH, _ID_ALPHABET)

@@ -1,6 +1,6 @@
 """Read the answers to a chat: whole, or as a stream of parsed events."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,9 +91,14 @@ class _CollectedAnswer:
 
 
 async def read_chat(
-    request: web.Request, group: RequestGroup, prepared: PreparedChat
+    group: RequestGroup, prepared: PreparedChat, on_completion: Callable[[Completion], None]
 ) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
     """Yield the chunks of a chat with one answer, each with the events that its text has.
+
+    Args:
+        group: has the chat as its only request.
+        prepared: the chat.
+        on_completion: takes the completion before its chunk is yielded.
 
     Raises:
         QuadrigaError: the request has failed.
@@ -106,7 +111,7 @@ async def read_chat(
                 parser = prepared.reader.parser(accepted.prompt_end)
             events = parser.push(chunk.text) if chunk.text else []
             if chunk.completion is not None:
-                record(request, chunk.completion)
+                on_completion(chunk.completion)
                 events += parser.finish()
             yield events, chunk
 

@@ -138,8 +138,10 @@ class Collector:
         yield self._gauge(
             "http_requests_live", "Number of web requests that are being answered", self._num_open
         )
-        if self._info.get("ready"):
-            yield from self._ring()
+        if self._info.get("replicas"):
+            yield from self._replicas()
+        elif self._info.get("ready"):
+            yield from self._ring(self._info)
         yield from _processes(self._info.get("pids", {}))
         http = self._http
         for name, histogram in http.histograms.items():
@@ -155,8 +157,35 @@ class Collector:
         text = "Number of connections refused because of --max-http-connections"
         yield self._counter("http_connections_refused", text, http.num_refused_connections)
 
-    def _ring(self) -> Iterator[Metric]:
-        info = self._info
+    def _replicas(self) -> Iterator[Metric]:
+        """Yield the ring's metrics of several replicas, each with the label `replica`."""
+        families: dict[str, Metric] = {}
+        up = GaugeMetricFamily(
+            PREFIX + "replica_up",
+            "1 while the replica serves, else 0",
+            labels=["model_name", "replica"],
+        )
+        infos = {info["replica"]: info for info in self._info["replicas"] if info.get("ready")}
+        for number in range(self._info["num_replicas"]):
+            up.add_metric([self._model, str(number)], number in infos)
+        for number, info in infos.items():
+            for family in self._ring(info):
+                whole = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                whole.samples += [
+                    sample._replace(labels={**sample.labels, "replica": str(number)})
+                    for sample in family.samples
+                ]
+        yield up
+        yield self._counter(
+            "requests_moved",
+            "Number of requests that went on at another replica",
+            self._info["requests_moved"],
+        )
+        yield from families.values()
+
+    def _ring(self, info: dict[str, Any]) -> Iterator[Metric]:
         pages, held = info["pages_total"], info["pages_held"]
         derived = {
             "max_total_num_tokens": pages * info["page_size"],
@@ -258,7 +287,7 @@ async def metrics(request: web.Request) -> web.Response:
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
     registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
-    registry.register(StreamCollector(gateway.model, request.app[STREAMS]))
+    registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
     registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}

@@ -19,7 +19,7 @@ async def request_trace(request: web.Request) -> web.Response:
     trace = gateway.traces.find(name, current_caller().tenant)
     if trace is None:
         raise _not_found(name, gateway.is_open(name))
-    traces = await all_traces(gateway.ring, trace)
+    traces = await all_traces(trace)
     return json_response(chrome_trace(traces, {"request_id": name}))
 
 

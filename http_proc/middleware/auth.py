@@ -43,7 +43,7 @@ def key_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
                 await asyncio.get_running_loop().run_in_executor(None, file.reload)
             for tenant in map(file.index.with_key, given):
                 if tenant is not None:
-                    return Caller(tenant.name, tenant.sub_tenants)
+                    return Caller.of_key(tenant)
         address = request.remote if tenants.tenants_by == "address" else None
         return _caller_with_key(given, keys, address or "")
 

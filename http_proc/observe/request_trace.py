@@ -30,14 +30,14 @@ class WebTrace:
 
     Attributes:
         began_at: Unix seconds.
-        ring_ids: ids of its requests to the ring.
+        ring_requests: its requests to the ring: the client, and the id.
         tenant: name of its tenant, with its user; "" without tenants.
         trace: the gateway's spans, when the request has ended.
     """
 
     context: TraceContext
     began_at: float
-    ring_ids: list[str] = field(default_factory=list)
+    ring_requests: list[tuple[AsyncClient, str]] = field(default_factory=list)
     tenant: str = ""
     trace: RequestTrace | None = None
 
@@ -138,7 +138,7 @@ def _spans(began_at: float, record: RequestLogRecord) -> list[Span]:
     ]
 
 
-async def all_traces(ring: AsyncClient, trace: WebTrace) -> Sequence[RequestTrace]:
+async def all_traces(trace: WebTrace) -> Sequence[RequestTrace]:
     """Return the traces of a web request: the gateway's, and those of the ring.
 
     Raises:
@@ -146,6 +146,9 @@ async def all_traces(ring: AsyncClient, trace: WebTrace) -> Sequence[RequestTrac
     """
     assert trace.trace is not None
     traces = [trace.trace]
-    for first in range(0, len(trace.ring_ids), MAX_TRACE_IDS):
-        traces += await ring.traces(trace.ring_ids[first : first + MAX_TRACE_IDS])
+    requests = trace.ring_requests
+    for ring in {ring: None for ring, _ in requests}:
+        ids = [request_id for client, request_id in requests if client is ring]
+        for first in range(0, len(ids), MAX_TRACE_IDS):
+            traces += await ring.traces(ids[first : first + MAX_TRACE_IDS])
     return traces

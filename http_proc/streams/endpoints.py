@@ -7,6 +7,7 @@ from http_proc.caller import current_caller
 from http_proc.endpoints.endpoint import STREAM, Endpoint
 from http_proc.gateway import GATEWAY
 from http_proc.responses import json_response
+from http_proc.streams.earlier_streams import EARLIER_STREAMS
 from http_proc.streams.resumable import follow, num_read_before
 from http_proc.streams.stream_table import STREAMS, ResumableStream
 
@@ -21,7 +22,7 @@ class StreamDeleted(msgspec.Struct):
 
 async def get_stream(request: web.Request) -> web.StreamResponse:
     """Send the events of a resumable stream that its client does not have."""
-    table, stream, num_read = request.app[STREAMS], _stream(request), num_read_before(request)
+    table, num_read, stream = request.app[STREAMS], num_read_before(request), await _find(request)
     table.num_resumed += 1
     return await follow(request, table, stream, num_read)
 
@@ -31,15 +32,20 @@ async def delete_stream(request: web.Request) -> web.Response:
 
     Connections that read it get its end, with the reason abort.
     """
-    table, stream = request.app[STREAMS], _stream(request)
+    table, stream = request.app[STREAMS], await _find(request)
     table.forget(stream)
     if not await request.app[GATEWAY].abort(stream.id):
         stream.cancel()
     return json_response(StreamDeleted(stream.id))
 
 
-def _stream(request: web.Request) -> ResumableStream:
-    return request.app[STREAMS].get(request.match_info["id"], current_caller().owner)
+async def _find(request: web.Request) -> ResumableStream:
+    """Return the stream of a request. Raise a 404 or 403."""
+    name = request.match_info["id"]
+    stream = await request.app[EARLIER_STREAMS].find(name, current_caller().owner)
+    if stream is None:
+        raise request.app[STREAMS].missing(name)
+    return stream
 
 
 STREAM_ENDPOINTS = [

@@ -41,7 +41,9 @@ class EventLog:
         self._wake()
 
     async def write(self, data: bytes) -> None:
-        """Append whole events, each of which gets its number as its id."""
+        """Append whole events, each of which gets its number as its id; none after the end."""
+        if self.is_ended:
+            return
         for event in data.removesuffix(END_OF_EVENT).split(END_OF_EVENT):
             numbered = b"id: %d\n%b\n\n" % (len(self._events) + 1, event)
             self._events.append(numbered)

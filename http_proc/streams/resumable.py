@@ -1,7 +1,6 @@
 """Answer requests with resumable streams, where they ask for that, and send them to clients."""
 
 import functools
-import hashlib
 
 import msgspec
 from aiohttp import web
@@ -9,10 +8,13 @@ from aiohttp import web
 from http_proc.caller import current_caller
 from http_proc.endpoints.endpoint import Handler
 from http_proc.endpoints.request_body import read_bytes
-from http_proc.event_sink import SINK
-from http_proc.gateway import GATEWAY, REQUEST_ID
+from http_proc.gateway import GATEWAY, REQUEST_ID, wall_seconds
 from http_proc.protocol.errors import ApiError, invalid
+from http_proc.resumption import new_key
+from http_proc.streams.earlier_streams import EARLIER_STREAMS
 from http_proc.streams.event_log import EventLog
+from http_proc.streams.stream_answer import HANDLERS, answer_of
+from http_proc.streams.stream_rows import StreamRow
 from http_proc.streams.stream_table import STREAMS, ResumableStream, StreamTable
 
 RESUMABLE_HEADER, STREAM_HEADER = "X-Resumable", "X-Stream-Id"
@@ -33,7 +35,7 @@ def resumable(handler: Handler) -> Handler:
 
     @functools.wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
-        table, is_asked = request.app[STREAMS], _header(request)
+        is_asked = _header(request)
         body = await read_bytes(request)
         is_default = request.app[GATEWAY].args.resumable_streams
         if is_asked is None and not is_default and FIELD not in body:
@@ -49,46 +51,63 @@ def resumable(handler: Handler) -> Handler:
                 "resumable is true, and the answer is no stream: send stream: true as well",
                 "resumable",
             )
-        return await _answer(request, handler, table, body, bool(is_asked))
+        return await _answer(request, handler, body, bool(is_asked))
 
+    HANDLERS[answer] = handler
     return answer
 
 
 async def _answer(
-    request: web.Request, handler: Handler, table: StreamTable, body: bytes, is_asked: bool
+    request: web.Request, handler: Handler, body: bytes, is_asked: bool
 ) -> web.StreamResponse:
     """Start a stream, or find that of the same request, and send it."""
-    stream_id, owner = request[REQUEST_ID], current_caller().owner
-    digest = hashlib.sha256(request.path.encode() + b"\0" + body).digest()
-    stream, num_read = table.find(stream_id, owner), 0
-    if stream is not None and stream.has_failed:
-        table.forget(stream)
-        stream = None
+    table, num_read = request.app[STREAMS], 0
+    stream = await _of_same_request(request, body)
     if stream is None:
-        stream = ResumableStream(stream_id, owner, digest)
         try:
-            table.start(stream, functools.partial(_run, request, handler))
+            stream = table.start(_row(request, body), answer_of(request, handler))
         except ApiError:
             if is_asked:
                 raise
             return await handler(request)
-    elif stream.digest != digest:
-        raise ApiError(
-            409,
-            f"X-Request-Id {stream_id} is that of another resumable stream: send another id, or"
-            f" read that one at /v1/streams/{stream_id}",
-            code="stream_exists",
-        )
     else:
         num_read = num_read_before(request)
         table.num_resumed += 1
     return await follow(request, table, stream, num_read)
 
 
-async def _run(request: web.Request, handler: Handler, log: EventLog) -> None:
-    """Let a handler write to a log. The request's connection may be gone meanwhile."""
-    request[SINK] = log
-    await handler(request)
+async def _of_same_request(request: web.Request, body: bytes) -> ResumableStream | None:
+    """Return the stream of the request that has the same X-Request-Id, and must be the same."""
+    stream_id, table = request[REQUEST_ID], request.app[STREAMS]
+    stream = await request.app[EARLIER_STREAMS].find(stream_id, current_caller().owner)
+    if stream is None or stream.id != stream_id:
+        return None
+    if stream.has_failed:
+        table.forget(stream)
+        return None
+    if (stream.row.path, stream.row.body) != (request.path, body):
+        raise ApiError(
+            409,
+            f"X-Request-Id {stream_id} is that of another resumable stream: send another id, or"
+            f" read that one at /v1/streams/{stream_id}",
+            code="stream_exists",
+        )
+    return stream
+
+
+def _row(request: web.Request, body: bytes) -> StreamRow:
+    caller, gateway = current_caller(), request.app[GATEWAY]
+    return StreamRow(
+        id=request[REQUEST_ID],
+        key=new_key(),
+        path=request.path,
+        body=body,
+        tenant=caller.tenant,
+        user=caller.user,
+        key_hash=caller.key_hash,
+        created=wall_seconds(),
+        model=gateway.model,
+    )
 
 
 async def follow(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from http_proc.streams.stream_rows import StreamRows
 from http_proc.streams.stream_table import StreamTable
 
 PREFIX = "quadriga:"
@@ -12,16 +13,26 @@ PREFIX = "quadriga:"
 class StreamCollector:
     """One sample of the metrics of resumable streams."""
 
-    def __init__(self, model: str, table: StreamTable) -> None:
+    def __init__(self, model: str, table: StreamTable, rows: StreamRows) -> None:
         self._model = model
         self._table = table
+        self._rows = rows
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
         table = self._table
         gauges = (
             ("resumable_streams", "Number of resumable streams that are kept", len(table)),
-            ("resumable_stream_bytes", "Size of their events in bytes", table.num_bytes),
+            (
+                "resumable_stream_bytes",
+                "Size of their events and requests in bytes",
+                table.num_bytes,
+            ),
+            (
+                "resumable_rows_failed",
+                "1 while the file of resumable streams cannot be written, else 0",
+                int(self._rows.has_failed),
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -3,21 +3,25 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from http_proc.gateway import GATEWAY, Gateway, without_prefix
-from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
+from http_proc.gateway import Gateway, without_prefix
+from http_proc.protocol.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError
 from http_proc.streams.event_log import EventLog
+from http_proc.streams.stream_rows import StreamRow
+from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 
-# Of the events of all streams.
-MAX_EVENT_BYTES = 256 * 1024 * 1024
+# Of all streams: their events, and the bodies of their requests.
+MAX_BYTES = 256 * 1024 * 1024
 # Ids that are remembered, so that a late reader learns that its stream is over and not unknown.
 MAX_EXPIRED_IDS = 4096
+
+Answer = Callable[["ResumableStream"], Awaitable[object]]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,21 +29,27 @@ class ResumableStream:
     """A stream that does not end with its connection.
 
     Attributes:
-        id: the X-Request-Id of its request.
-        owner: who may read it, as Caller.owner.
-        digest: hash of its request, by which the same request is recognized.
+        row: its request.
         task: renders the events.
         num_readers: connections that read it.
         timer: drops it.
     """
 
-    id: str
-    owner: str
-    digest: bytes
+    row: StreamRow
     log: EventLog = field(default_factory=EventLog)
     task: "asyncio.Task[None] | None" = None
     num_readers: int = 0
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> str:
+        """The X-Request-Id of its request."""
+        return self.row.id
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its events, and of the body of its request."""
+        return self.log.num_bytes + len(self.row.body)
 
     @property
     def has_failed(self) -> bool:
@@ -61,51 +71,42 @@ class StreamTable:
     """
 
     def __init__(self, gateway: Gateway) -> None:
-        self._window_s = gateway.args.resume_window
+        self.window_s = gateway.args.resume_window
         self._max_streams = gateway.args.max_resumable_streams
+        self._rows = gateway.stream_rows
         self._streams: dict[str, ResumableStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Ended streams without a reader: the first ones make room for others.
         self._idle: dict[str, ResumableStream] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
         self.num_resumed = self.num_expired = 0
+        self._is_interrupted = False
 
     def __len__(self) -> int:
         return len(self._streams)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the events of all streams."""
-        return sum(stream.log.num_bytes for stream in self._streams.values())
+        """Size of all streams."""
+        return sum(stream.num_bytes for stream in self._streams.values())
 
     # --- find -------------------------------------------------------------------------------------
 
-    def find(self, stream_id: str, owner: str) -> ResumableStream | None:
-        """Return a stream by its id. Raise the 403 of another owner's."""
-        stream = self._streams.get(stream_id)
-        if stream is not None and stream.owner != owner:
-            raise ApiError(
-                403,
-                f"stream {stream_id} belongs to another API key: use the key that started it",
-                "permission_error",
-                code="not_your_stream",
-            )
-        return stream
+    def find(self, name: str) -> ResumableStream | None:
+        """Return a stream by its id or the id of its answer."""
+        return self._streams.get(name) or self._streams.get(without_prefix(name))
 
-    def get(self, name: str, owner: str) -> ResumableStream:
-        """Return a stream by its id or the id of its answer. Raise a 404 or 403."""
-        stream = self.find(name, owner) or self.find(without_prefix(name), owner)
-        if stream is not None:
-            return stream
+    def missing(self, name: str) -> ApiError:
+        """Return the error for a stream that is not there."""
         if name in self._expired or without_prefix(name) in self._expired:
-            raise ApiError(
+            return ApiError(
                 404,
                 f"stream {name} has expired: a resumable stream is kept for"
-                f" {self._window_s:g} s after its end or its last reader (--resume-window), or"
+                f" {self.window_s:g} s after its end or its last reader (--resume-window), or"
                 " until another one needs its room",
                 code="stream_expired",
             )
-        raise ApiError(
+        return ApiError(
             404,
             f"there is no stream {name}: only streams with resumable: true can be resumed, by the"
             " X-Request-Id or the id of their answer",
@@ -114,37 +115,35 @@ class StreamTable:
 
     # --- start and end ----------------------------------------------------------------------------
 
-    def start(
-        self,
-        stream: ResumableStream,
-        answer: Callable[[EventLog], Awaitable[object]],
-    ) -> None:
+    def start(self, row: StreamRow, answer: Answer) -> ResumableStream:
         """Start a stream, whose events `answer` writes to its log.
 
         Raises:
             ApiError: there is no room for another stream.
         """
         self._make_room()
-        self._streams[stream.id] = stream
-        self._expired.pop(stream.id, None)
+        stream = self._streams[row.id] = ResumableStream(row)
+        self._expired.pop(row.id, None)
         task = stream.task = asyncio.get_running_loop().create_task(self._run(stream, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._on_change(stream)
+        return stream
 
-    async def _run(
-        self, stream: ResumableStream, answer: Callable[[EventLog], Awaitable[object]]
-    ) -> None:
+    async def _run(self, stream: ResumableStream, answer: Answer) -> None:
         try:
-            await answer(stream.log)
+            await asyncio.wrap_future(self._rows.add(stream.row))
+            await answer(stream)
         except Exception as error:
             if not isinstance(error, ApiError | QuadrigaError):
                 logging.error("stream %s failed", stream.id, exc_info=error)
             stream.log.end(error)
-            if stream.log.headers is None and stream.num_readers:
+            if stream.has_failed and stream.num_readers:
                 self.forget(stream)  # its client gets the error now, and may try again
         finally:
             stream.log.end(_deleted(stream.id))
+            if stream.id in self._streams and not self._is_interrupted:
+                self._rows.end(stream.id, now())
             self._on_change(stream)
 
     def _make_room(self) -> None:
@@ -153,9 +152,9 @@ class StreamTable:
         if self._is_full:
             raise ApiError(
                 503,
-                f"{len(self)} resumable streams with {self.num_bytes} bytes of events are kept, and"
-                f" at most {self._max_streams} (--max-resumable-streams) or {MAX_EVENT_BYTES} bytes"
-                " at one time; try again, or leave out resumable",
+                f"{len(self)} resumable streams with {self.num_bytes} bytes are kept, and at most"
+                f" {self._max_streams} (--max-resumable-streams) or {MAX_BYTES} bytes at one time;"
+                " try again, or leave out resumable",
                 "server_error",
                 code="too_many_streams",
                 retry_after=RETRY_AFTER_S,
@@ -163,7 +162,7 @@ class StreamTable:
 
     @property
     def _is_full(self) -> bool:
-        return len(self) >= self._max_streams or self.num_bytes >= MAX_EVENT_BYTES
+        return len(self) >= self._max_streams or self.num_bytes >= MAX_BYTES
 
     def forget(self, stream: ResumableStream) -> bool:
         """Keep a stream no more; what runs of it goes on. Return whether it was kept."""
@@ -173,21 +172,42 @@ class StreamTable:
         self._idle.pop(stream.id, None)
         if stream.timer is not None:
             stream.timer.cancel()
+        self._rows.remove(stream.id)
         return True
 
     def drop(self, stream: ResumableStream) -> None:
         """Forget a stream but its id, and end its request if it runs."""
-        if not self.forget(stream):
-            return
-        self._expired[stream.id] = None
+        if self.forget(stream):
+            self.note_expired(stream.id)
+            stream.cancel()
+
+    def note_expired(self, stream_id: str) -> None:
+        """Remember the id of a stream that was dropped."""
+        self._expired[stream_id] = None
         while len(self._expired) > MAX_EXPIRED_IDS:
             self._expired.popitem(last=False)
-        stream.cancel()
+
+    def interrupt(self) -> None:
+        """Break every connection that reads a stream: another server goes on with the streams."""
+        self._is_interrupted = True
+        for stream in self._streams.values():
+            stream.log.end(
+                ApiError(
+                    503,
+                    "the server has ended, and a server that resumes its journal goes on with this"
+                    " stream; try again",
+                    "server_error",
+                    code="server_failed",
+                    retry_after=RETRY_AFTER_RESTART_S,
+                )
+            )
 
     async def stop(self) -> None:
-        """End every stream."""
-        for stream in list(self._streams.values()):
-            self.forget(stream)
+        """End what runs. The rows stay."""
+        self._is_interrupted = True
+        for stream in self._streams.values():
+            if stream.timer is not None:
+                stream.timer.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -214,10 +234,10 @@ class StreamTable:
             stream.timer.cancel()
             stream.timer = None
         self._idle.pop(stream.id, None)
-        if stream.num_readers:
+        if stream.num_readers or self._is_interrupted:
             return
         loop = asyncio.get_running_loop()
-        stream.timer = loop.call_later(self._window_s, self._expire, stream)
+        stream.timer = loop.call_later(self.window_s, self._expire, stream)
         if stream.log.is_ended:
             self._idle[stream.id] = stream
 
@@ -229,11 +249,15 @@ class StreamTable:
 STREAMS = web.AppKey("streams", StreamTable)
 
 
-async def stream_lifetime(app: web.Application) -> AsyncIterator[None]:
-    """Keep the streams while the application runs."""
-    table = app[STREAMS] = StreamTable(app[GATEWAY])
-    yield
-    await table.stop()
+def check_owner(row: StreamRow, owner: str) -> None:
+    """Raise a 403 for a stream of another owner, as Caller.owner."""
+    if row.owner != owner:
+        raise ApiError(
+            403,
+            f"stream {row.id} belongs to another API key: use the key that started it",
+            "permission_error",
+            code="not_your_stream",
+        )
 
 
 def _deleted(stream_id: str) -> ApiError:

@@ -6,7 +6,7 @@ from typing import Any
 
 NAME = "keys"
 HELP = "make, list and remove API keys of tenants; see docs/tenants.md"
-LIMITS = ("max_open_requests", "requests_per_minute", "tokens_per_minute")
+LIMITS = ("max_open_requests", "requests_per_minute", "tokens_per_minute", "max_files_bytes")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,24 +1,36 @@
-"""`quadriga trace ID`: one request's way through the server, for ui.perfetto.dev."""
+"""`quadriga trace ID` and `quadriga trace --live 10s`: files for ui.perfetto.dev."""
 
 import argparse
+import asyncio
 import json
 import os
+import re
 import sys
+import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quadriga.cli.notes import note
 from quadriga.cli.server_api import ServerApi
-from quadriga.errors import ConfigError
+from quadriga.cli.top.feeds import gateway_messages
+from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.tracing.live_recording import LiveRecording
 
 NAME = "trace"
-HELP = "the trace of a request, as a file for ui.perfetto.dev; see docs/observability.md"
+HELP = "the trace of a request, or of all steps; see docs/observability.md"
 DEFAULT_URL = "http://127.0.0.1:8000"
+MAX_LIVE_S = 600.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("id", metavar="ID", help="of an answer, or its X-Request-Id")
+    parser.add_argument("id", metavar="ID", nargs="?", help="of an answer, or its X-Request-Id")
+    parser.add_argument(
+        "--live", type=seconds, metavar="10s", help="record all requests and steps for so long"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="trace.json", help="(default: standard output)"
     )
@@ -31,13 +43,46 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def seconds(text: str) -> float:
+    """Return the seconds of `10s` or `10`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)s?", text)
+    if match is None or not 0 < float(match[1]) <= MAX_LIVE_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: it must be from 1s to {MAX_LIVE_S:.0f}s, such as 10s"
+        )
+    return float(match[1])
+
+
 def run(arguments: argparse.Namespace) -> None:
-    """Write the trace of a request."""
-    trace = ServerApi(arguments.url, arguments.api_key).trace(arguments.id)
-    write_trace(trace, arguments.output)
+    """Write the trace of a request, or record the live feed."""
+    if (arguments.id is None) == (arguments.live is None):
+        raise InvalidRequest("give the ID of a request, or --live 10s for all of them")
+    if arguments.live is None:
+        trace = ServerApi(arguments.url, arguments.api_key).trace(arguments.id)
+        num_spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
+        _write(trace, f"{num_spans} spans", arguments.output)
+        return
+    recording = asyncio.run(_record(arguments.url, arguments.api_key, arguments.live))
+    what = f"{recording.num_steps} steps"
+    if recording.num_lost:
+        what += f", without {recording.num_lost} messages that were lost on the way,"
+    _write(msgspec.to_builtins(recording.trace()), what, arguments.output)
 
 
-def write_trace(trace: dict[str, Any], output: Path | None) -> None:
+async def _record(url: str, key: str, for_s: float) -> LiveRecording:
+    """Record the live feed for some seconds, counted from its first message."""
+    recording, ends_at = LiveRecording(), 0.0
+    async with aclosing(gateway_messages(url, key)) as messages:
+        async for message in messages:
+            now = time.monotonic()
+            ends_at = ends_at or now + for_s
+            recording.add(message)
+            if now >= ends_at or recording.is_full:
+                break
+    return recording
+
+
+def _write(trace: dict[str, Any], what: str, output: Path | None) -> None:
     """Write a trace to a file, or to standard output for None.
 
     Raises:
@@ -51,5 +96,4 @@ def write_trace(trace: dict[str, Any], output: Path | None) -> None:
         output.write_text(text)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    num_spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
-    note(f"{num_spans} spans are in {output}: open it at https://ui.perfetto.dev")
+    note(f"{what} are in {output}: open it at https://ui.perfetto.dev")

@@ -15,6 +15,7 @@ from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
+    KeptRequest,
     Prompt,
     RenderedPrompt,
     StreamChunk,
@@ -153,6 +154,15 @@ class AsyncClient:
         self._fail_all(CLOSED_BY_CALLER)
         await self._connection.close(linger_s=1)
 
+    def leave_requests(self) -> None:
+        """Leave every open request to a client of the same identity that comes after this one.
+
+        They are not aborted, and nothing more comes of them here.
+
+            client.leave_requests()
+        """
+        self._inflight.forget_all()
+
     async def give_up(self, error: QuadrigaError) -> None:
         """Fail every open and later call: the caller knows that the server has ended.
 
@@ -179,6 +189,7 @@ class AsyncClient:
         sink: Sink | None = None,
         on_accepted: AcceptedSink | None = None,
         tenant: str = "",
+        kept: KeptRequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> RequestHandle:
         """Send a request, now or as soon as the server is back. The client must be connected.
@@ -192,6 +203,8 @@ class AsyncClient:
             on_accepted: called on the event loop, once and before the first chunk, when the prompt
                 is tokenized, with its number of tokens and the end of a chat's text.
             tenant: owner of the request; the server ignores it but from its own gateway.
+            kept: the request goes on without this client, and may be sent again by another one
+                with the same identity. It needs a seed.
             **options: timeout, priority, … (see RequestOptions).
 
                 handle = client.submit("Once upon a time")
@@ -205,7 +218,10 @@ class AsyncClient:
             QuadrigaError: the connection is lost, for this reason.
         """
         check_options("submit", options, RequestOptions.__annotations__)
-        return self._submit(prompt, params, _now(), stream, sink, options, on_accepted, tenant)
+        began_at = _now()
+        return self._submit(
+            prompt, params, began_at, stream, sink, options, on_accepted, tenant, kept
+        )
 
     def _submit(
         self,
@@ -217,10 +233,11 @@ class AsyncClient:
         options: RequestOptions,
         on_accepted: AcceptedSink | None = None,
         tenant: str = "",
+        kept: KeptRequest | None = None,
     ) -> RequestHandle:
         """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
-        request_id = f"{self._identity.hex}-{self._counter}"
+        request_id = f"{self._identity.hex}-{self._counter}" if kept is None else kept.request_id
         self._counter += 1
         wire = wire_prompt(prompt)
         message = Generate(
@@ -232,10 +249,13 @@ class AsyncClient:
             prompt_token_ids=wire.token_ids,
             acknowledge=on_accepted is not None,
             tenant=tenant,
+            keep_s=None if kept is None else kept.keep_s,
             **options,
         )
         # The handle records the time of submission.
         handle = RequestHandle(message, self._inflight.drop, sink, on_accepted)
+        if kept is not None and kept.is_resent:
+            handle.follow_predecessor()
         self._inflight.add(handle)
         if is_time_limit(message.timeout):
             handle.expire_at(began_at + message.timeout)

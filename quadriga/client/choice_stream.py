@@ -61,6 +61,8 @@ class ChoiceStream:
             self._request_id, text, ids[num_known:], chunk.token_times[num_known:], received_at,
             index=self._index,
         )  # fmt: skip
+        if chunk.text_lengths is not None:
+            item.text_lengths = chunk.text_lengths[num_known:]
         self._keep(item)
         self._take_logprobs(chunk, ids, item)
         if chunk.end:

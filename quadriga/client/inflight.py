@@ -59,7 +59,11 @@ class InflightRequests:
 
     def add(self, handle: RequestHandle) -> None:
         """Send a request. Raise InvalidRequest if it is too large or cannot be encoded."""
-        handle.was_sent = self._send(handle.message)
+        message = handle.message
+        if handle.was_sent:
+            message = msgspec.structs.replace(message, resent=True)
+            handle.was_resent = True
+        handle.was_sent |= self._send(message)
         self._handles[handle.request_id] = handle
 
     def drop(self, handle: RequestHandle) -> None:
@@ -158,6 +162,11 @@ class InflightRequests:
             handle.fail(error)
         for name in self._questions:
             self._answer(name, error)
+
+    def forget_all(self) -> None:
+        """Leave every request to the server, which does not get its abort."""
+        self._handles.clear()
+        self._unsent_aborts.clear()
 
     # --- a lost connection ------------------------------------------------------------------------
 

@@ -115,6 +115,11 @@ class RequestHandle:
         )
         self._on_abort(self)
 
+    def follow_predecessor(self) -> None:
+        """Take over the request of a client before: all of it comes again, in a replay."""
+        self.was_sent = True
+        self.interrupt()
+
     def interrupt(self) -> None:
         """Ignore chunks until the server replays the request, since some may be lost."""
         self._interrupted = True

@@ -45,6 +45,20 @@ class RequestOptions(TypedDict, total=False):
     traceparent: str
 
 
+class KeptRequest(NamedTuple):
+    """A request that outlives its client.
+
+    Attributes:
+        request_id: unique among all clients of this identity.
+        keep_s: seconds for which the server goes on with it while no client is connected.
+        is_resent: a client before this one may have sent it: what it has so far comes again.
+    """
+
+    request_id: str
+    keep_s: float
+    is_resent: bool = False
+
+
 def is_time_limit(timeout: float | None) -> TypeGuard[float]:
     """Return whether a client enforces this timeout. The server refuses one out of its range."""
     return timeout is not None and 0 < timeout < math.inf
@@ -172,6 +186,8 @@ class StreamChunk:
         logprobs: logprobs of `token_ids`; None unless requested.
         prompt_logprobs: logprobs of all prompt tokens, in the first chunk of choice 0; None unless
             requested.
+        text_lengths: number of characters of `text` that each of `token_ids` adds; None unless
+            requested, and for a single token without an end.
     """
 
     request_id: str
@@ -183,6 +199,7 @@ class StreamChunk:
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    text_lengths: list[int] | None = None
 
 
 def is_list_of_prompts(prompt: Any) -> bool:

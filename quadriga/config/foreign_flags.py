@@ -44,6 +44,8 @@ FOREIGN_FLAGS = {
     "--tokenizer-path": ForeignFlag(SGLANG, "--tokenizer"),
     "--tokenizer-worker-num": ForeignFlag(SGLANG, "--tokenize-workers"),
     "--tp-size": ForeignFlag(SGLANG, "--tp"),
+    "--dp-size": ForeignFlag(SGLANG, "--dp"),
+    "-dp": ForeignFlag(VLLM, "--dp"),
     "--max-prefill-tokens": ForeignFlag(SGLANG, "--prefill-max-tokens"),
     "--enable-mixed-chunk": ForeignFlag(SGLANG, "--batch-mode"),
     "--enable-priority-scheduling": ForeignFlag(SGLANG, "--schedule-policy"),

@@ -82,12 +82,12 @@ class HttpArgs:
         "seconds after its last use in which a stored response or conversation expires",
         unit="SECONDS",
     )
+    max_background_responses: int = flag(
+        1000, "responses with background: true that have not ended; further ones are refused"
+    )
     max_open_batches: int = flag(100, "batches that have not ended; further ones are refused")
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
-    )
-    batch_concurrency_beside: int = flag(
-        1, "lines of batches that run at one time beside other requests; 0: none"
     )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
@@ -97,6 +97,7 @@ class HttpArgs:
         check_positive(self, "max_body_bytes", "max_http_connections")
         check_positive(self, "max_file_bytes", "max_files_bytes")
         check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
+        check_positive(self, "max_background_responses")
         check_positive(self, "max_stored_bytes", "max_stored_age")
         if self.max_stored_responses < 0:
             raise ConfigError(
@@ -105,10 +106,6 @@ class HttpArgs:
         if not 0 < self.resume_window < math.inf:
             raise ConfigError(
                 f"resume_window is {self.resume_window}: it must be a number of seconds above 0"
-            )
-        if self.batch_concurrency_beside < 0:
-            raise ConfigError(
-                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
             )
         if not 0 <= self.sse_ping_interval < math.inf:
             raise ConfigError(

@@ -63,6 +63,11 @@ class SchedulerArgs:
     fair_tenants: bool = flag(
         False, "serve tenants in turns by their weights; --keys and --tenants-by imply it"
     )
+    batch_concurrency_beside: int = flag(
+        0,
+        "lines of batches, and other requests of the priority -1000, that run at one time beside"
+        " others; the rest of them pause",
+    )
     schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
@@ -86,6 +91,10 @@ class SchedulerArgs:
         check_positive(self, "max_running_requests")
         check_positive(self, "max_queued_requests", "max_requests_per_client")
         check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+        if self.batch_concurrency_beside < 0:
+            raise ConfigError(
+                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
+            )
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk <= 0:
             raise ConfigError(

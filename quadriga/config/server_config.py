@@ -17,6 +17,7 @@ from quadriga.config.answer_parsers import check_parsers
 from quadriga.config.config_file import read_config
 from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
 from quadriga.config.http_args import HttpArgs
+from quadriga.config.replica_args import BY_CACHE, ReplicaArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.config.trace_args import TraceArgs
@@ -234,6 +235,7 @@ class ServerConfig:
     detok: DetokArgs = DetokArgs()
     http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
     tenants: TenantArgs = TenantArgs()  # noqa: RUF009 - frozen, like the others
+    replicas: ReplicaArgs = ReplicaArgs()  # noqa: RUF009 - frozen, like the others
     traces: TraceArgs = TraceArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
 
@@ -241,6 +243,13 @@ class ServerConfig:
         """Raise ConfigError for the first flag that cannot work."""
         for group in self.groups():
             group.validate()
+        replicas = self.replicas
+        by_cache = replicas.dp > 1 and replicas.load_balance_method == BY_CACHE
+        if by_cache and self.scheduler.disable_radix_cache:
+            raise ConfigError(
+                "--load-balance-method cache-aware chooses by cached prefixes: leave"
+                " --disable-radix-cache out, or add --load-balance-method least-loaded"
+            )
 
     @property
     def data_dir(self) -> Path | None:

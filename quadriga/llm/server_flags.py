@@ -54,6 +54,7 @@ class ServerFlags(TypedDict, total=False):
     priority_preemption_threshold: int | None
     fair_clients: bool
     fair_tenants: bool
+    batch_concurrency_beside: int
     schedule_conservativeness: float
     disable_radix_cache: bool
     plan_at_once: bool
@@ -82,6 +83,9 @@ class ServerFlags(TypedDict, total=False):
     keys: str
     tenants_by: Literal["none", "address"]
     usage_log: str
+    # Replicas (launcher.py, tokenizer_proc)
+    dp: int
+    load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
     # Traces (tokenizer_proc, http_proc)
     otlp_endpoint: str
     trace_sampling_ratio: float | None

@@ -27,12 +27,13 @@ from typing import Any
 
 from quadriga import clock
 from quadriga.config import server_config as configuration
+from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
 from quadriga.runtime.logs import log_exception, set_up_logging
 from quadriga.runtime.terminal import drop_unwritten
-from quadriga.wire.endpoints import Endpoints
+from quadriga.wire.endpoints import Endpoints, replica_dir
 from quadriga.wire.sockets import close_all
 
 # Exit codes of the launcher and its children, documented in README.md.
@@ -66,6 +67,8 @@ class Command(enum.Enum):
         FAIL: tell the clients the argument, which says why the server ends, and exit.
         HEARTBEAT: answer at once.
         RESTARTED: the process named by the argument died, and its successor is ready.
+        DIED: the process named by the argument died, and is restarted. Only with several replicas.
+        LOST: the replica of the argument's number has ended for good; its processes are dead.
     """
 
     DRAIN = "drain"
@@ -73,6 +76,8 @@ class Command(enum.Enum):
     FAIL = "fail"
     HEARTBEAT = "beat"
     RESTARTED = "restarted"
+    DIED = "died"
+    LOST = "lost"
 
 
 class ControlChannel:
@@ -170,12 +175,14 @@ class Child:
 
     Attributes:
         is_restart: the process takes the place of one that died.
+        replica: the replica that it belongs to, but for the frontend and the gateway.
     """
 
     config: ServerConfig
     endpoints: Endpoints
     control: ControlChannel
     is_restart: bool = False
+    replica: ReplicaPlace = ONLY_REPLICA
 
     @property
     def public_endpoint(self) -> str:
@@ -196,6 +203,27 @@ class Child:
         self.control.report("phase", what=what, seconds=round(seconds, 3))
 
 
+def replica_of(name: str) -> int | None:
+    """Return the replica of a process such as scheduler_proc/1; None for one without."""
+    number = name.partition("/")[2]
+    return int(number) if number else None
+
+
+def place_flags(name: str, run_dir: Path) -> list[str]:
+    """Return the flags that say where a process belongs, and make the directory of its replica.
+
+    Args:
+        name: the process, as in `replica_of`.
+        run_dir: directory of the server's run.
+    """
+    number = replica_of(name)
+    if number is None:
+        return ["--run-dir", str(run_dir)]
+    directory = replica_dir(run_dir, number)
+    directory.mkdir(0o700, exist_ok=True)
+    return ["--run-dir", str(directory), "--replica", str(number)]
+
+
 def run_child(name: str, body: Callable[[Child], None], low_priority: bool = False) -> None:
     """Run `python -m <name>`: parse flags, run `body`, report what went wrong.
 
@@ -213,16 +241,20 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     control = ControlChannel(connection, Path(arguments.run_dir))
     try:
         config = configuration.from_namespace(arguments)
+        if arguments.replica is not None:
+            name = f"{name}/{arguments.replica}"
+        replica = ReplicaPlace(arguments.replica or 0, config.replicas.dp)
         set_up_logging(name, config.launch.log_level, config.launch.log_format)
         if connection is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         if low_priority:
             os.nice(LOW_PRIORITY_NICENESS)
-            pin_to(plan_cpus(config.worker).others)
+            pin_to(plan_cpus(config.worker, replica).others)
         _call_hook(name)
         logging.debug("starting as process %d%s", os.getpid(), _in_place_of(arguments))
-        body(Child(config, Endpoints(Path(arguments.run_dir)), control, arguments.is_restart))
+        endpoints = Endpoints(Path(arguments.run_dir))
+        body(Child(config, endpoints, control, arguments.is_restart, replica))
         logging.debug("stopped")
     except KeyboardInterrupt:
         pass
@@ -275,6 +307,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument(
         "--clock-offset", type=float, help="offset of the server's clock, in seconds"
     )
+    parser.add_argument("--replica", type=int, help="number of its replica, among several")
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.worker_args import WorkerArgs
 
 # Numbers of logical CPUs.
@@ -36,32 +37,45 @@ class CpuPlan:
     others: Cpus = frozenset()
 
 
-def plan_cpus(args: WorkerArgs) -> CpuPlan:
+def plan_cpus(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPlan:
     """Return the plan for the CPUs that this process may use.
 
     Systems without CPU affinity (macOS) get the number of threads only.
     """
-    plan = assign_cpus(_cores(_allowed()), _quota(), args)
+    plan = assign_cpus(_cores(_allowed()), _quota(), args, replica)
     return plan if hasattr(os, "sched_setaffinity") else CpuPlan(plan.threads)
 
 
-def assign_cpus(cores: Sequence[Cpus], quota: float, args: WorkerArgs) -> CpuPlan:
+def assign_cpus(
+    cores: Sequence[Cpus], quota: float, args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA
+) -> CpuPlan:
     """Assign cores to the worker and to the other processes.
+
+    The workers of several replicas get equal shares.
 
     Args:
         cores: the logical CPUs of each core.
         quota: number of CPUs whose time a container may use.
         args: number of threads and processes, device, and --no-affinity.
+        replica: the replica of the worker.
     """
     usable = max(1, math.floor(min(len(cores), quota)))
     spare = next((spare for minimum, spare in SPARE_CORES if usable >= minimum), 0)
-    threads = args.worker_threads or max(1, (usable - spare) // args.tp)
-    num_taken = threads * args.tp
+    num_processes = args.tp * replica.num_replicas
+    threads = args.worker_threads or max(1, (usable - spare) // num_processes)
+    num_taken = threads * num_processes
     # If a quota grants less time than there are cores, affinity gains nothing.
     shares_all = not spare or usable < len(cores) or num_taken >= len(cores)
     if args.no_affinity or runs_on_gpu(args) or shares_all:
         return CpuPlan(threads)
-    return CpuPlan(threads, _union(cores[-num_taken:]), _union(cores[:-num_taken]))
+    first = len(cores) - num_taken + replica.number * threads * args.tp
+    own = cores[first : first + threads * args.tp]
+    return CpuPlan(threads, _union(own), _union(cores[:-num_taken]))
+
+
+def num_usable_cores() -> int:
+    """Return the number of cores whose time this process may use, at least 1."""
+    return max(1, math.floor(min(len(_cores(_allowed())), _quota())))
 
 
 def runs_on_gpu(args: WorkerArgs) -> bool:

@@ -114,6 +114,8 @@ class SamplingParams(
         prompt_logprobs: the same for the prompt's tokens.
         logprob_token_ids: ids whose log-probabilities come with each generated token, after the
             likeliest ones. They imply `logprobs` 0.
+        text_lengths: a streamed chunk says how many characters each of its tokens adds to the
+            text, so that a replay can be cut where the chunks before it were.
     """
 
     max_new_tokens: int | None = None
@@ -148,6 +150,7 @@ class SamplingParams(
     thinking_end: str = ""
     thinking_start: str = ""
     logprob_token_ids: list[int] = msgspec.field(default_factory=list)
+    text_lengths: bool = False
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:

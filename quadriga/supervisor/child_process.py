@@ -3,6 +3,7 @@
 STARTING --ready--> READY --stop_for_reload--> RELOADING
     |                 |                            |
     +---kill_hung-----+--------> HUNG              |
+    +-----abandon-----+           |                |
     |                 |           |                |
     +-----------------+-----------+----------------+---close--> EXITED
 """
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from quadriga import clock
 from quadriga.clock import Countdown
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import KILL_SIGNAL, Command
+from quadriga.runtime.child import KILL_SIGNAL, Command, place_flags
 from quadriga.runtime.parent_death import continue_at_parents_death
 
 # Seconds between the end of a child's control channel and the end of the child.
@@ -73,6 +74,7 @@ class ChildProcess:
         info: what it reported when it was ready.
         phases: the phases of its start, with their durations.
         phase: the phase of its start that is under way, since `phase_began_at`; "": none.
+        is_abandoned: it was killed for good, and its exit is no event.
         pinged_at: watchdog time of the ping that it has not answered; None: it owes no answer.
     """
 
@@ -87,6 +89,7 @@ class ChildProcess:
     phase_began_at: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
     pinged_at: float | None = None
+    is_abandoned: bool = False
     _error: str = ""
     _error_code: str = ServerFailed.code
     _partial_line: bytes = b""
@@ -164,6 +167,13 @@ class ChildProcess:
             self.state = ChildState.RELOADING
             self.process.kill()
 
+    def abandon(self) -> None:
+        """Kill it for good."""
+        self.is_abandoned = True
+        if not self.has_exited:
+            self.state = ChildState.HUNG
+            self.process.kill()
+
     def close(self) -> Exit:
         """Close the control channel at its end, wait for the exit, and return how it ended."""
         self.control.close()
@@ -191,14 +201,14 @@ def start_child(
     """Start a program in a session of its own, so that no terminal's signals reach it.
 
     Args:
-        name: name of the process.
+        name: name of the process; that of one replica among several ends with its number.
         program: the command that runs it, before its flags.
         run_dir: directory of the server's sockets.
         flags: the server's flags.
         is_restart: it takes the place of one that died.
     """
     ours, theirs = socket.socketpair()
-    command = [*program, "--run-dir", str(run_dir)]
+    command = [*program, *place_flags(name, run_dir)]
     command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
     command += [*(["--is-restart"] if is_restart else []), *flags]
     process = subprocess.Popen(

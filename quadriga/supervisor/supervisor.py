@@ -19,10 +19,15 @@ from typing import Any
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import EXIT_OK, Command
+from quadriga.runtime.child import EXIT_OK, Command, replica_of
 from quadriga.runtime.logs import is_json, log_fields
 from quadriga.runtime.terminal import line_start
-from quadriga.supervisor.child_process import ChildProcess, ChildState, Exit, start_child
+from quadriga.supervisor.child_process import (
+    ChildProcess,
+    ChildState,
+    Exit,
+    start_child,
+)
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
 
 START_RETRY_S = 1.0
@@ -121,7 +126,7 @@ class Supervisor:
     @property
     def not_ready(self) -> list[str]:
         """Names of the processes that do not serve."""
-        return [child.name for child in self if not child.is_ready]
+        return [child.name for child in self if not (child.is_ready or child.is_abandoned)]
 
     @property
     def all_exited(self) -> bool:
@@ -131,7 +136,8 @@ class Supervisor:
     def start(self, name: str) -> None:
         """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
         is_restart = name in self._children
-        child = start_child(name, self._program_of(name), self._run_dir, self._flags, is_restart)
+        program = self._program_of(name.partition("/")[0])
+        child = start_child(name, program, self._run_dir, self._flags, is_restart)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
 
@@ -145,6 +151,18 @@ class Supervisor:
         child = self._children.get(name)
         if child is not None and child.state is ChildState.STARTING:
             child.process.kill()
+
+    def of_replica(self, replica: int) -> list[ChildProcess]:
+        """Return the processes of one replica among several."""
+        return [child for child in self if replica_of(child.name) == replica]
+
+    def abandon(self, replica: int) -> None:
+        """Kill the processes of a replica for good, and wait until they are gone."""
+        for child in self.of_replica(replica):
+            self._restart_at.pop(child.name, None)
+            child.abandon()
+        for child in self.of_replica(replica):
+            child.process.wait()
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -200,7 +218,9 @@ class Supervisor:
         reports = child.receive()
         if reports is None:
             self._selector.unregister(child.control)
-            return self._death_of(child.name, child.close())
+            was_abandoned = child.is_abandoned
+            exit_ = child.close()
+            return None if was_abandoned else self._death_of(child.name, exit_)
         if child.is_ready and not was_ready and child.is_restart:
             seconds = time.monotonic() - child.started_at
             say(
@@ -209,8 +229,10 @@ class Supervisor:
             )  # fmt: skip
             self._children[self._notify_on_restart].send(Command.RESTARTED, child.name)
         for report in reports:
-            if self._children[report.process].is_ready:
-                self._kill_hung(self._children[report.process], report.reason)
+            _, slash, replica = child.name.partition("/")
+            other = self._children[report.process + slash + replica]
+            if other.is_ready:
+                self._kill_hung(other, report.reason)
         return None
 
     def _kill_hung(self, child: ChildProcess, reason: str) -> None:

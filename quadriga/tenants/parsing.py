@@ -170,6 +170,7 @@ RULES = {
     "max_open_requests": _LIMIT,
     "requests_per_minute": _LIMIT,
     "tokens_per_minute": _LIMIT,
+    "max_files_bytes": _LIMIT,
     "models": FieldRule(_is_list_of_texts, "it must be a list of names, such as [smollm2-135m]"),
     "sub_tenants": FieldRule(lambda value: isinstance(value, bool), "it must be true or false"),
     "cache": FieldRule(

@@ -27,6 +27,7 @@ class Tenant:
         tokens_per_minute: prompt and generated tokens in any 60 seconds.
         models: names of the models that it may use; empty for all.
         sub_tenants: its requests may name a user, who then shares fairly with its other users.
+        max_files_bytes: bytes of its files; output of its batches counts.
         cache: "own" keeps its cached prefixes apart from those of other tenants.
     """
 
@@ -40,6 +41,7 @@ class Tenant:
     tokens_per_minute: int | None = None
     models: tuple[str, ...] = ()
     sub_tenants: bool = False
+    max_files_bytes: int | None = None
     cache: str = "shared"
 
 

@@ -61,12 +61,12 @@ def _events(trace: RequestTrace, tid: int, began_at: float) -> Iterable[dict[str
     for span in (own, *trace.spans):
         pid = PROCESSES.index(span.process) + 1
         place = {"cat": span.process, "pid": pid, "tid": tid}
-        began = _microseconds(span.began_at - began_at)
+        began = microseconds(span.began_at - began_at)
         yield {
             "ph": "X",
             "name": span.name,
             "ts": began,
-            "dur": round(_microseconds(span.ended_at - began_at) - began, 3),
+            "dur": round(microseconds(span.ended_at - began_at) - began, 3),
             "args": span.attributes,
             **place,
         }
@@ -75,11 +75,12 @@ def _events(trace: RequestTrace, tid: int, began_at: float) -> Iterable[dict[str
                 "ph": "i",
                 "s": "t",
                 "name": event.name,
-                "ts": _microseconds(event.at - began_at),
+                "ts": microseconds(event.at - began_at),
                 "args": event.attributes,
                 **place,
             }
 
 
-def _microseconds(seconds: float) -> float:
+def microseconds(seconds: float) -> float:
+    """Return a time in the unit of the format."""
     return round(seconds * 1e6, 3)

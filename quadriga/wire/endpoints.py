@@ -8,6 +8,8 @@ from pathlib import Path
 class Endpoints:
     """Addresses of a run's inner links: ipc sockets in its private directory.
 
+    Several replicas have all links but `public` once each.
+
     | link       | binds          | connects                      | carries            |
     |------------|----------------|-------------------------------|--------------------|
     | scheduler  | scheduler_proc | tokenizer_proc, detok_proc    | SchedulerMessage   |
@@ -19,6 +21,10 @@ class Endpoints:
     """
 
     run_dir: Path
+
+    def of_replica(self, number: int) -> "Endpoints":
+        """Return the addresses of one replica among several, which has a directory of its own."""
+        return Endpoints(replica_dir(self.run_dir, number))
 
     def _ipc(self, name: str) -> str:
         return f"ipc://{self.run_dir}/{name}"
@@ -56,3 +62,8 @@ class Endpoints:
     def public(self) -> str:
         """Address of the public socket of a server that only its owner may reach."""
         return self._ipc("public")
+
+
+def replica_dir(run_dir: Path, number: int) -> Path:
+    """Return the directory of one replica among several. Its name is in the replica's journal."""
+    return run_dir / f"{run_dir.name}-{number}"

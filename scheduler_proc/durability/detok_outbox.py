@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
+from quadriga.wire.messages.replica_news import ReplicaNews
 from quadriga.wire.messages.to_detok import PlainStreamReplay, StreamReplay
 from scheduler_proc.events import StepEvents
 from scheduler_proc.sender import Sender
@@ -47,10 +48,17 @@ class DetokOutbox:
         self._replaying: set[int] = set()
         self._seqs_by_name: dict[tuple[bytes, str], list[int]] = {}
 
-    def send(self, events: StepEvents, now: float, num_waiting: int, wait_s: float | None) -> None:
-        """Send a record, if it has anything for the detokenizer."""
-        if events.has_output:
-            self._detok.send(events.to_detok(now, num_waiting, wait_s, self._session))
+    def send(
+        self,
+        events: StepEvents,
+        now: float,
+        num_waiting: int,
+        wait_s: float | None,
+        news: ReplicaNews | None = None,
+    ) -> None:
+        """Send a record, if it has anything for the detokenizer, or there are news."""
+        if events.has_output or news is not None:
+            self._detok.send(events.to_detok(now, num_waiting, wait_s, self._session, news))
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -95,6 +103,11 @@ class DetokOutbox:
         """Return the numbers of a request's ended choices, as far as they are kept."""
         return list(self._seqs_by_name.get((client, request_id), ()))
 
+    @property
+    def replayable_names(self) -> Iterable[tuple[bytes, str]]:
+        """Client and id of the ended requests that are kept."""
+        return self._seqs_by_name.keys()
+
     def has_ended(self, client: bytes, request_id: str, received_at: float) -> bool:
         """Return whether a choice of the request that was received at this time has ended."""
         return any(
@@ -125,7 +138,10 @@ class DetokOutbox:
                 replays.append(stream_replay(self._unacknowledged[seq]))
             else:
                 self._replaying.add(seq)
-                replays.append(cast("StreamReplay", _decode(self._acknowledged[seq].replay)))
+                replay = _decode(self._acknowledged[seq].replay)
+                opening = replay.opening.sent()
+                replay = msgspec.structs.replace(replay, opening=opening)
+                replays.append(cast("StreamReplay", replay))
         return replays
 
 

@@ -15,10 +15,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_records import (
@@ -95,7 +95,9 @@ class Journal(NoJournal):
         record = self._record
         for message, requests in events.accepted:
             indexes = [request.index for request in requests]
-            record.accepted.append(AcceptedRecord(requests[0].seq, message.written(), indexes))
+            first_seq = requests[0].seq - requests[0].index
+            written = cast("MovedSubmit", message.written())
+            record.accepted.append(AcceptedRecord(first_seq, written, indexes))
             self.keep(message, requests)
         if events.seqs:
             token_ids = pack_ids(events.token_ids)
@@ -121,6 +123,8 @@ class Journal(NoJournal):
             requests: its choices.
             acknowledged: they have ended, and their clients have the ends.
         """
+        if isinstance(message, MovedSubmit):
+            message = message.begun()  # the request has its tokens from here on
         for request in requests:
             self._kept[request.seq] = JournaledRequest(message, request)
             if acknowledged:
@@ -199,7 +203,8 @@ class Journal(NoJournal):
             record = JournalRecord()
             for seq, (message, request) in choices:
                 if not record.accepted:
-                    record.accepted.append(AcceptedRecord(first_seq, message.written(), []))
+                    written = cast("MovedSubmit", message.written())
+                    record.accepted.append(AcceptedRecord(first_seq, written, []))
                 record.accepted[0].indexes.append(request.index)
                 if generated := request.generated:
                     seqs, token_ids = [seq] * len(generated), pack_ids(generated)

@@ -1,5 +1,6 @@
 """Open the journal when a scheduler starts, and decide which earlier requests it resumes."""
 
+import dataclasses
 import errno
 import logging
 import os
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from quadriga.config.replica_args import REPLICA_PREFIX, ReplicaPlace, journal_dir
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import ModelFiles
@@ -72,6 +74,36 @@ def open_journal(
         logging.error("%s. The open requests are computed again.", error)
         recovered = []
     return OpenedJournal(Journal(file), recovered)
+
+
+def of_replica(args: SchedulerArgs, replica: ReplicaPlace) -> SchedulerArgs:
+    """Return the flags of one replica: among several, each has its journal in a subdirectory."""
+    if replica.num_replicas == 1 or not args.journal:
+        return args
+    return dataclasses.replace(args, journal=str(journal_dir(args.journal, replica.number)))
+
+
+def check_number_of_replicas(args: SchedulerArgs, count: int) -> None:
+    """Raise ConfigError where a journal is left that no replica of this server would resume."""
+    if not args.journal:
+        return
+    directory = Path(args.journal)
+    fits = {directory} if count == 1 else {journal_dir(args.journal, n) for n in range(count)}
+    others = {path.parent for path in directory.glob(f"{REPLICA_PREFIX}*/{FILE_NAME}")} | {
+        directory
+    }
+    for other in sorted(others - fits):
+        try:
+            unfinished = read_journal(other / FILE_NAME).num_unfinished
+        except OSError:
+            continue
+        if unfinished:
+            number = other.name.removeprefix(REPLICA_PREFIX)
+            wanted = 1 if other == directory else int(number) + 1 if number.isdecimal() else count
+            raise ConfigError(
+                f"{other} has {unfinished} unfinished requests: start with --dp {wanted} and"
+                " --resume to finish them, or remove the file"
+            )
 
 
 def _lock_directory(file: JournalFile) -> None:

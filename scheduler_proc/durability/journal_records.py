@@ -22,7 +22,7 @@ import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.public import ErrorInfo
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_scheduler import MovedSubmit
 from scheduler_proc.state.request import Request
 
 MAGIC = b"QDRJRNL2"
@@ -55,7 +55,7 @@ class AcceptedRecord(msgspec.Struct, array_like=True):
     """
 
     seq: int
-    message: Submit
+    message: MovedSubmit
     indexes: list[int]
 
 

@@ -175,7 +175,12 @@ class JournalState:
                 seq = accepted.seq + index
                 if seq in self.requests or seq in new:
                     raise InvalidRecord(f"request {seq} is accepted twice")
-                new[seq] = RecoveredRequest(seq, index, accepted.message, max_new_tokens)
+                new[seq] = RecoveredRequest(seq, index, accepted.message.begun(), max_new_tokens)
+            for choice in accepted.message.progress:
+                request = new.get(accepted.seq + choice.index)
+                if request is not None:
+                    request.tokens += unpack_ids(choice.token_ids)
+                    request.first_token_at = choice.first_token_at
         return new
 
     def _check(self, record: JournalRecord, new: dict[int, RecoveredRequest]) -> None:
@@ -222,6 +227,11 @@ def _check_message(accepted: AcceptedRecord, vocab_size: int) -> int:
     if not message.weight > 0:
         raise InvalidRecord(f"request {accepted.seq} has a weight of {message.weight}")
     _check_ids(unpack_ids(message.prompt_ids), vocab_size)
+    for choice in message.progress:
+        ids = unpack_ids(choice.token_ids)
+        _check_ids(ids, vocab_size)
+        if len(ids) > max_new_tokens:
+            raise InvalidRecord(f"request {accepted.seq} begins with {len(ids)} tokens")
     for word in message.bad_words:
         unpack_ids(word)
     Request.from_submit(accepted.seq, message, frozenset(), params.n - 1)

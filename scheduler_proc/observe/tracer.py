@@ -42,11 +42,17 @@ class Tracer:
 
     # --- requests come and go ---------------------------------------------------------------------
 
-    def on_submit(self, requests: Iterable[Request], num_waiting: int) -> None:
-        """Trace the choices of a request, before which `num_waiting` requests wait."""
+    def on_submit(self, requests: Iterable[Request], num_waiting: int, has_moved: bool) -> None:
+        """Trace the choices of a request, before which `num_waiting` requests wait.
+
+        has_moved: another replica had it, whose spans are lost.
+        """
+        now = self._clock()
         for request in requests:
             if request.trace is not None:
-                request.trace.event("queued", self._clock(), waiting_before=num_waiting)
+                if has_moved:
+                    request.trace.on_move(now)
+                request.trace.event("queued", now, waiting_before=num_waiting)
                 self.live[request.seq] = request
 
     def on_restored(self, request: Request, last_token_at: float) -> None:

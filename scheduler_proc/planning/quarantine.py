@@ -31,6 +31,12 @@ def record_worker_crash(in_flight: Iterable[Request]) -> Request | None:
     return None
 
 
+def count_losses(request: Request, num_losses: int) -> None:
+    """Count the replicas that were lost with a request as crashes of their workers."""
+    request.worker_crashes = num_losses
+    request.cleared_at = len(request.tokens) + CLEARANCE_TOKENS
+
+
 def is_quarantined(request: Request) -> bool:
     """Return whether the request must run alone for now."""
     return request.worker_crashes >= CRASHES_TO_QUARANTINE and not _is_cleared(request)

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from quadriga.wire.messages import worker
 from quadriga.wire.messages.arrays import pack_ids
@@ -102,44 +102,73 @@ class ScheduleBatch:
 class RunningBatch:
     """The prefilled requests that still need decode steps, in round-robin order.
 
+    Requests of the smallest priority, such as the lines of a batch, are in the background: beside
+    others, only a few of them have rows.
+
+    Args:
+        num_beside: number of requests in the background that run beside others.
+
     Attributes:
         chunked: the request, beside them, of whose prompt only a part is computed.
     """
 
-    def __init__(self) -> None:
-        self._decoding: dict[int, Request] = {}
+    def __init__(self, num_beside: int = 0) -> None:
+        self._num_beside = num_beside
+        self._foreground: dict[int, Request] = {}
+        self._background: dict[int, Request] = {}
         self.chunked: Request | None = None
 
     def __len__(self) -> int:
-        return len(self._decoding)
+        return len(self._foreground) + len(self._background)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._decoding.values())
+        return chain(self._foreground.values(), self._background.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.seq in self._decoding
+        return request.seq in self._foreground or request.seq in self._background
 
     def add(self, request: Request) -> None:
         """Add a request whose prompt is computed."""
-        self._decoding[request.seq] = request
+        (self._background if request.is_background else self._foreground)[request.seq] = request
 
     @property
     def all_requests(self) -> list[Request]:
         """All decoding requests and the partially prefilled one."""
         chunked = [] if self.chunked is None else [self.chunked]
-        return [*self._decoding.values(), *chunked]
+        return [*self, *chunked]
+
+    @property
+    def num_active(self) -> int:
+        """Number of decoding requests that do not pause."""
+        return len(self._foreground) + self._num_active_in_background
+
+    @property
+    def _num_active_in_background(self) -> int:
+        is_alone = not self._foreground and (self.chunked is None or self.chunked.is_background)
+        num_background = len(self._background)
+        return num_background if is_alone else min(self._num_beside, num_background)
 
     def remove(self, request: Request) -> None:
         """Remove a request, if it is there."""
-        self._decoding.pop(request.seq, None)
+        self._foreground.pop(request.seq, None)
+        self._background.pop(request.seq, None)
         if self.chunked is request:
             self.chunked = None
 
     def next_group(self, width: int) -> list[Request]:
         """Return the next `width` requests in round-robin order, and move them to the end."""
-        if len(self._decoding) <= width:
-            return list(self._decoding.values())
-        group = list(islice(self._decoding.values(), width))
-        for request in group:
-            self._decoding[request.seq] = self._decoding.pop(request.seq)
+        group = _rotate(self._foreground, width)
+        if self._background:
+            room = min(width - len(group), self._num_active_in_background)
+            group += _rotate(self._background, room)
         return group
+
+
+def _rotate(requests: dict[int, Request], count: int) -> list[Request]:
+    """Return the first `count` requests, and move them to the end if there are others."""
+    if len(requests) <= count:
+        return list(requests.values())
+    group = list(islice(requests.values(), count))
+    for request in group:
+        requests[request.seq] = requests.pop(request.seq)
+    return group

@@ -12,6 +12,7 @@ recently used first, leaves before their parents, without a search.
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 
 
 class Node:
@@ -44,10 +45,28 @@ class Node:
         return nodes
 
 
+class TreeObserver(Protocol):
+    """Hears which nodes get a page, lose it, and leave the tree."""
+
+    def add(self, node: Node) -> None:
+        """Take in that a node has a page."""
+
+    def evict(self, node: Node) -> None:
+        """Take in that a node has lost its page."""
+
+    def forget(self, node: Node) -> None:
+        """Take in that a node has left the tree."""
+
+
 class PrefixTree:
-    """Nodes by their tokens. It only knows the numbers of pages; evicted ones are the caller's."""
+    """Nodes by their tokens. It only knows the numbers of pages; evicted ones are the caller's.
+
+    Attributes:
+        observer: hears of every change, unless it is None.
+    """
 
     def __init__(self) -> None:
+        self.observer: TreeObserver | None = None
         self.root = Node(None, b"", -1)
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
 
@@ -60,6 +79,8 @@ class PrefixTree:
         """Add a node, locked by the request that computes the page, and return it."""
         node = parent.children[key] = Node(parent, key, page)
         node.ref_count = 1
+        if self.observer is not None:
+            self.observer.add(node)
         return node
 
     def lock(self, node: Node) -> None:
@@ -84,6 +105,9 @@ class PrefixTree:
             assert not node.children, "only leaves are evicted"
             del node.parent.children[node.key]
             node.parent = None
+            if self.observer is not None:
+                self.observer.evict(node)
+                self.observer.forget(node)
             pages.append(node.page)
         return pages
 

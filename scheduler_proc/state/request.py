@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quadriga.errors import QuadrigaError
+from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
@@ -17,6 +18,7 @@ from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 from scheduler_proc.state.span_recorder import SpanRecorder
 
+BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
 
 
@@ -196,6 +198,11 @@ class Request:
         """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the request runs only as far as others leave room, such as a line of a batch."""
+        return self.priority == BACKGROUND_PRIORITY
+
     def finish(
         self,
         reason: FinishReason,
@@ -205,6 +212,19 @@ class Request:
         """Mark the request as ended."""
         self.status = RequestStatus.FINISHED
         self.finish_reason, self.matched_stop, self.error = reason, matched_stop, error
+
+    def take_over(self, token_ids: "array[int]", first_token_at: float) -> None:
+        """Begin with the tokens that another scheduler has published.
+
+        If they are all of the answer, the request ends at once.
+        """
+        self.tokens += token_ids
+        self.num_known_tokens = len(self.tokens)
+        self.first_token_at = first_token_at
+        if token_ids and token_ids[-1] in self.stop_ids:
+            self.finish(FinishReason.STOP, token_ids[-1])
+        elif len(self.tokens) >= self.max_total_tokens:
+            self.finish(FinishReason.LENGTH)
 
     def reset_for_new_worker(self) -> None:
         """Forget what the worker that died had computed, and the steps that it had in flight."""
@@ -296,9 +316,9 @@ def _recorder_of(message: Submit) -> SpanRecorder | None:
     return SpanRecorder(message.trace, message.received_at, message.tokenized_at)
 
 
-def retraction_key(request: Request) -> tuple[int, int]:
-    """Order of retraction: the request that has generated least comes first."""
-    return request.num_generated, -request.num_prompt
+def retraction_key(request: Request) -> tuple[bool, int, int]:
+    """Order of retraction: the background, then the request that has generated least."""
+    return not request.is_background, request.num_generated, -request.num_prompt
 
 
 def priority_retraction_key(request: Request) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from quadriga.wire.messages.trace import Attributes, AttributeValue, Span, SpanE
 
 TOKENIZE, QUEUE, PREFILL, DECODE = "tokenize", "queue", "prefill", "decode"
 WORKER_RESTART, SCHEDULER_RESTART = "worker restart", "scheduler restart"
+OTHER_REPLICA = "other replica"
 FORWARD = "forward"
 
 # Bounds of one request: further phases are merged into the last one, further events left out.
@@ -148,6 +149,12 @@ class SpanRecorder:
         elif phase.name != QUEUE:
             phase.name = WORKER_RESTART
         self.enter(QUEUE, now, after=WORKER_RESTART)
+
+    def on_move(self, now: float) -> None:
+        """Begin again in the queue, after a time at another replica."""
+        if self.phase is not None:
+            self.phase.name = OTHER_REPLICA
+        self.enter(QUEUE, now, after=OTHER_REPLICA)
 
     def on_scheduler_restart(self, first_token_at: float, last_token_at: float, now: float) -> None:
         """Begin again in the queue, with the tokens that the journal has. 0.0: it has none."""

@@ -2,9 +2,13 @@
 
 python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals …] [--moments …]
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
+python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
+python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
 
 The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
-undisturbed run: lost (ended with an error), duplicated (longer than expected), different.
+undisturbed run: lost (ended with an error), duplicated (longer than expected), different. Those by
+HTTP (resumed_streams.py) are compared event by event, and "all" are all processes at once: after
+SIGKILL the server is started again with --resume, after SIGSTOP its processes are continued.
 """
 
 import argparse
@@ -17,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +29,8 @@ from pathlib import Path
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import QuadrigaError
+from tests.faults.restarts import Restarts, resumed_server
+from tests.faults.resumed_streams import ResumedStreams
 from tests.server import (
     START_TIMEOUT_S,
     Server,
@@ -40,7 +46,8 @@ from tests.waiting import wait_until_async
 
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "http_proc")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
-MOMENTS = ("loading", "streams", "draining")
+MOMENTS = ("loading", "streams", "draining", "http")
+ALL = "all"
 STREAMS, CLIENTS = 64, 4
 GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 # A stream that takes longer counts as lost. Under repeated kills restarts are delayed by seconds.
@@ -48,7 +55,8 @@ TIMEOUT_S = 60.0
 RANDOM_KILLS_TIMEOUT_S = 600.0
 KILL_INTERVAL_S = 3.0
 
-Answer = tuple[list[int], str]
+# Ids of tokens, or numbers of events; and the text, or the bytes of the events.
+Answer = tuple[list[int], str | bytes]
 
 
 @dataclass
@@ -67,10 +75,10 @@ class StreamTally:
     seconds: list[float] = field(default_factory=list)
     errors: set[str] = field(default_factory=set)
 
-    def take(self, answers: "list[Answer | QuadrigaError]", expected: list[Answer]) -> None:
+    def take(self, answers: Sequence[Answer | Exception], expected: Sequence[Answer]) -> None:
         for answer, reference in zip(answers, expected, strict=True):
             self.streams += 1
-            if isinstance(answer, QuadrigaError):
+            if isinstance(answer, Exception):
                 self.lost += 1
                 self.errors.add(f"{type(answer).__name__}: {answer}")
             elif len(answer[0]) > len(reference[0]):
@@ -147,12 +155,14 @@ class Load:
 class Matrix:
     """The servers whose processes are killed, and their undisturbed answers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, watchdog_s: float = 3.0, dp: int = 1) -> None:
         self._directory = directory
         self._number = 0
+        self._expected_events: list[Answer] = []
         self._flags = ["--model", str(tiny_llama(directory / "model")), "--dtype", "float32"]
         self._flags += ["--worker-threads", "1", "--max-total-tokens", "16384"]
-        self._flags += ["--max-restarts", "1000000", "--watchdog-timeout", "3"]
+        self._flags += ["--max-restarts", "1000000", "--dp", str(dp)]
+        self._flags += ["--watchdog-timeout", str(watchdog_s * dp)]
         with self.server() as server:
             answers = asyncio.run(Load(server.endpoint).run())
         self.expected = [a for a in answers if not isinstance(a, QuadrigaError)]
@@ -188,6 +198,35 @@ class Matrix:
 
             for _ in range(rounds):
                 asyncio.run(self.disturbed(server.endpoint, tally, kill))
+
+    def http(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
+        """Kill a process, or all, under resumable streams by HTTP."""
+        port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
+        journal = self._directory / f"journal-{self._number}"
+        flags = [*self._flags, "--port", str(port), "--journal", str(journal)]
+        with resumed_server(self._directory, endpoint, flags) as servers:
+            if not self._expected_events:
+                answers = asyncio.run(ResumedStreams(_url(port), TIMEOUT_S).run())
+                assert not [answer for answer in answers if isinstance(answer, Exception)], answers
+                self._expected_events = [
+                    each for each in answers if not isinstance(each, Exception)
+                ]
+            for _ in range(rounds):
+                asyncio.run(self._resumed_round(servers, port, name, number, tally))
+
+    async def _resumed_round(
+        self, servers: Restarts, port: int, name: str, number: int, tally: StreamTally
+    ) -> None:
+        load = ResumedStreams(_url(port), TIMEOUT_S)
+        running = asyncio.create_task(load.run())
+        await load.started.wait()
+        moment = time.monotonic()
+        if name == ALL:
+            await asyncio.to_thread(servers.disturb_all, number)
+        else:
+            await _kill(servers.server, name, number)
+        tally.take(await running, self._expected_events)
+        tally.seconds.append(load.silence_after(moment))
 
     def draining(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
@@ -247,6 +286,10 @@ class Matrix:
         return kills
 
 
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
 async def _kill(server: Server, name: str, number: int) -> None:
     """Send a signal to a process as soon as it exists."""
     pid = await wait_until_async(lambda: server.pid_of(name), START_TIMEOUT_S, lambda: name)
@@ -257,9 +300,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the matrix, and return 0 if no stream was lost, duplicated or different."""
     parser = argparse.ArgumentParser("python -m tests.faults.kill_matrix")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--processes", nargs="*", choices=PROCESSES, default=list(PROCESSES))
+    names = (*PROCESSES, ALL)
+    parser.add_argument("--processes", nargs="*", choices=names, default=list(PROCESSES))
     parser.add_argument("--signals", nargs="*", choices=SIGNALS, default=list(SIGNALS))
     parser.add_argument("--moments", nargs="*", choices=MOMENTS, default=list(MOMENTS))
+    parser.add_argument("--watchdog", type=float, default=3.0, help="seconds; more if it is busy")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="replicas; those of the last one are killed"
+    )
     parser.add_argument(
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
     )
@@ -267,19 +315,27 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
-        matrix = Matrix(Path(directory))
+        matrix = Matrix(Path(directory), options.watchdog, options.dp)
+        names = [_of_last_replica(name, options.dp) for name in options.processes]
         if options.random:
             tally = StreamTally()
-            kills = matrix.at_random(options.processes, options.random, tally)
+            kills = matrix.at_random(names, options.random, tally)
             clean = _print(f"{kills} random kills", tally)
         else:
-            for name in options.processes:
+            for name in names:
                 for kind in options.signals:
                     for moment in options.moments:
+                        if name == ALL and moment != "http":
+                            continue
                         tally, number = StreamTally(), signal.Signals[kind]
                         getattr(matrix, moment)(name, number, options.rounds, tally)
                         clean &= _print(f"{name} {kind} {moment}", tally)
     return int(not clean)
+
+
+def _of_last_replica(name: str, dp: int) -> str:
+    is_shared = dp == 1 or name in ("tokenizer_proc", "http_proc")
+    return name if is_shared else f"{name}/{dp - 1}"
 
 
 def _print(title: str, tally: StreamTally) -> bool:

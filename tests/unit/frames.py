@@ -19,8 +19,15 @@ import msgspec
 from msgspec import inspect
 
 from quadriga.wire.messages.public import ClientMessage, SentChunks, SentReplay, ServerMessage
-from quadriga.wire.messages.to_detok import Delivered, DetokMessage, StreamReplay
-from quadriga.wire.messages.to_scheduler import SchedulerMessage
+from quadriga.wire.messages.to_detok import (
+    Delivered,
+    DetokMessage,
+    ReplicaDelivered,
+    ReplicaOutput,
+    StepNews,
+    StreamReplay,
+)
+from quadriga.wire.messages.to_scheduler import MovedSubmit, SchedulerMessage
 from quadriga.wire.messages.worker import ResultMessage, WorkerMessage
 from quadriga.wire.sockets import encode
 
@@ -32,6 +39,10 @@ LINKS: dict[str, Any] = {
     "to scheduler": SchedulerMessage,
     "scheduler to detokenizer": DetokMessage,
     "detokenizer to frontend": Delivered,
+    "to scheduler, of several replicas": MovedSubmit,
+    "scheduler to detokenizer, of several replicas": ReplicaOutput,
+    "detokenizer to frontend, of several replicas": ReplicaDelivered,
+    "detokenizer to frontend, news of several replicas": StepNews,
     "ended request in memory": StreamReplay,
     "scheduler to worker": WorkerMessage,
     "worker to scheduler": ResultMessage,

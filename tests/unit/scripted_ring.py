@@ -113,6 +113,9 @@ class ScriptedRing:
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], self.finish_reason, usage, timings)
 
+    async def connect(self) -> None:
+        pass
+
     async def tokenize(self, prompt: Any, chat: Any) -> list[int]:
         if self.error is not None:
             raise self.error

@@ -14,9 +14,10 @@ from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.wire.messages.live import MAX_WATCH_S, LiveServer
 from quadriga.wire.messages.public import Watch
 from quadriga.wire.messages.to_scheduler import WatchSteps
-from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.sockets import encode
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.live.processes import ProcessUsage
+from tokenizer_proc.open_requests import SchedulerLink
 
 MAX_VIEWERS = 64
 SERVER_INTERVAL_S = 1.0
@@ -37,7 +38,7 @@ class Viewers:
 
     def __init__(
         self,
-        scheduler: Outbox,
+        scheduler: SchedulerLink,
         clients: Clients,
         usage: ProcessUsage,
         num_open: Callable[[], int],
@@ -56,7 +57,7 @@ class Viewers:
         """Begin, renew or end a subscription.
 
         Raises:
-            InvalidRequest: the time is not one.
+            InvalidRequest: the time is not one, or there are several replicas.
             QueueFull: too many clients watch.
         """
         seconds = message.seconds
@@ -77,8 +78,8 @@ class Viewers:
                 " watch by the web gateway, whose viewers count once",
                 MAX_WATCH_S,
             )
-        self._until[client] = self._clock() + seconds
         self._scheduler.send(WatchSteps(seconds, is_new))
+        self._until[client] = self._clock() + seconds
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
 

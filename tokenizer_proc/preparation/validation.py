@@ -85,6 +85,7 @@ def check_urgency(message: Generate) -> None:
     check_number("priority", message.priority)
     _check_timeout("queue_timeout", message.queue_timeout)
     _check_timeout("timeout", message.timeout)
+    _check_timeout("keep_s", message.keep_s)
 
 
 def _check_timeout(field: str, seconds: float | None) -> None:

@@ -35,6 +35,7 @@ from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens
 from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.step_clock import RunningStep
 
 PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1 MiB
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
@@ -94,10 +95,10 @@ class NativeEngine(Engine):
     def prefault_pages(self, cpus: Cpus) -> None:
         self._pools.start_prefaulting(cpus)
 
-    def execute(self, plan: StepPlan, table: SlotTable) -> PendingStep:
+    def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         if plan.forward_mode == DECODE and (token_ids := self.decode(plan, table)) is not None:
             return PendingStep(partial(EngineOutput, token_ids))
-        return super().execute(plan, table)
+        return super().execute(plan, table, clock)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         return self._forward(self._body, inputs, None)

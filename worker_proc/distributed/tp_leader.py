@@ -65,6 +65,8 @@ class TPLeader:
         command = command_of("worker_proc.distributed.tp_rank")
         command += [str(rank), str(self.store)]
         command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
+        if child.replica.num_replicas > 1:
+            command += ["--replica", str(child.replica.number)]
         return subprocess.Popen(
             [*command, *child.config.to_argv()],
             stdin=subprocess.PIPE,

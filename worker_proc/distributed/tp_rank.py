@@ -34,9 +34,10 @@ def body(child: Child, rank: int, store: Path) -> None:
     from worker_proc.startup.build import make_runner
     from worker_proc.system.devices import take_cores
 
-    take_cores(child.config.worker)
+    take_cores(child.config.worker, child.replica)
     files = resolve_model(child.config.model)
-    runner = make_runner(child.config, files, TPRank(rank, child.config.worker.tp), store)
+    part = TPRank(rank, child.config.worker.tp)
+    runner = make_runner(child.config, files, part, store, replica=child.replica)
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled

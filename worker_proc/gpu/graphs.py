@@ -67,6 +67,7 @@ class DecodeGraphs:
 
     Attributes:
         max_rows: Rows of the largest step that there is a graph for.
+        last_replay: Replays the last graph again, on the same inputs.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class DecodeGraphs:
             log_progress: Takes the number of captured graphs, and of all, after each.
         """
         self.max_rows = sizes[-1]
+        self.last_replay: Callable[[], None] | None = None
         self._sizes = np.array(sizes)
         self._device = device
         self._inputs: dict[int, Tensor] = {}
@@ -110,6 +112,7 @@ class DecodeGraphs:
         self._inputs[size].copy_(send(inputs, self._device), non_blocking=True)
         replay, output = self._graphs[size, not greedy.all()]
         replay()
+        self.last_replay = replay
         return DecodeOutput(output.hidden[:num_rows], output.token_ids[:num_rows].clone())
 
 

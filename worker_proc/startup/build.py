@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
 from quadriga.model_files.model_impl.flags import check_flags
@@ -44,6 +45,7 @@ def make_runner(
     part: TPRank = WHOLE,
     store: Path | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
+    replica: ReplicaPlace = ONLY_REPLICA,
 ) -> Runner:
     """Load the model, or the part of one rank, and size the KV pool.
 
@@ -53,6 +55,7 @@ def make_runner(
         part: The rank, whose part of each layer is loaded.
         store: File by which the ranks find each other; None for a single rank.
         on_phase: Called with the name of each phase at its begin.
+        replica: The replica of the rank.
 
     Raises:
         ConfigError: A device, dtype or size that cannot work.
@@ -63,7 +66,7 @@ def make_runner(
     chosen = impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0
     if chosen and (reason := native_refusal(files)):
         logging.warning("%s: transformers runs the model instead, more slowly", reason)
-    device = choose_device(args.device, part.rank)
+    device = choose_device(args.device, part.rank, part.count, replica)
     native_kernels = False
     if device.type == "cpu" and impl is ModelImpl.NATIVE:
         on_phase("compile kernels")
@@ -71,6 +74,8 @@ def make_runner(
     dtype = choose_dtype(args.dtype, device, native_kernels)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
+        # cuBLAS may else add up the parts of a split product in bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     on_phase("load weights")
     ranks = None if store is None else _join(part, store, device)
     model = _load(config, files, impl, dtype, device, part, ranks, on_phase)
@@ -90,7 +95,7 @@ def make_runner(
     on_phase("make the KV pool")
     kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
-        args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes
+        args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes, replica.num_replicas
     )
     if ranks is not None:
         num_pages = ranks.all_reduce_min(num_pages)

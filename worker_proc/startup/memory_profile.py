@@ -67,6 +67,7 @@ def num_pool_pages(
     device: torch.device,
     max_tokens: int,
     step_bytes: int = 0,
+    num_replicas: int = 1,
 ) -> int:
     """Return the number of pages of the KV pool.
 
@@ -77,6 +78,7 @@ def num_pool_pages(
         device: Where the pool is allocated.
         max_tokens: Tokens of all slots together; a larger pool is of no use.
         step_bytes: Free memory that steps need.
+        num_replicas: Servers that share the memory, unless each has GPUs of its own.
 
     Raises:
         ConfigError: The memory does not hold one page.
@@ -87,6 +89,8 @@ def num_pool_pages(
     fraction = args.mem_fraction_static
     if fraction is None:
         fraction = CUDA_FRACTION if device.type == "cuda" else OTHER_FRACTION
+    if device.type != "cuda":
+        fraction /= num_replicas
     free_bytes = free_memory(device)
     pool_bytes = int((free_bytes - step_bytes) * fraction)
     num_pages = min(pool_bytes // page_bytes, -(-max_tokens // args.page_size))

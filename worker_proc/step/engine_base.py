@@ -1,6 +1,7 @@
 """The contract of an engine, and the path through a step that every engine can take."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
 from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
 from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.step_clock import RunningStep
 
 
 class Engine(ABC):
@@ -24,24 +26,29 @@ class Engine(ABC):
 
     Attributes:
         name: The value of --attention-backend, or of --model-impl, that selects the engine.
+        last_replay: Launches the last step again, as it was, for measurements; None if it was not
+            a graph.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
     """
 
     name: str
+    last_replay: Callable[[], None] | None = None
     supports_jump_forward = True
 
-    def execute(self, plan: StepPlan, table: SlotTable) -> PendingStep:
+    def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         """Compute the rows of a plan, sample, and add the tokens to the slots.
 
         Args:
             plan: A plan with rows.
             table: The slots, with the plan's releases, admissions and pages applied.
+            clock: Of the step.
 
         Raises:
             ValueError: The rows contradict the slots.
         """
-        inputs = make_inputs(plan, table)
+        inputs = make_inputs(plan, table, clock)
+        clock.start()
         prompt_pieces: list[PromptPiece] = []
         if spans := prompt_spans(inputs):
             hidden = self.forward(inputs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from quadriga.wire.messages.worker import StepPlan
 from worker_proc.attention.base import BatchLayout, Ints
 from worker_proc.step.slot_table import SlotTable, ints_of
+from worker_proc.system.step_clock import HostStep, RunningStep
 from worker_proc.system.transfer import send
 
 Value = TypeVar("Value")
@@ -39,6 +40,7 @@ class StepInputs:
 
     Attributes:
         table: The slots.
+        clock: Of the step; an engine may start it again right before its first kernel.
         layout: The rows.
         num_computed_after: `[rows]` computed tokens of each row's slot after the step.
         plan_rows: `[rows]` the row's number in the plan.
@@ -49,6 +51,7 @@ class StepInputs:
     """
 
     table: SlotTable
+    clock: RunningStep
     layout: BatchLayout
     num_computed_after: Ints
     plan_rows: Ints
@@ -93,8 +96,8 @@ class StepInputs:
         return len(self.samples) == self.num_tokens
 
 
-def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
-    """Return the rows of a plan.
+def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = None) -> StepInputs:
+    """Return the rows of a plan; nothing is computed on the device yet.
 
     Raises:
         ValueError: A slot is not held, or a row's tokens are not known yet or have no page.
@@ -126,6 +129,7 @@ def make_inputs(plan: StepPlan, table: SlotTable) -> StepInputs:
     samples = (num_computed_after == num_known).nonzero()[0]
     return StepInputs(
         table=table,
+        clock=HostStep() if clock is None else clock,
         layout=BatchLayout(table.pages, slots, num_computed, num_tokens),
         num_computed_after=num_computed_after,
         plan_rows=order,

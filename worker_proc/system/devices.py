@@ -6,6 +6,7 @@ import os
 import psutil
 import torch
 
+from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.runtime.cpu_affinity import CpuPlan, pin_to, plan_cpus
@@ -13,8 +14,16 @@ from quadriga.runtime.cpu_affinity import CpuPlan, pin_to, plan_cpus
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(name: str, rank: int = 0) -> torch.device:
+def choose_device(
+    name: str, rank: int = 0, tp: int = 1, replica: ReplicaPlace = ONLY_REPLICA
+) -> torch.device:
     """Return a rank's device; `auto` prefers cuda to mps to cpu. Each rank has its own GPU.
+
+    Args:
+        name: The value of --device.
+        rank: The rank within its replica.
+        tp: Ranks of each replica.
+        replica: The replica of the rank.
 
     Raises:
         ConfigError: The device is unknown, or torch does not find it.
@@ -29,10 +38,23 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda", "mps"):
         raise ConfigError(f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps")
     if device.type == "cuda":
-        return _cuda((device.index or 0) + rank, rank)
+        first = device.index or 0
+        check_devices(torch.cuda.device_count(), first, tp, replica.num_replicas)
+        return _cuda(first + replica.number * tp + rank, rank)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device is mps, but torch finds none here; start with --device cpu")
     return device
+
+
+def check_devices(num_present: int, first: int, tp: int, dp: int) -> None:
+    """Raise ConfigError where several replicas need more GPUs than there are from `first` on."""
+    num_usable = max(0, num_present - first)
+    if dp > 1 and dp * tp > num_usable:
+        possible = num_usable // tp
+        remedy = f"start with --dp {possible}" if possible else "start with --device cpu"
+        raise ConfigError(
+            f"--dp {dp} with --tp {tp} needs {dp * tp} GPUs, and {num_usable} are there: {remedy}"
+        )
 
 
 def _cuda(index: int, rank: int) -> torch.device:
@@ -77,12 +99,12 @@ def _fast_bfloat16(device: torch.device) -> bool:
     return False
 
 
-def take_cores(args: WorkerArgs) -> CpuPlan:
+def take_cores(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPlan:
     """Restrict this process to the worker's share of the CPU cores, and return the shares.
 
     Call it before torch computes anything, as its threads inherit the cores of the first one.
     """
-    plan = plan_cpus(args)
+    plan = plan_cpus(args, replica)
     pin_to(plan.worker)
     torch.set_num_threads(plan.threads)
     return plan

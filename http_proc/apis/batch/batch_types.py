@@ -97,11 +97,20 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, kw_only=True):
-    """What is kept of a batch: itself, and the ids that its output files have from the start."""
+    """What is kept of a batch: itself, and the ids that its output files have from the start.
+
+    Attributes:
+        owner: name of the tenant by whose key it was made; "" for none.
+        caller: name of the tenant that its lines run as, with its user; "" for none.
+        has_users: its lines may name users.
+    """
 
     batch: BatchObject
     answers_id: str
     failures_id: str
+    owner: str = ""
+    caller: str = ""
+    has_users: bool = False
 
 
 class BatchList(msgspec.Struct):

@@ -25,7 +25,8 @@ async def create_batch(request: web.Request) -> web.Response:
     try:
         purpose = service.files.get(call.input_file_id).purpose
     except ApiError as error:
-        raise ApiError(404, str(error), param="input_file_id", code="file_not_found") from None
+        error.answer.error.param = "input_file_id"
+        raise
     if purpose != "batch":
         raise invalid(
             f"file {call.input_file_id} has the purpose {purpose!r}: upload it with 'batch'",

@@ -22,6 +22,7 @@ from http_proc.apis.batch.line_gate import LineGate
 from http_proc.apis.batch.line_log import LineLog
 from http_proc.apis.batch.line_server import LineAnswer, LineServer
 from http_proc.apis.files.file_store import FileStore
+from http_proc.caller import Caller
 from quadriga.clock import now
 
 DISK_RETRY_S = 10.0
@@ -63,6 +64,7 @@ class BatchJob:
         self._log = LineLog(
             tools.files.path(stored.answers_id), tools.files.path(stored.failures_id)
         )
+        self._caller = Caller.of_name(stored.caller, stored.has_users)
         self._is_cancelled = asyncio.Event()
         self._is_closed = False
 
@@ -145,18 +147,23 @@ class BatchJob:
             await asyncio.gather(work, cancelled, return_exceptions=True)
 
     async def _answer_all(self) -> None:
-        """Answer every line that has no answer, as many at a time as the gate admits."""
+        """Answer every line that has no answer, as many at a time as the gate admits.
+
+        A line that waits to be tried again is not among those, but holds back further lines of its
+        batch.
+        """
         tasks: set[asyncio.Task[None]] = set()
+        room = asyncio.Semaphore(self._tools.gate.max_alone)
         lines = self._unanswered()
 
         def release(task: "asyncio.Task[None]") -> None:
-            self._tools.gate.release()
+            room.release()
             if task.cancelled() or task.exception() is None:
                 tasks.discard(task)
 
         try:
             while (line := await asyncio.to_thread(next, lines, None)) is not None:
-                await self._tools.gate.acquire()
+                await room.acquire()
                 task = asyncio.create_task(self._answer(line))
                 tasks.add(task)
                 task.add_done_callback(release)
@@ -191,13 +198,18 @@ class BatchJob:
         wait_s = MIN_RETRY_S
         while True:
             retry_after = 0.0
+            await self._tools.gate.acquire()
             try:
-                answer = await self._tools.server.answer(self._batch.endpoint, line.body, line_id)
+                answer = await self._tools.server.answer(
+                    self._batch.endpoint, line.body, line_id, self._caller
+                )
                 if answer.status not in TRANSIENT:
                     return answer
                 retry_after = answer.retry_after
             except aiohttp.ClientError as error:
                 logging.debug("line %d of %s: %s", line.number, self._batch.id, error)
+            finally:
+                self._tools.gate.release()
             await asyncio.sleep(max(wait_s, retry_after))
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
@@ -230,7 +242,9 @@ class BatchJob:
             path.unlink(missing_ok=True)
             return None
         name = f"{self._batch.id}_{kind}.jsonl"
-        return (await _until_written(lambda: files.adopt(file_id, name, "batch_output"))).id
+        owner = self._stored.owner
+        file = await _until_written(lambda: files.adopt(file_id, name, "batch_output", owner))
+        return file.id
 
     async def _save(self) -> None:
         await _until_written(lambda: self._tools.save(self._stored))

@@ -18,13 +18,14 @@ class LineGate:
     """Admission of lines.
 
     Attributes:
+        max_alone: --batch-concurrency.
         num_running: lines that are admitted and have not been released.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_alone = gateway.args.batch_concurrency
-        self._max_beside = gateway.args.batch_concurrency_beside
+        self.max_alone = gateway.args.batch_concurrency
+        self._max_beside = gateway.batch_concurrency_beside
         self._turn = asyncio.Lock()  # its waiters are served in order
         self._released = asyncio.Event()
         self._sampled_at = 0.0
@@ -53,7 +54,7 @@ class LineGate:
         self._released.set()
 
     async def _has_room(self) -> bool:
-        if self.num_running >= self._max_alone:
+        if self.num_running >= self.max_alone:
             return False
         if time.monotonic() - self._sampled_at >= SAMPLE_INTERVAL_S:
             try:

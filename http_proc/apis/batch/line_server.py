@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from http_proc.apis.openai.chat import chat_completions
 from http_proc.apis.openai.completions import completions
 from http_proc.apis.responses.create import create_response
+from http_proc.caller import Caller, set_caller
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import trace_requests
@@ -27,6 +29,7 @@ ENDPOINTS = {
 }
 # The end of a body; the last of several fields of one name counts.
 _PRIORITY = f'"priority":{LIMITS["priority"].minimum}}}'.encode()
+CALLER_HEADER, HAS_USERS_HEADER = "X-Caller", "X-Caller-Has-Users"
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
@@ -44,6 +47,14 @@ def with_lowest_priority(body: bytes) -> bytes:
     return fields + (b"" if fields == b"{" else b",") + _PRIORITY
 
 
+@web.middleware
+async def take_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let the request of a line be its batch's tenant's."""
+    has_users = HAS_USERS_HEADER in request.headers
+    set_caller(Caller.of_name(request.headers.get(CALLER_HEADER, ""), has_users))
+    return await handler(request)
+
+
 class LineServer:
     """The endpoints for lines of batches."""
 
@@ -54,7 +65,7 @@ class LineServer:
         """Listen, and connect."""
         gateway = self._gateway
         max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
-        middlewares = [trace_requests, request_scope]
+        middlewares = [trace_requests, request_scope, take_caller]
         app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
         app[GATEWAY], app[ERROR_BODIES] = gateway, {}
         app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
@@ -68,13 +79,18 @@ class LineServer:
         connector = aiohttp.UnixConnector(path, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=NO_TIMEOUT)
 
-    async def answer(self, endpoint: str, body: bytes, request_id: str) -> LineAnswer:
-        """Return the answer to the body of a line.
+    async def answer(
+        self, endpoint: str, body: bytes, request_id: str, caller: Caller
+    ) -> LineAnswer:
+        """Return the answer to the body of a line of this caller.
 
         Raises:
             aiohttp.ClientError: the server is stopping.
         """
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        headers[CALLER_HEADER] = caller.name
+        if caller.has_users:
+            headers[HAS_USERS_HEADER] = "1"
         data = with_lowest_priority(body)
         url = f"http://lines{endpoint}"
         async with self._session.post(url, data=data, headers=headers) as response:

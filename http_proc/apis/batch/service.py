@@ -25,7 +25,8 @@ from http_proc.apis.batch.job import BatchJob, JobTools
 from http_proc.apis.batch.line_gate import LineGate
 from http_proc.apis.batch.line_server import LineServer
 from http_proc.apis.files import durable
-from http_proc.apis.files.file_store import FileStore, new_file_id
+from http_proc.apis.files.file_store import FileStore, check_owner, new_file_id
+from http_proc.caller import current_caller
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
 from quadriga.clock import now
@@ -174,7 +175,15 @@ class BatchService:
             model=self._gateway.model,
             metadata=call.metadata,
         )
-        stored = StoredBatch(batch=batch, answers_id=new_file_id(), failures_id=new_file_id())
+        caller = current_caller()
+        stored = StoredBatch(
+            batch=batch,
+            answers_id=new_file_id(),
+            failures_id=new_file_id(),
+            owner=caller.file_owner,
+            caller=caller.name,
+            has_users=caller.has_users,
+        )
         self._save(stored)
         self._batches[batch.id] = stored
         self._start(stored)
@@ -182,19 +191,25 @@ class BatchService:
         return batch
 
     def get(self, batch_id: str) -> BatchObject:
-        """Return a batch with its current counts. Raise a 404 for an unknown id."""
+        """Return a batch with its current counts.
+
+        Raises:
+            ApiError: 404 for an unknown id, 403 for a batch of another tenant.
+        """
         stored = self._batches.get(batch_id)
         if stored is None:
             raise ApiError(
                 404, f"there is no batch {batch_id!r}", param="id", code="batch_not_found"
             )
+        check_owner(stored.owner, f"batch {batch_id}")
         if (job := self._jobs.get(batch_id)) is not None:
             job.update_counts()
         return stored.batch
 
     def newest_first(self) -> list[BatchObject]:
-        """Return all batches."""
-        return [self.get(s.batch.id) for s in sorted(self._batches.values(), key=_age)[::-1]]
+        """Return the batches that the caller may use."""
+        stored = [s for s in self._batches.values() if current_caller().may_use_files_of(s.owner)]
+        return [self.get(s.batch.id) for s in sorted(stored, key=_age)[::-1]]
 
     def cancel(self, batch_id: str) -> BatchObject:
         """End a batch soon. Raise ApiError if it has ended; OSError if that cannot be kept."""

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from http_proc.apis.files import durable
+from http_proc.caller import current_caller
 from http_proc.protocol.errors import ApiError, invalid
 from quadriga.clock import now
 
@@ -26,7 +28,10 @@ ReadPiece = Callable[[], Awaitable[bytes]]
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """A stored file. bytes: its size; created_at: in Unix seconds."""
+    """A stored file.
+
+    bytes: its size; created_at: in Unix seconds; tenant: whose it is, if it is a tenant's.
+    """
 
     id: str
     bytes: int
@@ -35,6 +40,12 @@ class FileObject(msgspec.Struct, kw_only=True):
     purpose: str
     object: str = "file"
     status: str = "processed"
+    tenant: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def owner(self) -> str:
+        """Name of the tenant; "" for none."""
+        return self.tenant or ""
 
 
 def new_file_id() -> str:
@@ -50,7 +61,8 @@ class FileStore:
         max_total_bytes: size of all files from which uploads are refused.
 
     Attributes:
-        num_bytes: size of all files, with those that are being received.
+        num_bytes_of: size of each tenant's files, with those that are being received; those of no
+            tenant have the name "".
     """
 
     def __init__(self, directory: Path, max_file_bytes: int, max_total_bytes: int) -> None:
@@ -58,7 +70,12 @@ class FileStore:
         self._max_file_bytes = max_file_bytes
         self._max_total_bytes = max_total_bytes
         self._files: dict[str, FileObject] = {}
-        self.num_bytes = 0
+        self.num_bytes_of: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files, with those that are being received."""
+        return self.num_bytes_of.total()
 
     def open(self, kept: Collection[str] = ()) -> None:
         """Read the descriptions, and remove contents that have none.
@@ -77,33 +94,39 @@ class FileStore:
             if ending != "json" and not (ending == "content" and is_known):
                 logging.info("%s is an upload that did not end: it is removed", path)
                 path.unlink()
-        self.num_bytes = sum(file.bytes for file in self._files.values())
+        self.num_bytes_of = Counter()
+        for file in self._files.values():
+            self.num_bytes_of[file.owner] += file.bytes
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's content."""
         return self._directory / f"{file_id}.content"
 
     def get(self, file_id: str) -> FileObject:
-        """Return a file. Raise a 404 for an unknown id."""
+        """Return a file. Raise a 404 for an unknown id, a 403 for a file of another tenant."""
         file = self._files.get(file_id)
         if file is None:
             reason = "" if _ID.fullmatch(file_id) else ": an id is file- and 32 hexadecimal digits"
             raise ApiError(404, f"there is no file {file_id!r}{reason}", param="id",
                            code="file_not_found")  # fmt: skip
+        check_owner(file.owner, f"file {file_id}")
         return file
 
     def newest_first(self) -> list[FileObject]:
-        """Return all files, the newest first."""
-        return sorted(self._files.values(), key=lambda f: (f.created_at, f.id), reverse=True)
+        """Return the files that the caller may use, the newest first."""
+        files = [
+            file for file in self._files.values() if current_caller().may_use_files_of(file.owner)
+        ]
+        return sorted(files, key=lambda f: (f.created_at, f.id), reverse=True)
 
     def delete(self, file_id: str) -> None:
-        """Remove a file. Raise a 404 for an unknown id."""
+        """Remove a file. Raise ApiError as `get`."""
         file = self.get(file_id)
         (self._directory / f"{file_id}.json").unlink(missing_ok=True)
         durable.sync_directory(self._directory)
         self.path(file_id).unlink(missing_ok=True)
         del self._files[file_id]
-        self.num_bytes -= file.bytes
+        self.num_bytes_of[file.owner] -= file.bytes
 
     async def receive(self, read: ReadPiece) -> tuple[str, int]:
         """Write an upload to the disk, durably, and return its id and its size.
@@ -122,7 +145,7 @@ class FileStore:
         try:
             while piece := await read():
                 size += len(piece)
-                self.num_bytes += len(piece)
+                self.num_bytes_of[current_caller().file_owner] += len(piece)
                 self._check_limits(size)
                 await asyncio.to_thread(durable.write_all, fd, piece)
             await asyncio.to_thread(os.fsync, fd)
@@ -135,25 +158,30 @@ class FileStore:
 
     def discard(self, file_id: str, size: int) -> None:
         """Remove an upload that does not become a file."""
-        self.num_bytes -= size
+        self.num_bytes_of[current_caller().file_owner] -= size
         self.path(file_id).unlink(missing_ok=True)
 
-    def add(self, file_id: str, size: int, filename: str, purpose: str) -> FileObject:
+    def add(self, file_id: str, size: int, filename: str, purpose: str, owner: str) -> FileObject:
         """Make a file of a received upload, durably."""
         file = FileObject(
-            id=file_id, bytes=size, created_at=int(now()), filename=filename, purpose=purpose
+            id=file_id,
+            bytes=size,
+            created_at=int(now()),
+            filename=filename,
+            purpose=purpose,
+            tenant=owner or msgspec.UNSET,
         )
         durable.replace(self._directory / f"{file_id}.json", msgspec.json.encode(file))
         self._files[file_id] = file
         return file
 
-    def adopt(self, file_id: str, filename: str, purpose: str) -> FileObject:
+    def adopt(self, file_id: str, filename: str, purpose: str, owner: str) -> FileObject:
         """Make a file of a content that a batch has written, or return the file that it is."""
         if file_id in self._files:
             return self._files[file_id]
         size = self.path(file_id).stat().st_size
-        file = self.add(file_id, size, filename, purpose)
-        self.num_bytes += size
+        file = self.add(file_id, size, filename, purpose, owner)
+        self.num_bytes_of[owner] += size
         return file
 
     def check_length(self, num_bytes: int) -> None:
@@ -170,6 +198,13 @@ class FileStore:
                 f"all files together would have more than {self._max_total_bytes} bytes"
                 " (--max-files-bytes)"
             )
+        entry = current_caller().entry
+        limit = None if entry is None else entry.max_files_bytes
+        if entry is not None and limit is not None and self.num_bytes_of[entry.name] > limit:
+            raise _no_space(
+                f"the files of tenant {entry.name} would have more than {limit} bytes"
+                " (max_files_bytes in the key file)"
+            )
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -178,6 +213,17 @@ class FileStore:
             " larger --max-file-bytes",
             param="file",
             code="file_too_large",
+        )
+
+
+def check_owner(owner: str, what: str) -> None:
+    """Raise a 403 where the caller may not use what belongs to a tenant."""
+    if not current_caller().may_use_files_of(owner):
+        raise ApiError(
+            403,
+            f"{what} is not of tenant {current_caller().tenant}: use the key that made it",
+            "permission_error",
+            code="not_yours",
         )
 
 

@@ -7,6 +7,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from http_proc.apis.files.file_store import FileObject, FileStore, check_purpose
+from http_proc.caller import current_caller
 from http_proc.protocol.errors import ApiError, invalid
 
 PIECE_BYTES = 1024 * 1024
@@ -86,7 +87,9 @@ class _Upload:
         if self._received is None:
             raise invalid("the form has no file", "file")
         file_id, size = self._received
-        return self._store.add(file_id, size, self._filename, self._purpose)
+        return self._store.add(
+            file_id, size, self._filename, self._purpose, current_caller().file_owner
+        )
 
     def discard(self) -> None:
         """Remove what was received."""

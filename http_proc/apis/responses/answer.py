@@ -40,6 +40,8 @@ def new_response(
     return ResponseObject(
         id=head.id,
         created_at=head.created,
+        background=fields.background,
+        status="queued" if fields.background else "in_progress",
         model=head.model,
         conversation=(
             None
@@ -97,6 +99,13 @@ class ResponseAnswer:
         self.response.status = "failed"
         self.response.error = ResponseFailure(known, body.message)
         self.response.output = self.output.items
+
+    def cancel(self) -> list[StreamEvent]:
+        """End the response before its answer. Return the stream's events."""
+        out = self.output.finish(is_cut=True)
+        self.response.status = "cancelled"
+        self.response.output = self.output.items
+        return out
 
     def _finish(self, completion: Completion) -> list[StreamEvent]:
         response, reason = self.response, completion.finish_reason

@@ -72,8 +72,9 @@ class ResponsesRequest(RequestBody, kw_only=True):
     message.output_text.logprobs returns the logprob of each token of the text. resumable: the
     stream goes on when its connection breaks, and can be resumed. truncation: auto keeps the last
     tokens of a prompt that is longer than the context. store: the response is kept, where the
-    server keeps responses. previous_response_id, or conversation (an id, or {"id"}): what is
-    continued. prompt and background: true are refused. The fields after priority have no effect.
+    server keeps responses. background: the response is made also without a client, which reads it
+    later. previous_response_id, or conversation (an id, or {"id"}): what is continued. prompt is
+    refused. The fields after priority have no effect.
     """
 
     input: str | list[dict[str, Any]]
@@ -161,7 +162,7 @@ class IncompleteDetails(msgspec.Struct):
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response: its state, its output items, and the fields of its request.
 
-    status: in_progress, completed, incomplete, cancelled (by /abort_request) or failed. output:
+    status: queued, in_progress, completed, incomplete, cancelled or failed. output:
     items of the types reasoning, message, function_call and custom_tool_call. store: the response
     is kept.
     """

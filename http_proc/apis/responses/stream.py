@@ -42,7 +42,11 @@ class ResponseStream:
 
     def start(self, num_prompt_tokens: int) -> bytes:  # noqa: ARG002
         """Return the events of the begin."""
-        return b"".join(map(self._of_response, ("response.created", "response.in_progress")))
+        response, begin = self._answer.response, self._of_response("response.created")
+        if response.status == "queued":
+            begin += self._of_response("response.queued")
+            response.status = "in_progress"
+        return begin + self._of_response("response.in_progress")
 
     def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:  # noqa: ARG002
         """Return the events of a chunk."""
@@ -54,6 +58,11 @@ class ResponseStream:
         if self._on_end is not None:
             self._on_end(b"".join(self._sent))
         return last
+
+    def cancel(self) -> bytes:
+        """Return the events that end the stream of a response that is cancelled."""
+        begin = b"" if self._num_events else self.start(0)
+        return begin + b"".join(map(self._event, self._answer.cancel())) + self.finish()
 
     def error(self, error: ApiError) -> bytes:
         """Return the error, and the event with the failed response.

@@ -85,11 +85,11 @@ async function report(folder, names) {
   let total = 0;
   for (const name of names) {
     const body = await readFile(join(folder, name));
-    total += body.length;
+    if (name !== "licences.txt") total += body.length; // no page loads it
     console.log(`${name.padEnd(14)} ${body.length} bytes, ${gzipSync(body).length} compressed`);
   }
-  if (total > MAX_BYTES) throw new Error(`the bundle has ${total} bytes, the limit is ${MAX_BYTES}`);
-  console.log(`all            ${total} bytes of at most ${MAX_BYTES}`);
+  if (total > MAX_BYTES) throw new Error(`a page loads ${total} bytes, the limit is ${MAX_BYTES}`);
+  console.log(`loaded         ${total} bytes of at most ${MAX_BYTES}`);
 }
 
 async function check() {

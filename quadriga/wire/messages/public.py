@@ -84,6 +84,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
             request continues; a Replay precedes its other messages, empty if it starts anew.
         acknowledge: send an Accepted before all other messages of the request.
         tenant: owner of a gateway's request; ignored from other clients.
+        keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
+            with the loss of its client.
         traceparent: the caller's span, as in W3C Trace Context; a malformed one is ignored.
     """
 
@@ -102,6 +104,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     resent: bool = False
     acknowledge: bool = False
     tenant: str = ""
+    keep_s: float | None = None
     traceparent: str = ""
 
 
@@ -304,8 +307,8 @@ class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
     end: End | None = None
 
 
-class Chunk(PlainChunk, array_like=True, frozen=True):
-    """A chunk with the optional fields, which are left out on the wire unless requested.
+class RichChunk(PlainChunk, array_like=True, frozen=True):
+    """A chunk with the fields of choices and logprobs.
 
     Attributes:
         index: index of the choice; each choice of `n` has its own chunks and end.
@@ -318,6 +321,17 @@ class Chunk(PlainChunk, array_like=True, frozen=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class Chunk(RichChunk, array_like=True, frozen=True):
+    """A chunk with all fields, in the form that is read; the last ones are sent where requested.
+
+    Attributes:
+        text_lengths: number of characters that each of `token_ids` adds to the text; what is left
+            of the text belongs to the end. None for a single token without an end.
+    """
+
+    text_lengths: list[int] | None = None
+
+
 class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
     """Everything new for one client after one step, in the form that a client reads."""
 
@@ -325,7 +339,7 @@ class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
 
 
 class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """Chunks in the form that the server sends, with a PlainChunk where it suffices."""
+    """Chunks in the form that the server sends: each of the smallest type that suffices."""
 
     chunks: list[PlainChunk]
 
@@ -341,7 +355,7 @@ class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
 
 
 class SentReplay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """A Replay in the form that the server sends, with a PlainChunk where it suffices."""
+    """A Replay in the form that the server sends: each chunk of the smallest type that suffices."""
 
     chunks: list[PlainChunk]
 

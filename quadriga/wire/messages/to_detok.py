@@ -1,15 +1,19 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-A message of the live feed has no address, and three empty frames are the last ones.
+A message of the live feed has no address, and three empty frames are the last ones. One replica
+among several sends a StepNews in front of those of a step.
 """
 
-from typing import cast
+from functools import reduce
+from operator import or_
+from typing import Any, cast, get_args
 
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
+from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
 from quadriga.wire.messages.trace import RequestTrace
 
 
@@ -27,7 +31,7 @@ class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     blocks: list[LogprobBlock]
 
 
-class StreamStart(msgspec.Struct, array_like=True, frozen=True):
+class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
     """Start of a stream: what the detokenizer needs of a request that has its first token.
 
     Attributes:
@@ -51,6 +55,23 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     min_new_tokens: int = 0
     logprobs: int | None = None
     prompt: PromptLogprobsData | None = None
+
+
+class StreamStart(PlainStreamStart, array_like=True, frozen=True):
+    """Start of a stream, in the form that is read.
+
+    Attributes:
+        text_lengths: chunks have the text lengths of their tokens.
+    """
+
+    text_lengths: bool = False
+
+    def sent(self) -> "StreamStart":
+        """Return the form that is sent: a PlainStreamStart where that suffices."""
+        if self.text_lengths:
+            return self
+        fields = PlainStreamStart.__struct_fields__
+        return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
 
 
 class PlainStreamEnd(msgspec.Struct, array_like=True, frozen=True):
@@ -145,6 +166,12 @@ class ForecastStepOutput(StepOutput, tag="output", array_like=True, frozen=True)
     wait_s: float | None = None
 
 
+class ReplicaOutput(ForecastStepOutput, tag="output", array_like=True, frozen=True):
+    """A ForecastStepOutput of one replica among several, whose `news` are not None."""
+
+    news: ReplicaNews | None = None
+
+
 class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """An Info for a client."""
 
@@ -200,6 +227,34 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     traces: list[RequestTrace] = []
 
 
+class StepNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the frontend notes of a step before it passes the step's texts on.
+
+    It is sent in front of them, as an empty address, an empty message, and this. There is none
+    where there is one replica.
+
+    Attributes:
+        started: choices that have their first token with this step.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+    """
+
+    news: ReplicaNews
+    started: list[HeldChoice]
+    seqs: list[int]
+    token_ids: bytes
+
+
+class ReplicaDelivered(Delivered, array_like=True, frozen=True):
+    """A Delivered of one replica among several.
+
+    Attributes:
+        indexes: the choices that end, one for each item of `ended`.
+    """
+
+    indexes: list[int] = msgspec.field(default_factory=list)
+
+
 DetokMessage = (
     ForecastStepOutput
     | InfoReply
@@ -209,3 +264,6 @@ DetokMessage = (
     | Drained
     | StopDetok
 )
+
+# The type that is decoded, with the fields of a ReplicaOutput.
+READ_DETOK_MESSAGE: Any = reduce(or_, get_args(DetokMessage)[1:], ReplicaOutput)

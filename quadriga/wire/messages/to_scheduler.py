@@ -1,6 +1,8 @@
 """tokenizer_proc, detok_proc -> scheduler_proc."""
 
-from typing import cast
+from functools import reduce
+from operator import or_
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -62,6 +64,46 @@ class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
             return self
         fields = PlainSubmit.__struct_fields__
         return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
+
+
+class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
+    """A choice of a request that moves to another scheduler.
+
+    Attributes:
+        token_ids: its generated tokens, int32 bytes. They are final: the client may have them.
+        first_token_at: Unix seconds; 0.0 without a token.
+    """
+
+    index: int
+    token_ids: bytes = b""
+    first_token_at: float = 0.0
+
+
+class MovedSubmit(Submit, tag="submit", array_like=True, frozen=True):
+    """A Submit in the form that is read.
+
+    Attributes:
+        progress: the choices that go on, of a request that another scheduler had; the others have
+            ended. Empty for a request that begins.
+        num_losses: number of replicas that were lost while they had it; it may be the reason.
+    """
+
+    progress: list[ChoiceProgress] = msgspec.field(default_factory=list)
+    num_losses: int = 0
+
+    def written(self) -> Submit:
+        """Return the form that is journaled."""
+        return self if self.progress else self.begun().written()
+
+    def begun(self) -> Submit:
+        """Return the request as it began."""
+        fields = Submit.__struct_fields__
+        return Submit(*(getattr(self, name) for name in fields))
+
+
+def progress_of(message: Submit) -> list[ChoiceProgress]:
+    """Return the choices that go on, of a request that moves; empty for one that begins."""
+    return message.progress if isinstance(message, MovedSubmit) else []
 
 
 # Who aborts a request.
@@ -167,3 +209,6 @@ SchedulerMessage = (
     | Shutdown
     | AbortAll
 )
+
+# The type that is decoded, of which a Submit has all fields.
+READ_SCHEDULER_MESSAGE: Any = reduce(or_, get_args(SchedulerMessage)[1:], MovedSubmit)

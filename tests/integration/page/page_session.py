@@ -34,6 +34,6 @@ def in_browser(
             await test(page)
             assert page.requests
             assert not [one for one in page.requests if not one.startswith((url, "data:"))]
-            assert may_complain or not page.complaints
+            assert may_complain or not page.complaints, page.complaints
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))

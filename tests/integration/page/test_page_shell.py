@@ -3,10 +3,9 @@
 import pytest
 
 from tests.browser import Page
+from tests.integration.page.chat_page import MESSAGE, ask, until_answered, until_text
 from tests.integration.page.page_session import in_browser
 from tests.unit.scripted_ring import ScriptedRing
-
-MESSAGE = "textarea[aria-label='Message']"
 
 
 def test_the_page_shows_its_first_view(chromium: str) -> None:
@@ -46,7 +45,6 @@ def test_a_server_that_needs_a_key_is_asked_again_with_the_one_that_is_entered(
     ring = ScriptedRing(["an ", "answer"])
 
     async def test(page: Page) -> None:
-        await ask(page)
         await page.until("document.querySelector('dialog[open] input[name=key]')")
         await page.type("wrong")
         await page.press("Enter")
@@ -54,15 +52,13 @@ def test_a_server_that_needs_a_key_is_asked_again_with_the_one_that_is_entered(
         await page.evaluate("document.querySelector('input[name=key]').select()")
         await page.type("secret")
         await page.press("Enter")
-        await page.until("document.body.innerText.includes('an answer')")
+        await until_text(page, ".model", "tiny")
+        await ask(page, "Hello")
+        await until_text(page, ".answer", "an answer")
         await page.reload()
-        await ask(page)
-        await page.until("document.body.innerText.includes('an answer')")
-
-    async def ask(page: Page) -> None:
-        await page.click(MESSAGE)
-        await page.type("Hello")
-        await page.click("button.primary")
+        await until_answered(page)
+        await ask(page, "Hello")
+        await until_answered(page, 2)
 
     in_browser(chromium, ring, test, may_complain=True, api_key="secret")
     assert len(ring.submitted) == 2

@@ -6,29 +6,44 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import blocks, decode_floor, transformers_batching
+from bench.gpu import blocks, ceilings, decode_floor, transformers_batching
+from bench.gpu.decode_floor import FloorSizes
+from quadriga.config.server_config import ServerConfig
 from tests.tiny_models import tiny_llama
 
 
 def test_the_floor_of_decode_steps_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {
-        "BATCHES": (1, 3),
-        "CONTEXTS": (16,),
-        "NUM_STEPS": 3,
-        "NUM_WARM_UP": 1,
-    }.items():
-        monkeypatch.setattr(decode_floor, name, value)
-    monkeypatch.setattr(decode_floor, "READ_BYTES", 2**20)
-    model = tiny_llama(tmp_path)
-    decode_floor.main(["--model", str(model), "--device", "cpu", "--dtype", "float32"])
+    monkeypatch.setattr(decode_floor, "NUM_WARM_UP", 1)
+    monkeypatch.setattr(ceilings, "CPU_BYTES", 2**20)
+    sizes = ["--batches", "1", "3", "--contexts", "16", "--steps", "3"]
+    flags = ["--model", str(tiny_llama(tmp_path)), "--device", "cpu", "--dtype", "float32"]
+    decode_floor.main([*flags, *sizes])
     title, _, *lines = capsys.readouterr().out.splitlines()
     assert "float32 on cpu" in title
     assert [line.split()[:2] for line in lines] == [["1", "16"], ["3", "16"]]
     for line in lines:
-        graph, eager, floor, _ = map(float, line.split()[2:])
+        assert line.split()[4] == "-", "a CPU has no graphs"
+        graph, eager, floor = (float(line.split()[column]) for column in (2, 3, 5))
         assert graph > floor and eager > floor
+
+
+def test_the_documented_batches_and_contexts_fit_gpt2s_context_and_pool() -> None:
+    sizes = FloorSizes(decode_floor.BATCHES, decode_floor.CONTEXTS).cut_to(1024)
+    assert sizes.contexts == (128, 968) and sizes.room == 1024
+    args = sizes.fitted(ServerConfig()).worker
+    assert args.max_total_tokens == max(sizes.batches) * 1024, "no more than its rows need"
+    assert FloorSizes((256,), (1000,)).fitted(ServerConfig()).worker.max_total_tokens == 256 * 1056
+
+
+def test_a_context_too_short_for_the_steps_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path, max_position_embeddings=32)
+    with pytest.raises(SystemExit):
+        decode_floor.main(["--model", str(model), "--device", "cpu"])
+    assert "the model's context is 32 tokens, 50 steps need 57" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

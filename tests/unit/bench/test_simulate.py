@@ -23,6 +23,7 @@ from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.server import START, draw_ids
 from bench.worker_steps import MeasuredOn
+from quadriga.config.replica_args import BY_LOAD, IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.programs import install_command
 
@@ -46,9 +47,9 @@ MODEL = CostModel(
 
 
 def world_of(num_pages: int = 1000, replicas: int = 1, **flags: Any) -> World:
-    least_loaded = flags.pop("least_loaded", False)
+    method = flags.pop("load_balance_method", IN_TURN)
     config = ServerConfig().replace(**{"page_size": PAGE, "max_batch_size": 8, **flags})
-    return World(config, MODEL, num_pages, replicas, least_loaded)
+    return World(config, MODEL, num_pages, replicas, method)
 
 
 def run(world: World, requests: Iterable[TraceRequest], slo: Slo | None = None) -> Figures:
@@ -75,7 +76,7 @@ def test_a_pool_serves_more_requests_of_a_model_with_a_window() -> None:
     durations = []
     for window in (0, 16):
         on = msgspec.structs.replace(MODEL.measured_on, window=window)
-        world = World(config, msgspec.structs.replace(MODEL, measured_on=on), 40, 1, False)
+        world = World(config, msgspec.structs.replace(MODEL, measured_on=on), 40)
         found = run(world, [request(prompt=8, output=100) for _ in range(8)])
         durations.append(found.duration)
     assert durations[1] < durations[0] / 2
@@ -179,7 +180,7 @@ def test_the_least_loaded_replica_gets_the_next_request() -> None:
     """Every other request is long, so that one of two replicas in turn gets all of these."""
     sent = [request(at=n / 100, output=100 if n % 2 else 2, segment=n) for n in range(60)]
     in_turn = run(world_of(replicas=2), sent)
-    least_loaded = run(world_of(replicas=2, least_loaded=True), sent)
+    least_loaded = run(world_of(replicas=2, load_balance_method=BY_LOAD), sent)
     assert least_loaded.duration < 0.8 * in_turn.duration
 
 

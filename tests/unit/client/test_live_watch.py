@@ -16,7 +16,7 @@ from quadriga.client.live.subscription import (
 )
 from quadriga.errors import QueueFull, ServerUnreachable
 from quadriga.wire.messages.live import LiveServer
-from quadriga.wire.messages.public import ErrorInfo, Refused, Watch
+from quadriga.wire.messages.public import RefusalInfo, Refused, Watch
 from tests.unit import virtual_time
 
 
@@ -86,8 +86,8 @@ def test_a_refusal_is_raised_to_every_reader_and_nothing_is_renewed() -> None:
             await asyncio.sleep(0)
             (first,) = sent.messages
             assert isinstance(first, Watch)
-            sent.subscription.on_refused(Refused("another", ErrorInfo("queue_full", "no")))
-            sent.subscription.on_refused(Refused(first.request_id, ErrorInfo("queue_full", "no")))
+            sent.subscription.on_refused(Refused("another", RefusalInfo("queue_full", "no")))
+            sent.subscription.on_refused(Refused(first.request_id, RefusalInfo("queue_full", "no")))
             with pytest.raises(QueueFull, match="no"):
                 await iterator.next()
             await asyncio.sleep(5 * RENEW_INTERVAL_S)

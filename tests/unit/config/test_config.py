@@ -80,6 +80,8 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
         ("--batching static --decode-first", "contradicts --batch-mode decode-first"),
         ("--schedule-policy lpm --disable-radix-cache", "needs the prefix cache"),
         ("--schedule-policy dfs-weight --no-prefix-cache", "needs the prefix cache"),
+        ("--dp 2 --disable-radix-cache", "add --load-balance-method least-loaded"),
+        ("--dp 0", r"dp must be positive \(it is 0\)"),
         ("--pack-lookahead 3", "no effect with --schedule-policy fcfs"),
         ("--pack-fifo-every 3 --schedule-policy lpm", "no effect with --schedule-policy lpm"),
         ("--priority-preemption-threshold 3", "add --schedule-policy priority"),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -337,3 +338,47 @@ def test_a_replay_of_a_part_only_confirms_a_request_without_stream() -> None:
     assert [(c.text, c.token_ids) for c in deliveries.replays[ALICE]] == [("", b"")]
     chunks, _ = play(core, [step(tokens=[(1, ids("y")[0])]), step(closed=[closing()])])
     assert [chunk.text for chunk in chunks] == ["hey"]
+
+
+def pieces_of(chunks: Sequence[PlainChunk]) -> list[str]:
+    """Return the text of each token, and that of the end."""
+    pieces: list[str] = []
+    for chunk in chunks:
+        lengths = getattr(chunk, "text_lengths", None)
+        if lengths is None:
+            assert len(chunk.token_ids) == 4
+            assert chunk.end is None
+            lengths = [len(chunk.text)]
+        assert len(lengths) == len(unpack_ids(chunk.token_ids))
+        position = 0
+        for length in lengths:
+            pieces.append(chunk.text[position : position + length])
+            position += length
+        if chunk.end is not None:
+            pieces.append(chunk.text[position:])
+    return pieces
+
+
+@pytest.mark.parametrize("stops", [(), ("lo w",), ("zz",)])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("num_before", range(14))
+def test_text_lengths_cut_a_replay_where_its_chunks_were(
+    stops: tuple[str, ...], interval: int, num_before: int
+) -> None:
+    """The text has characters of several tokens, and its end may begin a stop string."""
+    start = msgspec.structs.replace(opening(stops=stops), text_lengths=True)
+    tokens = ids("hällo w€z")
+    steps = [step([start], [(1, tokens[0])])]
+    steps += [step(tokens=[(1, token_id)]) for token_id in tokens[1:]]
+    plain, _ = play(detokenizer(), [*steps, step(closed=[closing()])])
+    core = detokenizer(interval)
+    play(core, steps[:num_before])
+    replay = StreamReplay(start, pack_ids(tokens[:num_before]), [], None)
+    begin = StepOutput(5.0, [], [], b"", [], replayed=[replay] if num_before else [])
+    (again,) = core.process(begin).replays.get(ALICE, [None])
+    rest, _ = play(core, [*steps[num_before:], step(closed=[closing()])])
+    assert pieces_of([*([again] if again else []), *rest]) == pieces_of(plain)
+    whole = StreamReplay(start, pack_ids(tokens), [], closing())
+    only = core.process(StepOutput(5.0, [], [], b"", [], replayed=[whole])).replays[ALICE]
+    assert pieces_of(only) == pieces_of(plain)
+    assert "".join(pieces_of(plain)) == ("häl" if stops == ("lo w",) else "hällo w€z")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from tests.integration.test_equality import reference
 from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral
@@ -25,7 +26,8 @@ from tests.tiny_models import (
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
+from worker_proc.engine_factory import make_engine
 
 TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
 
@@ -128,6 +130,12 @@ def test_features_of_a_gpu_are_refused_without_one(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         runner_of(gpt2_dir, **flags)
+
+
+def test_the_kernels_of_a_cpu_are_refused_elsewhere(gpt2_dir: Path) -> None:
+    args = WorkerArgs(attention_backend="native")
+    with pytest.raises(ConfigError, match="native needs a cpu, but the device is mps"):
+        make_engine(args, load_on_cpu(gpt2_dir), 8, torch.float32, torch.device("mps"))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from quadriga.cli.main import EXIT_FAILED, EXIT_OK, main
 from quadriga.errors import RequestFailed
 from quadriga.tenants.key_file import hash_of_key
+from quadriga.wire.messages.live import RowKind
 from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from tests.unit.live_messages import make_step
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.tracing.test_live_recording import ended
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -215,3 +219,46 @@ def test_the_command_writes_a_trace_to_a_file_and_names_what_is_wrong(
     assert "spans are in" in err
     assert "there is no trace of 'x2'" in err
     assert "cannot be written: No such file" in err
+
+
+def test_the_command_records_the_live_feed_for_some_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "live.json"
+    ring = TracedRing(["a"])
+
+    async def feed() -> None:
+        for number in count():
+            ring.live.put_nowait(ended(make_step(number, {1: RowKind.DECODE}), number - 1))
+            await asyncio.sleep(0.01)
+
+    async def test(gateway: Any) -> None:
+        feeding = asyncio.create_task(feed())
+        flags = ["trace", "--live", "0.2s", "-o", str(path), "--url", gateway.args.url]
+        assert await asyncio.to_thread(main, flags) == EXIT_OK
+        feeding.cancel()
+
+    run_at_gateway(ring, test)
+    events = json.loads(path.read_text())["traceEvents"]
+    steps = [event["args"]["step"] for event in events if event["name"] == "step"]
+    assert steps == list(range(steps[0], steps[-1] + 1))
+    assert len(steps) > 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "give the ID of a request, or --live 10s"),
+        (["x1", "--live", "10s"], "give the ID of a request, or --live 10s"),
+    ],
+)
+def test_an_id_or_a_time_is_needed(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *flags]) == EXIT_FAILED
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "10m", "1000s", "-1", "s"])
+def test_a_time_that_cannot_work_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", f"--live={text}"])
+    assert "it must be from 1s to 600s, such as 10s" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.config.replica_args import ReplicaPlace
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.runtime import cpu_affinity as module
 from quadriga.runtime.cpu_affinity import (
@@ -134,3 +135,17 @@ def test_a_process_keeps_to_its_cpus_with_the_threads_it_starts() -> None:
         "t.start(); t.join(); assert found == [mine], found"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_replicas_have_equal_shares_of_what_one_worker_would_have() -> None:
+    plans = [
+        assign_cpus(cores_of(16), math.inf, WorkerArgs(device="cpu", tp=2), ReplicaPlace(number, 3))
+        for number in range(3)
+    ]
+    assert {plan.threads for plan in plans} == {2}
+    assert [format_cpus(plan.worker) for plan in plans] == ["4-7", "8-11", "12-15"]
+    assert {format_cpus(plan.others) for plan in plans} == {"0-3"}
+
+
+def test_more_replicas_than_cores_have_a_thread_each_and_share_all_cores() -> None:
+    assert assign_cpus(cores_of(2), math.inf, ON_CPU, ReplicaPlace(3, 4)) == CpuPlan(threads=1)

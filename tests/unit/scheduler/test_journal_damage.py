@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.messages.to_scheduler import MovedSubmit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_opening import FILE_NAME
@@ -183,7 +184,8 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
 
 def accepted(run: Run, **fields: Any) -> AcceptedRecord:
     (request,) = run.accept("x")
-    message = run.journal._kept[request.seq].message
+    submit = run.journal._kept[request.seq].message
+    message = MovedSubmit(**msgspec.structs.asdict(submit))
     params = msgspec.structs.replace(message.params, **fields.pop("params", {}))
     return AcceptedRecord(7, msgspec.structs.replace(message, params=params, **fields), [0])
 

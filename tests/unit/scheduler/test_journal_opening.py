@@ -9,11 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from quadriga.config.replica_args import ReplicaPlace
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
 from scheduler_proc.durability import journal_opening
 from scheduler_proc.durability.journal import Journal, NoJournal
-from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
+from scheduler_proc.durability.journal_opening import (
+    FILE_NAME,
+    check_number_of_replicas,
+    of_replica,
+    open_journal,
+)
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from tests.unit.journal_runs import Run, faulty_os, full_disk, make_header, outline, release_journal
@@ -248,3 +254,28 @@ def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can
     assert journal.state == "on"
     assert (directory / FILE_NAME).exists()
     release_journal(journal)
+
+
+def test_each_of_several_replicas_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    args = SchedulerArgs(journal=str(tmp_path))
+    assert of_replica(args, ReplicaPlace()) == args
+    assert of_replica(args, ReplicaPlace(2, 3)).journal == str(tmp_path / "replica-2")
+    assert of_replica(SchedulerArgs(), ReplicaPlace(2, 3)) == SchedulerArgs()
+
+
+def test_a_journal_that_no_replica_would_resume_is_an_error_with_the_number_that_would(
+    tmp_path: Path,
+) -> None:
+    args = SchedulerArgs(journal=str(tmp_path))
+    for number in range(3):
+        (tmp_path / f"replica-{number}").mkdir()
+    crashed_run(tmp_path / "replica-2")
+    for count in (1, 2):
+        with pytest.raises(ConfigError, match=r"replica-2 has 1 unfinished .* with --dp 3 and"):
+            check_number_of_replicas(args, count)
+    check_number_of_replicas(args, 3)
+    (tmp_path / "replica-2" / FILE_NAME).unlink()
+    crashed_run(tmp_path)
+    check_number_of_replicas(args, 1)
+    with pytest.raises(ConfigError, match="has 1 unfinished requests: start with --dp 1 and"):
+        check_number_of_replicas(args, 2)

@@ -40,6 +40,16 @@ def test_the_next_step_is_launched_before_the_last_one_has_ended() -> None:
     assert [result.step for result in sent if isinstance(result, StepResult)] == [0, 1, 2]
 
 
+def test_the_thread_is_prepared_before_it_waits_for_a_step() -> None:
+    called: list[str] = []
+    results = AsyncResultSender(
+        lambda result: called.append("sent"), fail, lambda: called.append("prepared")
+    )
+    results.send(lambda: StepResult(0, b"", 0.0, 0.0))
+    results.close()
+    assert called == ["prepared", "sent"]
+
+
 def test_an_error_in_a_step_is_reported() -> None:
     errors: list[Exception] = []
 

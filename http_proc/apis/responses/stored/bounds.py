@@ -53,10 +53,16 @@ class StoreBounds:
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    """What the store holds. num_bytes: of the file's pages that are in use."""
+    """What the store holds.
+
+    Attributes:
+        num_open: responses that have not ended.
+        num_bytes: of the file's pages that are in use.
+    """
 
     num_responses: int = 0
     num_conversations: int = 0
+    num_open: int = 0
     num_bytes: int = 0
 
 
@@ -70,6 +76,7 @@ def store_size(connection: sqlite3.Connection) -> StoreSize:
     return StoreSize(
         counts[tables.ObjectKind.RESPONSE],
         counts[tables.ObjectKind.CONVERSATION],
+        connection.execute("SELECT count(*) FROM jobs").fetchone()[0],
         (pages - free) * page_bytes,
     )
 

@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from http_proc.apis.files.pages import page
+from http_proc.apis.responses.background.service import BACKGROUND, send_events
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import RESPONSE_STORE
 from http_proc.apis.responses.stored.response_store import StoredResponses
@@ -55,21 +56,28 @@ def item_page(request: web.Request, items: list[StoredItem]) -> ItemList:
     return ItemList([item.body for item in found], has_more, first, last)
 
 
-async def get_response(request: web.Request) -> web.Response:
-    """Return a response, or its stream again."""
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """Return a response, or its stream again; both as far as they are."""
     store, response_id = stored_responses(request), request.match_info["id"]
+    response = await store.response(response_id)
+    run = request.app[BACKGROUND].find(response_id)
     if not _is_true(request, "stream"):
-        return json_response(await store.response(response_id))
+        return json_response(response if run is None else run.response)
     first = _starting_after(request) + 1
+    if run is not None:
+        return await send_events(request, run, first)
     events = (await store.events(response_id)).split(EVENT_END)[first:]
     headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
     return web.Response(body=EVENT_END.join(events), headers=headers)
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """Remove a response."""
-    response_id = request.match_info["id"]
-    await stored_responses(request).delete(ObjectKind.RESPONSE, response_id)
+    """Remove a response, which ends if it is being made."""
+    store, response_id = stored_responses(request), request.match_info["id"]
+    await store.response(response_id)
+    if (run := request.app[BACKGROUND].find(response_id)) is not None:
+        await run.cancel()
+    await store.delete(ObjectKind.RESPONSE, response_id)
     return json_response(DeletedResponse(response_id))
 
 
@@ -80,13 +88,19 @@ async def input_items(request: web.Request) -> web.Response:
 
 
 async def cancel_response(request: web.Request) -> web.Response:
-    """End a response that runs in the background."""
-    response = await stored_responses(request).response(request.match_info["id"])
-    raise invalid(
-        f"response {response['id']!r} has no background: true, so that it ends when its client"
-        " disconnects: only others are cancelled",
-        "id",
-    )
+    """End a response in the background, unless it has ended, and return it."""
+    store, response_id = stored_responses(request), request.match_info["id"]
+    response = await store.response(response_id)
+    if not response["background"]:
+        raise invalid(
+            f"response {response_id!r} has no background: true, so that it ends when its client"
+            " disconnects: only others are cancelled",
+            "id",
+        )
+    if (run := request.app[BACKGROUND].find(response_id)) is None:
+        return json_response(response)
+    await run.cancel()
+    return json_response(run.response)
 
 
 def _is_true(request: web.Request, name: str) -> bool:

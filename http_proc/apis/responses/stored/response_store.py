@@ -1,12 +1,12 @@
 """StoredResponses: the ResponseStore whose responses outlive the server."""
 
-import secrets
 import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from string import hexdigits
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,11 +26,12 @@ from http_proc.apis.responses.stored.tables import ObjectKind, Reader, StoredIte
 from http_proc.caller import current_caller
 from http_proc.gateway import UNIQUE_MARK
 from http_proc.protocol.errors import ApiError
+from http_proc.resumption import id_chars
 from quadriga.clock import now
 from quadriga.wire.messages.public import MAX_TURNS
 
-# Bytes that make the id of a response unique.
-NUM_UNIQUE_BYTES = 4
+# What makes the id of a response unique.
+NUM_UNIQUE_CHARS = 8
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class StoredResponses:
         is_used = False
         with suppress(ApiError):  # the file cannot be read, and nothing is stored
             is_used = await self.read(lambda reader: reader.knows(response_id))
-        unique = UNIQUE_MARK + secrets.token_hex(NUM_UNIQUE_BYTES)
+        unique = UNIQUE_MARK + id_chars(NUM_UNIQUE_CHARS, hexdigits[:16])
         return response_id + (unique if is_used else "")
 
     async def items_of_response(self, response_id: str) -> Items:
@@ -103,8 +104,45 @@ class StoredResponses:
 
     async def save(self, ended: EndedResponse) -> bool:
         """Keep a response. Return whether that has succeeded."""
+        return await self._save(lambda connection, reader: _save(connection, reader, ended))
+
+    async def open_response(self, response: ResponseObject, given: Items, job: bytes) -> None:
+        """Keep a response that is made from now on, and what makes it again. Raise ApiError."""
+
+        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+            owner = _add(connection, reader, response, given, is_open=True)
+            tables.set_job(connection, owner, job)
+
+        await self.write(work)
+
+    async def open_responses(self) -> list[tuple[dict[str, Any], bytes]]:
+        """Return the response and the job of each that has not ended, of all tenants.
+
+        The list is empty if the file cannot be read.
+        """
+        with suppress(StorageError):
+            found = await self._database.read(tables.jobs)
+            return [(tables.unpacked(body), job) for body, job in found]
+        return []
+
+    async def close_response(self, ended: EndedResponse) -> bool:
+        """Keep an open response as it has ended. Return whether that has succeeded."""
+
+        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+            response = ended.response
+            with suppress(ApiError):  # it was deleted meanwhile
+                owner = reader.find(ObjectKind.RESPONSE, response.id)
+                body = _without_output(response)
+                tables.close_object(connection, owner, body, ended.events)
+                tables.add_items(connection, owner, response.output, is_output=True)
+                tables.touch(connection, [owner], reader.read_at)
+                _add_to_conversation(connection, reader, ended)
+
+        return await self._save(work)
+
+    async def _save(self, work: Callable[[sqlite3.Connection, Reader], None]) -> bool:
         try:
-            await self.write(lambda connection, reader: _save(connection, reader, ended))
+            await self.write(work)
         except ApiError:  # the file cannot be written, which is logged
             self.outcomes["failed"] += 1
             return False
@@ -175,13 +213,17 @@ class StoredResponses:
 
 def _save(connection: sqlite3.Connection, reader: Reader, ended: EndedResponse) -> None:
     response = ended.response
-    given = stored_items(ended.input_items, response.id)
-    if ended.conversation_id is not None:
-        with suppress(ApiError):  # it was deleted meanwhile
-            owner = reader.find(ObjectKind.CONVERSATION, ended.conversation_id)
-            add_new_items(connection, reader, owner, given + continued_items(response.output))
-    if not ended.is_kept:
-        return
+    _add_to_conversation(connection, reader, ended)
+    if ended.is_kept:
+        owner = _add(connection, reader, response, ended.input_items, events=ended.events)
+        tables.add_items(connection, owner, response.output, is_output=True)
+
+
+def _add(
+    connection: sqlite3.Connection, reader: Reader, response: ResponseObject, given: Items,
+    is_open: bool = False, events: bytes = b"",
+) -> StoredObject:  # fmt: skip
+    """Add a response without its output, and note that those before it were used."""
     if reader.knows(response.id):  # another request with this X-Request-Id ended meanwhile
         raise ApiError(409, f"response {response.id!r} exists already", code="response_exists")
     previous = response.previous_response_id
@@ -190,13 +232,24 @@ def _save(connection: sqlite3.Connection, reader: Reader, ended: EndedResponse) 
             tables.touch(connection, reader.chain(previous, MAX_TURNS), reader.read_at)
     owner = tables.add_object(
         connection, ObjectKind.RESPONSE, response.id, reader.tenant, reader.read_at,
-        _without_output(response), previous, events=ended.events,
+        _without_output(response), previous, is_open, events,
     )  # fmt: skip
-    tables.add_items(connection, owner, given, is_output=False)
-    tables.add_items(connection, owner, response.output, is_output=True)
+    tables.add_items(connection, owner, stored_items(given, response.id), is_output=False)
+    return owner
 
 
-def add_new_items(
+def _add_to_conversation(
+    connection: sqlite3.Connection, reader: Reader, ended: EndedResponse
+) -> None:
+    if ended.conversation_id is None:
+        return
+    with suppress(ApiError):  # it was deleted meanwhile
+        owner = reader.find(ObjectKind.CONVERSATION, ended.conversation_id)
+        given = stored_items(ended.input_items, ended.response.id)
+        _add_new_items(connection, reader, owner, given + continued_items(ended.response.output))
+
+
+def _add_new_items(
     connection: sqlite3.Connection, reader: Reader, owner: StoredObject, items: Items
 ) -> None:
     """Add items to a conversation, but those that it has."""

@@ -26,6 +26,8 @@ class ResponseStoreCollector:
             ("stored_responses", "Number of stored responses", store.size.num_responses),
             ("stored_conversations", "Number of stored conversations",
              store.size.num_conversations),
+            ("background_responses", "Number of responses that are made in the background",
+             store.size.num_open),
             ("stored_response_bytes", "Bytes of the file of stored responses that are in use",
              store.size.num_bytes),
             ("response_store_failed", "1 while responses cannot be stored, else 0",

@@ -1,7 +1,7 @@
 """The tables of the store, and the statements that read and change them.
 
 An object is a response or a conversation. Its items are rows of their own, so that each is found by
-its id. JSON is compressed.
+its id. A response is open, with a job, while it is made in the background. JSON is compressed.
 """
 
 import sqlite3
@@ -23,6 +23,8 @@ CREATE INDEX objects_by_use ON objects (is_open, used_at, seq);
 CREATE TABLE contents (
     owner INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE, body BLOB NOT NULL,
     events BLOB NOT NULL);
+CREATE TABLE jobs (
+    owner INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE, data BLOB NOT NULL);
 CREATE TABLE items (
     seq INTEGER PRIMARY KEY, owner INTEGER NOT NULL REFERENCES objects ON DELETE CASCADE,
     is_output INTEGER NOT NULL, id TEXT NOT NULL, data BLOB NOT NULL);
@@ -60,6 +62,7 @@ class StoredObject(NamedTuple):
     seq: int
     id: str
     previous: str | None
+    is_open: bool
 
 
 @dataclass(slots=True)
@@ -119,15 +122,16 @@ class Reader:
             ApiError: 404 for an id that is unknown, deleted or expired; 403 for another tenant's.
         """
         row = self._connection.execute(
-            "SELECT tenant, used_at, is_open, seq, id, previous FROM objects"
+            "SELECT tenant, used_at, seq, id, previous, is_open FROM objects"
             " WHERE id = ? AND kind = ?",
             (object_id, kind),
         ).fetchone()
         if row is not None:
-            tenant, used_at, is_open, *owner = row
+            tenant, used_at, *fields = row
             self._check_tenant(kind, object_id, tenant, param)
-            if is_open or used_at >= self._oldest_use:
-                return StoredObject(*owner)
+            found = StoredObject(*fields)
+            if found.is_open or used_at >= self._oldest_use:
+                return found
             raise _missing(kind, object_id, "expired", param, code)
         removed = self._connection.execute(
             "SELECT tenant, reason FROM removed WHERE id = ?", (object_id,)
@@ -152,6 +156,13 @@ class Reader:
             except ApiError as error:
                 reason = f"response {response_id!r} cannot be continued: {error}"
                 raise ApiError(error.status, reason, param=name, code=code) from None
+        if chain[0].is_open:
+            raise ApiError(
+                409,
+                f"response {response_id!r} has not ended: it can be continued when it has",
+                param=name,
+                code="response_not_ended",
+            )
         return chain[::-1]
 
     def item(self, item_id: str, name: str) -> StoredItem:
@@ -224,12 +235,36 @@ def add_object(
         "INSERT INTO contents VALUES (?, ?, ?)",
         (seq, packed(body), zlib.compress(events, 1)),
     )
-    return StoredObject(seq, object_id, previous)
+    return StoredObject(seq, object_id, previous, is_open)
 
 
 def set_body(connection: sqlite3.Connection, owner: StoredObject, body: Any) -> None:
     """Replace the body of an object."""
     connection.execute("UPDATE contents SET body = ? WHERE owner = ?", (packed(body), owner.seq))
+
+
+def set_job(connection: sqlite3.Connection, owner: StoredObject, data: bytes) -> None:
+    """Keep the job of an open response."""
+    connection.execute("INSERT INTO jobs VALUES (?, ?)", (owner.seq, data))
+
+
+def jobs(connection: sqlite3.Connection) -> list[tuple[bytes, bytes]]:
+    """Return the compressed body and the job of each open response, the oldest first."""
+    return connection.execute(
+        "SELECT body, data FROM jobs JOIN contents USING (owner) ORDER BY owner"
+    ).fetchall()
+
+
+def close_object(
+    connection: sqlite3.Connection, owner: StoredObject, body: Any, events: bytes
+) -> None:
+    """Give an open response its last body and its stream, and remove its job."""
+    set_body(connection, owner, body)
+    connection.execute(
+        "UPDATE contents SET events = ? WHERE owner = ?", (zlib.compress(events, 1), owner.seq)
+    )
+    connection.execute("DELETE FROM jobs WHERE owner = ?", (owner.seq,))
+    connection.execute("UPDATE objects SET is_open = 0 WHERE seq = ?", (owner.seq,))
 
 
 def add_items(

@@ -1,12 +1,10 @@
 /** The address of the page: #/VIEW/part/part. */
 
 import { signal } from "@preact/signals";
-import { VIEWS } from "../views/index.js";
 
 function read() {
   const [name, ...path] = location.hash.replace(/^#\/?/, "").split("/").map(decode);
-  const view = VIEWS.find((one) => one.name === name) ?? VIEWS[0];
-  return { view, path: view.name === name ? path.filter(Boolean) : [] };
+  return { name, path: path.filter(Boolean) };
 }
 
 /** Decode a part of an address; a part that is no valid encoding stands for itself. */
@@ -18,7 +16,7 @@ function decode(part) {
   }
 }
 
-/** What the address names: { view, path }. */
+/** What the address names: { name, path }. */
 export const route = signal(read());
 
 addEventListener("hashchange", () => {

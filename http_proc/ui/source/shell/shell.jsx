@@ -10,8 +10,15 @@ import { choice, color, nextChoice, theme } from "./theme.js";
 
 const page = { server, theme, color, go };
 
+/** Return the view of the address, or the first one, and the path within it. */
+function shown() {
+  const { name, path } = route.value;
+  const view = VIEWS.find((one) => one.name === name);
+  return view ? { view, path } : { view: VIEWS[0], path: [] };
+}
+
 export function Shell() {
-  const { view } = route.value;
+  const { view } = shown();
   useEffect(() => {
     document.title = `${view.title} · Quadriga`;
   }, [view]);
@@ -61,10 +68,10 @@ function ViewFrame({ view }) {
       mounting.then((one) => one.unmount());
     };
   }, [view]);
-  const { path } = route.value;
+  const { path } = shown();
   useEffect(() => {
-    mounted.current.then((one) => route.value.view === view && one.show(path));
-  }, [path]);
+    mounted.current.then((one) => shown().view === view && one.show(path));
+  }, [path.join("/")]);
   return <main ref={root} class={`view view-${view.name}`} tabIndex={-1} />;
 }
 

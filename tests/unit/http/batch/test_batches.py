@@ -279,9 +279,13 @@ def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turns: int
         return {"ready": True, "running": 0, "waiting": 0}
 
     async def test() -> None:
-        args = SimpleNamespace(batch_concurrency=1, batch_concurrency_beside=0)
         gateway: Any = SimpleNamespace(
-            args=args, info=idle, max_batch_size=8, num_open=0, num_choices=0
+            args=SimpleNamespace(batch_concurrency=1),
+            batch_concurrency_beside=0,
+            info=idle,
+            max_batch_size=8,
+            num_open=0,
+            num_choices=0,
         )
         gate = LineGate(gateway)
         await gate.acquire()

@@ -1,6 +1,7 @@
 """Resumable streams: cut anywhere, resumed anywhere, and dropped in the end."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -296,7 +297,7 @@ def test_ended_streams_make_room_and_running_ones_do_not() -> None:
 
 
 def test_the_bytes_of_all_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_table, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 100)
     ring = OpenRing(PIECES)
 
     async def check(gateway: Gateway) -> None:
@@ -311,7 +312,7 @@ def test_the_bytes_of_all_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_streams_that_are_resumable_by_default_run_without_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_table, "MAX_EVENT_BYTES", 0)
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 0)
 
     async def check(gateway: Gateway) -> None:
         async with streaming(gateway, resumable=None) as response:
@@ -366,6 +367,8 @@ def test_metrics_count_streams() -> None:
     async def check(gateway: Gateway) -> None:
         async with streaming(gateway) as response:
             name, size = response.headers["X-Stream-Id"], len(await response.read())
+            body = {"stream": True, "resumable": True} | BODIES["/v1/completions"]
+            size += len(json.dumps(body))
         async with reading(gateway, name) as response:
             await response.read()
         async with (

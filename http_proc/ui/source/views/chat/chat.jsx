@@ -1,38 +1,163 @@
-import { useState } from "preact/hooks";
-import { preactView } from "../preact_view.jsx";
+/** The chat: conversations, the messages of one, the field for the next, and the settings. */
 
-function Chat({ page }) {
-  const [question, setQuestion] = useState("");
-  const [answer, setAnswer] = useState("");
-  async function send(event) {
-    event.preventDefault();
-    setAnswer("");
-    const body = { stream: true, messages: [{ role: "user", content: question }] };
+import "./chat.css";
+import "./markdown.css";
+import { signal } from "@preact/signals";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { IconButton } from "../../shell/icon_button.jsx";
+import { replace } from "../../shell/router.js";
+import { stored } from "../../shell/stored.js";
+import { preactView } from "../preact_view.jsx";
+import { Composer } from "./composer.jsx";
+import { ICONS } from "./icons.js";
+import { Actions } from "./model/actions.js";
+import { Conversation } from "./model/conversation.js";
+import { resume, running } from "./model/generation.js";
+import { DEFAULTS } from "./model/settings.js";
+import { addNew, load, loadList, save } from "./model/store.js";
+import { importText } from "./model/transfer.js";
+import { SettingsPanel } from "./panels/settings_panel.jsx";
+import { Sidebar } from "./panels/sidebar.jsx";
+import { Thread } from "./thread/thread.jsx";
+import { Welcome } from "./welcome.jsx";
+
+/** Settings of the last conversation, with which a new one begins. */
+const lastSettings = stored("quadriga.chat.settings", DEFAULTS);
+const models = signal([]);
+const ranges = signal({});
+
+function Chat({ path, page }) {
+  const [conversation, setConversation] = useState(() => new Conversation({ settings: lastSettings.value }));
+  const [panel, setPanel] = useState("");
+  const [error, setError] = useState(null);
+  const id = path[0];
+
+  useEffect(() => {
+    loadList();
+    loadServer(page.server, setError);
+  }, []);
+  useEffect(() => {
+    const isShown = id ? id === conversation.id : !conversation.messages.size;
+    if (!isShown) openConversation(id, page, setConversation);
+    setError(null);
+  }, [id]);
+  useEffect(() => onChange(conversation.settings, (settings) => {
+    lastSettings.value = settings;
+    if (conversation.messages.size) save(conversation);
+  }), [conversation]);
+
+  const actions = useMemo(() => new Actions(conversation, page.server, hasChat), [conversation]);
+  const isEmpty = !conversation.shownPath().length;
+  const isBusy = [...running.value.values()].some((one) => one.conversation === conversation);
+
+  useEffect(() => {
+    const onKey = (event) => {
+      if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+      if (panel) setPanel("");
+      else if (isBusy) actions.stop();
+    };
+    addEventListener("keydown", onKey);
+    return () => removeEventListener("keydown", onKey);
+  });
+
+  function send(text) {
+    setError(null);
+    addNew(conversation);
+    actions.send(text);
+    if (id !== conversation.id) replace("chat", conversation.id);
+  }
+  function onImport(text) {
     try {
-      await page.server.events("v1/chat/completions", {
-        body,
-        onEvent({ data }) {
-          if (data === "[DONE]") return;
-          const piece = JSON.parse(data).choices?.[0]?.delta?.content ?? "";
-          setAnswer((text) => text + piece);
-        },
-      });
-    } catch (error) {
-      setAnswer(error.message);
+      const made = importText(text);
+      for (const one of made) save(addNew(one));
+      if (made.length) page.go("chat", made[0].id);
+    } catch (problem) {
+      setError(problem);
     }
   }
+  const close = () => setPanel("");
   return (
-    <form onSubmit={send}>
-      <textarea aria-label="Message" value={question} onInput={(event) => setQuestion(event.target.value)} />
-      <button class="button primary">Send</button>
-      <p>{answer}</p>
-    </form>
+    <div class="chat" data-panel={panel}>
+      <aside class="sidebar" aria-label="Conversations">
+        <Sidebar currentId={conversation.id} onImport={onImport} onGone={() => page.go("chat")} onClose={close} />
+      </aside>
+      <section class="main">
+        <header class="chat-head">
+          <span class="narrow-only"><IconButton icon={ICONS.list} label="Conversations" size={20} onClick={() => setPanel("list")} /></span>
+          <h1>{conversation.title.value || "New chat"}</h1>
+          <span class="model" title="Model">{conversation.settings.value.model || models.value[0]?.id}</span>
+          <IconButton icon={ICONS.settings} label="Settings" size={20} pressed={panel === "settings"} onClick={() => setPanel(panel === "settings" ? "" : "settings")} />
+        </header>
+        {isEmpty
+          ? <Welcome model={models.value[0]} onPick={send} />
+          : <Thread conversation={conversation} actions={actions} onError={setError} />}
+        {error && <ErrorBar error={error} onClose={() => setError(null)} />}
+        <Composer isBusy={isBusy} onSend={send} onStop={() => actions.stop()} onError={setError} />
+      </section>
+      {panel === "settings" && (
+        <aside class="settings-panel" aria-label="Settings">
+          <SettingsPanel settings={conversation.settings} models={models.value} ranges={ranges.value} onClose={close} />
+        </aside>
+      )}
+      {panel && <div class="veil" onClick={close} />}
+    </div>
+  );
+}
+
+/** Call `act` with each later value of a signal; return what ends that. */
+function onChange(one, act) {
+  let isFirst = true;
+  return one.subscribe((value) => {
+    if (!isFirst) act(value);
+    isFirst = false;
+  });
+}
+
+/** Whether the model answers chats; a model without a chat template continues texts. */
+function hasChat() {
+  return models.value[0]?.capabilities?.chat ?? true;
+}
+
+async function loadServer(server, onError) {
+  try {
+    models.value = (await server.get("v1/models")).data;
+    const document = await server.get("openapi.json");
+    ranges.value = rangesOf(document.components.schemas.ChatRequest.properties);
+  } catch (error) {
+    onError(error);
+  }
+}
+
+/** Return { minimum, maximum, default } of each field of a request. */
+function rangesOf(properties) {
+  const entries = Object.entries(properties).map(([name, schema]) => {
+    const one = schema.anyOf?.[0] ?? schema;
+    return [name, { minimum: one.minimum ?? one.exclusiveMinimum, maximum: one.maximum, default: one.default }];
+  });
+  return Object.fromEntries(entries);
+}
+
+/** Show the conversation of an address; without an id, or with one that is not there, a new one. */
+async function openConversation(id, page, onOpen) {
+  const found = id ? await load(id) : null;
+  if (id && !found) replace("chat");
+  const conversation = found ?? new Conversation({ settings: { ...lastSettings.value, system: "" } });
+  onOpen(conversation);
+  if (found) resume(found, { server: page.server, save: () => save(found) });
+}
+
+function ErrorBar({ error, onClose }) {
+  return (
+    <div class="error-bar" role="alert">
+      <span>{error.message}</span>
+      <IconButton icon={ICONS.close} label="Close message" onClick={onClose} />
+    </div>
   );
 }
 
 export const chatView = preactView({
   name: "chat",
   title: "Chat",
-  icon: "M4 5h16v11H9l-5 4z",
+  icon: ICONS.chat,
   component: Chat,
 });

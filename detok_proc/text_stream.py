@@ -1,0 +1,131 @@
+"""The text of one choice between its first token and its end."""
+
+from array import array
+
+from detok_proc.incremental import DecoderFactory
+from detok_proc.logprobs import LogprobCollector, TokenLogprobs, prompt_logprobs
+from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
+from detok_proc.stop_strings import StopStrings
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import Chunk, End, ErrorInfo, PlainChunk, RichChunk
+from quadriga.wire.messages.to_detok import StreamStart
+
+
+class TextStream:
+    """The text of one choice between its first token and its end: what was not sent yet.
+
+    Attributes:
+        is_streamed: its client wants text before the end.
+        num_tokens: tokens that were pushed.
+        matched_stop: the stop string or expression that ended the text.
+        error: why the text cannot go on.
+    """
+
+    __slots__ = (
+        "_decoder", "_ids", "_index", "_keeps_stop", "_lengths", "_logprobs", "_min_tokens",
+        "_num_sent_chars", "_pieces", "_prompt_logprobs", "_stops", "_times", "client", "error",
+        "is_streamed", "matched_stop", "num_tokens", "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self, opening: StreamStart, decoders: DecoderFactory, budget: RequestBudget | None
+    ) -> None:
+        self.client = opening.client
+        self.request_id = opening.request_id
+        self.is_streamed = opening.stream
+        self.num_tokens = 0
+        self.matched_stop: str | None = None
+        self.error: ErrorInfo | None = None
+        self._index = opening.index
+        self._decoder = decoders.make(opening.skip_special_tokens)
+        self._keeps_stop = opening.keeps_stop
+        self._min_tokens = opening.min_new_tokens
+        self._stops: StopStrings | None = None
+        if opening.stop_strings or opening.stop_regexes:
+            self._stops = StopStrings(
+                opening.stop_strings, opening.stop_regexes, opening.keeps_stop, budget
+            )
+        bytes_of, width, prompt = decoders.bytes_of, opening.logprobs, opening.prompt
+        self._logprobs = None if width is None else LogprobCollector(width, bytes_of)
+        self._prompt_logprobs = None if prompt is None else prompt_logprobs(prompt, bytes_of)
+        # Of each token that was not sent, if the client asks for them.
+        self._lengths: list[int] | None = [] if opening.text_lengths else None
+        self._pieces: list[str] = []
+        self._ids = array("i")
+        self._times: list[float] = []
+        self._num_sent_chars = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has ended, so that the scheduler should end the request."""
+        return self.matched_stop is not None or self.error is not None
+
+    def push(
+        self, token_id: int, time: float, is_stop: bool, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Append a token. The text of a stop token is dropped, unless the request keeps it."""
+        self.num_tokens += 1
+        self._ids.append(token_id)
+        self._times.append(time)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.add(token_id, logprobs)
+        num_pieces = len(self._pieces)
+        if not is_stop or self._keeps_stop:
+            self._add_text(self._decoder.push(token_id))
+        if self._lengths is not None:
+            self._lengths.append(sum(map(len, self._pieces[num_pieces:])))
+
+    def flush(self) -> None:
+        """Append what was held back, as no more tokens come: half characters, half stop strings."""
+        if self.is_over:
+            return
+        self._add_text(self._decoder.flush())
+        if self._stops is not None and not self.is_over:
+            self._pieces.append(self._stops.flush())
+
+    def is_due(self, interval: int) -> bool:
+        """Return whether a chunk is to be sent: the first token at once, then every `interval`."""
+        num_unsent = len(self._ids)
+        return self.is_streamed and (num_unsent >= interval or num_unsent == self.num_tokens)
+
+    def empty_chunk(self) -> PlainChunk:
+        """Return a chunk that only confirms the request."""
+        return make_chunk(self.request_id, self._index)
+
+    def take(self, end: End | None = None) -> PlainChunk:
+        """Return a chunk of everything that was not sent."""
+        text = "".join(self._pieces)
+        ids, times, offset = pack_ids(self._ids), self._times, self._num_sent_chars
+        self._num_sent_chars += len(text)
+        lengths = self._take_lengths(end)
+        self._pieces, self._ids, self._times = [], array("i"), []
+        is_plain = self._logprobs is None and self._prompt_logprobs is None
+        if is_plain and self._index == 0 and lengths is None:
+            return PlainChunk(self.request_id, offset, text, ids, times, end)
+        logprobs = None if self._logprobs is None else self._logprobs.take()
+        prompt, self._prompt_logprobs = self._prompt_logprobs, None
+        fields = (self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt)
+        return RichChunk(*fields) if lengths is None else Chunk(*fields, lengths)
+
+    def _take_lengths(self, end: End | None) -> list[int] | None:
+        """Return the text lengths of the tokens that were not sent, where they say anything."""
+        if self._lengths is None:
+            return None
+        lengths, self._lengths = self._lengths, []
+        return None if len(lengths) == 1 and end is None else lengths
+
+    def _add_text(self, text: str) -> None:
+        if self._stops is not None and self.num_tokens > self._min_tokens:
+            try:
+                text, self.matched_stop = self._stops.push(text)
+            except SearchTooSlow as error:
+                self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
+        if text:
+            self._pieces.append(text)
+
+
+def make_chunk(request_id: str, index: int, end: End | None = None) -> PlainChunk:
+    """Return a chunk without tokens."""
+    if index == 0:
+        return PlainChunk(request_id, 0, "", b"", [], end)
+    return RichChunk(request_id, 0, "", b"", [], end, index)

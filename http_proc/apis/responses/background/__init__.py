@@ -1,0 +1,1 @@
+"""Responses in the background: they are made without a client, also after the gateway's death."""

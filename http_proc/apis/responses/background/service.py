@@ -1,0 +1,135 @@
+"""BackgroundResponses: the responses in the background of one gateway."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.apis.responses.background.job import BackgroundJob, new_job
+from http_proc.apis.responses.background.run import BackgroundRun
+from http_proc.apis.responses.plan import ResponsePlan
+from http_proc.apis.responses.schema import ResponseObject
+from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE
+from http_proc.apis.responses.stored.response_store import StoredResponses
+from http_proc.gateway import GATEWAY, Gateway, ResponseHead
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
+from http_proc.responses import HEADERS, SERVER_SENT_EVENTS, json_response
+from quadriga.errors import ServerStopping
+
+
+class BackgroundResponses:
+    """Start responses, go on with those of the last gateway, and find those that are being made."""
+
+    def __init__(self, gateway: Gateway, store: StoredResponses) -> None:
+        self._gateway = gateway
+        self._store = store
+        self._runs: dict[str, BackgroundRun] = {}
+        self._going_on = asyncio.create_task(self._go_on())
+
+    @property
+    def num_open(self) -> int:
+        """Number of responses that are being made."""
+        return len(self._runs)
+
+    def find(self, response_id: str) -> BackgroundRun | None:
+        """Return the run of a response that has not ended."""
+        return self._runs.get(response_id)
+
+    async def create(
+        self, request: web.Request, plan: ResponsePlan, body: dict[str, Any], head: ResponseHead
+    ) -> web.StreamResponse:
+        """Start a response, and answer its request: with the response as it is, or its stream."""
+        self._check_room()
+        job, response = new_job(plan, body, head), plan.answer(head).response
+        response.store = True
+        await self._store.open_response(response, plan.given, msgspec.msgpack.encode(job))
+        run = self._start(job, response, is_resent=False)
+        return await send_events(request, run, 0) if plan.call.stream else json_response(response)
+
+    async def stop(self) -> None:
+        """End all runs; they are made again at the next start."""
+        self._going_on.cancel()
+        await asyncio.wait([self._going_on])
+        await asyncio.gather(*(run.stop() for run in list(self._runs.values())))
+
+    def _check_room(self) -> None:
+        if self._gateway.is_draining:
+            raise from_ring(ServerStopping("the server is stopping and takes no new requests"), {})
+        limit = self._gateway.args.max_background_responses
+        if self.num_open >= limit:
+            raise ApiError(
+                429,
+                f"{limit} responses are made in the background, the limit of this server"
+                " (--max-background-responses): try again, or leave out background",
+                "rate_limit_error",
+                code="too_many_responses",
+                retry_after=RETRY_AFTER_S,
+            )
+
+    def _start(
+        self, job: BackgroundJob, response: ResponseObject, is_resent: bool
+    ) -> BackgroundRun:
+        run = BackgroundRun(self._gateway, self._store, job, response, is_resent)
+        self._runs[job.id] = run
+        run.task.add_done_callback(lambda _: self._runs.pop(job.id))
+        return run
+
+    async def _go_on(self) -> None:
+        """Start the responses that the last gateway has left open."""
+        left = await self._store.open_responses()
+        if not left:
+            return
+        await self._gateway.until_ready()
+        logging.info("%d responses in the background go on", len(left))
+        for response, data in left:
+            job = msgspec.msgpack.decode(data, type=BackgroundJob)
+            self._start(job, msgspec.convert(response, ResponseObject), is_resent=True)
+
+
+BACKGROUND = web.AppKey("background", BackgroundResponses)
+
+
+def background_of(request: web.Request) -> BackgroundResponses:
+    """Return the responses in the background. Raise an ApiError if there are none."""
+    if BACKGROUND in request.app:
+        return request.app[BACKGROUND]
+    raise invalid(
+        f"background is true, and this server stores no responses ({REMEDY}): leave it out, and"
+        " read the answer with stream: true",
+        "background",
+    )
+
+
+async def background_lifetime(app: web.Application) -> AsyncIterator[None]:
+    """Make responses in the background while the application runs, if it stores responses."""
+    store = app.get(RESPONSE_STORE)
+    if not isinstance(store, StoredResponses):
+        yield
+        return
+    app[BACKGROUND] = BackgroundResponses(app[GATEWAY], store)
+    yield
+    await app[BACKGROUND].stop()
+
+
+async def send_events(
+    request: web.Request, run: BackgroundRun, num_read: int
+) -> web.StreamResponse:
+    """Send the events of a run after the first `num_read`, and those that follow, to the end."""
+    headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    while True:
+        if events := run.events_after(num_read):
+            num_read += len(events)
+            await response.write(b"".join(events))  # waits while the connection's buffer is full
+        elif run.is_ended:
+            break
+        elif run.is_stopped:
+            raise ConnectionResetError("the gateway stops before the last event")
+        else:
+            await run.change()
+    await response.write_eof()
+    return response

@@ -1,0 +1,180 @@
+"""Streams of a gateway that has died: those that ran go on, and those that had ended can be read.
+
+A stream is started again with the body of its request, by the handler that answered it first. The
+handler needs an aiohttp request, which aiohttp's own server makes, over a Unix socket in a
+directory that only the server's user can enter.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from http_proc.caller import Caller, set_caller
+from http_proc.endpoints.endpoint import Handler
+from http_proc.endpoints.request_body import read_bytes
+from http_proc.gateway import GATEWAY, REQUEST_ID, Gateway, without_prefix
+from http_proc.observe.request_log import RECORD, RequestLogRecord
+from http_proc.protocol.errors import ApiError
+from http_proc.streams.stream_answer import HANDLERS, answer_of
+from http_proc.streams.stream_rows import StreamRow
+from http_proc.streams.stream_table import STREAMS, ResumableStream, StreamTable, check_owner
+from quadriga.clock import now
+
+NAME_HEADER = "X-Stream-Id"
+
+
+class EarlierStreams:
+    """The rows that an earlier gateway has left, until their streams are started again."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._app = app
+        self._gateway: Gateway = app[GATEWAY]
+        self._table: StreamTable = app[STREAMS]
+        self._rows: dict[str, StreamRow] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+        self._restarting: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._server: _OwnRequests | None = None
+
+    async def open(self) -> None:
+        """Read the rows, and start those streams again that had not ended."""
+        for row in self._gateway.stream_rows.all():
+            self._rows[row.id] = row
+            ended_at = now() if row.ended_at is None else row.ended_at
+            rest_s = ended_at + self._table.window_s - now()
+            if row.model != self._gateway.model or rest_s <= 0:
+                self._expire(row.id)
+            elif row.ended_at is not None:
+                loop = asyncio.get_running_loop()
+                self._timers.append(loop.call_later(rest_s, self._expire, row.id))
+        if self._rows:
+            self._server = _OwnRequests(self._app, self._take)
+            await self._server.start()
+            self._restarting = asyncio.get_running_loop().create_task(self._restart_all())
+
+    async def _restart_all(self) -> None:
+        """Start the streams that had not ended, in their order."""
+        running = [name for name, row in self._rows.items() if row.ended_at is None]
+        for name in running:
+            try:
+                await self._start(name)
+            except (ApiError, aiohttp.ClientError) as error:
+                logging.error("resumable stream %s cannot go on: %s", name, error)
+        if running:
+            logging.info("resumable streams of the gateway before: %d go on", len(running))
+
+    def _expire(self, name: str) -> None:
+        if self._rows.pop(name, None) is not None:
+            self._gateway.stream_rows.remove(name)
+            self._table.note_expired(name)
+
+    async def find(self, name: str, owner: str) -> ResumableStream | None:
+        """Return a stream of this or an earlier gateway, by its id or that of its answer.
+
+        Raises:
+            ApiError: it is another owner's, or there is no room to start it again.
+        """
+        stream = self._table.find(name)
+        if stream is None:
+            row = self._rows.get(name) or self._rows.get(without_prefix(name))
+            if row is None:
+                return None
+            check_owner(row, owner)
+            await self._start(row.id)
+            stream = self._table.find(row.id)
+        if stream is not None:
+            check_owner(stream.row, owner)
+        return stream
+
+    async def _start(self, name: str) -> None:
+        """Start a stream again, unless that is done."""
+        async with self._starting:
+            row = self._rows.get(name)
+            if row is not None and self._server is not None:
+                await self._server.send(row)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Start the stream of a row, for a request that this process has sent to itself."""
+        name = request.headers[NAME_HEADER]
+        row = self._rows[name]
+        handler = _handlers(self._app)[row.path]
+        await read_bytes(request)
+        request[REQUEST_ID] = name
+        request[RECORD] = RequestLogRecord(request_id=name)
+        set_caller(Caller(row.tenant, user=row.user, key_hash=row.key_hash))
+        try:
+            self._table.start(row._replace(ended_at=None), answer_of(request, handler, True))
+        except ApiError as error:
+            return web.Response(status=error.status, text=str(error))
+        del self._rows[name]
+        return web.Response(status=202)
+
+    async def close(self) -> None:
+        """Start no more."""
+        for timer in self._timers:
+            timer.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop()
+
+
+class _OwnRequests:
+    """Requests of this process to itself, which `take` gets."""
+
+    def __init__(self, app: web.Application, take: Handler) -> None:
+        self._app = web.Application(client_max_size=app[GATEWAY].args.max_body_bytes)
+        for key, value in app.items():  # what the handlers find in the application of clients
+            self._app[key] = value
+        self._app.router.add_post("/{path:.*}", take)
+        self._run_dir = app[GATEWAY].run_dir
+
+    async def start(self) -> None:
+        """Listen, and connect."""
+        self._directory = tempfile.TemporaryDirectory(prefix="streams-", dir=self._run_dir)
+        path = str(Path(self._directory.name) / "streams")
+        self._runner = web.AppRunner(self._app, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, path).start()
+        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
+
+    async def send(self, row: StreamRow) -> None:
+        """Send the request of a row. Raise an ApiError if it is not taken."""
+        url, headers = f"http://streams{row.path}", {NAME_HEADER: row.id}
+        async with self._session.post(url, data=row.body, headers=headers) as response:
+            if response.status != 202:
+                raise ApiError(503, await response.text(), "server_error", code="too_many_streams")
+
+    async def stop(self) -> None:
+        """Disconnect, and close the socket."""
+        await self._session.close()
+        await self._runner.cleanup()
+        self._directory.cleanup()
+
+
+EARLIER_STREAMS = web.AppKey("earlier_streams", EarlierStreams)
+
+
+async def stream_lifetime(app: web.Application) -> AsyncIterator[None]:
+    """Keep the streams while the application runs."""
+    table = app[STREAMS] = StreamTable(app[GATEWAY])
+    earlier = app[EARLIER_STREAMS] = EarlierStreams(app)
+    await earlier.open()
+    yield
+    await earlier.close()
+    await table.stop()
+
+
+def _handlers(app: web.Application) -> dict[str, Handler]:
+    """Return the handlers whose streams may be resumable, by their paths."""
+    return {
+        route.resource.canonical: HANDLERS[route.handler]
+        for route in app.router.routes()
+        if route.resource is not None and route.handler in HANDLERS
+    }

@@ -1,0 +1,22 @@
+/** Icons of the chat: paths in 24 × 24. */
+export const ICONS = {
+  chat: "M4 5h16v11H9l-5 4z",
+  list: "M4 6h16M4 12h16M4 18h10",
+  settings: "M4 7h9M19 7h1M4 17h1M11 17h9M16 4.500a2.500 2.500 0 1 0 0 5 2.500 2.500 0 0 0 0-5M8 14.500a2.500 2.500 0 1 0 0 5 2.500 2.500 0 0 0 0-5",
+  add: "M12 5v14M5 12h14",
+  send: "M12 19V6M6 11.500L12 5.500l6 6",
+  stop: "M7 7h10v10H7z",
+  edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
+  again: "M19 6v5h-5M18.500 11A7 7 0 1 0 19 15",
+  goOn: "M5 6l7 6-7 6zM14 6v12M18 6v12",
+  tokens: "M4 18V9M9 18V5M14 18v-7M19 18v-4",
+  remove: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
+  close: "M6 6l12 12M18 6L6 18",
+  request: "M8 5l-5 7 5 7M16 5l5 7-5 7",
+  before: "M14.500 6l-6 6 6 6",
+  after: "M9.500 6l6 6-6 6",
+  down: "M6 10l6 6 6-6",
+  download: "M12 4v11M7 10.500l5 5 5-5M5 20h14",
+  upload: "M12 16V5M7 9.500l5-5 5 5M5 20h14",
+  tool: "M14.500 6.500a4 4 0 0 1 5-1l-3 3 1 2 2.500.5 1-2a4 4 0 0 1-5.500 4.500L8 21l-3-3 7.500-7.500a4 4 0 0 1 2-4z",
+};

@@ -1,0 +1,103 @@
+"""Resumable HTTP streams: connections that are cut, and deaths of processes, cost no event."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from bench.client.server import free_port
+from tests.faults.kill_matrix import main
+from tests.faults.resumed_streams import ResumedStreams, WrongStream
+from tests.server import Server, running_server, settle
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import wait_until
+
+NUM_STREAMS = 32
+TIMEOUT_S = 60.0
+# The pauses between two cuts are up to this long.
+PAUSE_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def web_server(
+    llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, str]]:
+    """A server with a gateway, and the gateway's URL."""
+    port = free_port()
+    flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
+             "--max-total-tokens", "16384", "--port", str(port)]  # fmt: skip
+    with running_server(tmp_path_factory.mktemp("web") / "log", *flags) as server:
+        yield server, f"http://127.0.0.1:{port}"
+
+
+async def while_cutting(url: str, seed: int) -> tuple[list[object], int]:
+    """Return the answers of streams whose connections are cut, and the number of connections."""
+    proxy, chance = TcpProxy(), random.Random(seed)
+
+    async def cut() -> None:
+        while True:
+            await asyncio.sleep(chance.random() * PAUSE_S)
+            proxy.cut()
+
+    async with proxy.open(f"tcp://{urlsplit(url).netloc}") as endpoint:
+        load = ResumedStreams(endpoint.replace("tcp", "http"), TIMEOUT_S, NUM_STREAMS)
+        cutting = asyncio.create_task(cut())
+        answers: list[object] = list(await load.run())
+        cutting.cancel()
+    return answers, load.num_resumed
+
+
+@pytest.mark.timeout(200)
+def test_streams_that_are_cut_several_times_a_second_have_every_event_once(
+    web_server: tuple[Server, str],
+) -> None:
+    server, url = web_server
+    expected = asyncio.run(ResumedStreams(url, TIMEOUT_S, NUM_STREAMS).run())
+    assert not [answer for answer in expected if isinstance(answer, WrongStream)]
+    for seed in range(2):
+        answers, num_resumed = asyncio.run(while_cutting(url, seed))
+        assert [n for n in range(NUM_STREAMS) if answers[n] != expected[n]] == []
+        assert num_resumed > NUM_STREAMS
+        print(f"{num_resumed} connections beside the first {NUM_STREAMS}")
+    wait_until(lambda: settle(server.endpoint)["open_requests"] == 0, TIMEOUT_S)
+
+
+def test_the_openai_client_resumes_a_chat(web_server: tuple[Server, str]) -> None:
+    """As docs/streams.md shows it; each chunk is one event."""
+    _, url = web_server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def chat(name: str) -> openai.Stream[ChatCompletionChunk]:
+        return client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=[{"role": "user", "content": "word"}],
+            stream=True,
+            temperature=0,
+            max_tokens=30,
+            extra_headers={"X-Request-Id": name, "X-Resumable": "true"},
+        )
+
+    def rest(name: str, num_read: int) -> openai.Stream[ChatCompletionChunk]:
+        return client.get(
+            f"/streams/{name}",
+            cast_to=ChatCompletionChunk,
+            stream=True,
+            stream_cls=openai.Stream[ChatCompletionChunk],
+            options={"params": {"starting_after": num_read}},
+        )
+
+    whole = [chunk.to_json() for chunk in chat("whole")]
+    assert [chunk.to_json() for chunk in chat("whole")] == whole
+    for num_read in range(len(whole) + 1):
+        assert [chunk.to_json() for chunk in rest("whole", num_read)] == whole[num_read:]
+
+
+@pytest.mark.timeout(300)
+def test_a_gateway_or_a_whole_server_that_dies_costs_no_event() -> None:
+    flags = ["--rounds", "1", "--signals", "SIGKILL", "--moments", "http", "--watchdog", "30"]
+    assert main([*flags, "--processes", "http_proc", "all"]) == 0

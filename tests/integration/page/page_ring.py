@@ -1,0 +1,62 @@
+"""A scripted ring whose requests the test of a page ends."""
+
+import math
+from typing import Any
+
+from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
+from quadriga.client.logprobs import LikelyToken, TokenLogprob
+from quadriga.client.types import StreamChunk
+from quadriga.errors import QuadrigaError
+from tests.unit.scripted_ring import HERMES, ScriptedHandle, ScriptedRing, chunk
+
+THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
+
+
+class OpenRing(ScriptedRing):
+    """Requests begin with `pieces` and go on until the test or an abort ends them."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        super().__init__(pieces)
+        self.leaves_open = True
+        self.num_aborted = 0
+
+    async def abort(self, request_id: str) -> None:
+        self.num_aborted += 1
+        self.finish_reason = "abort"
+        self.finish()
+        self.finish_reason = "stop"
+
+    def push(self, text: str) -> None:
+        """Send a piece of the last request's answer."""
+        self.sinks[-1](chunk(text))
+
+    def finish(self, text: str = "") -> None:
+        """End the last request's answer."""
+        self.handles[-1].done = True
+        self.sinks[-1](chunk(text, self._completion()))
+
+    def fail(self, error: QuadrigaError) -> None:
+        """End the last request with an error."""
+        self.handles[-1].done = True
+        self.sinks[-1](error)
+
+
+class ChoicesRing(ScriptedRing):
+    """Each choice of a request gets all the pieces."""
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        num_choices = self.submitted[-1][1].n
+        for index in range(num_choices):
+            super()._answer(handle, lambda item, index=index: sink(at_choice(item, index)))
+
+
+def at_choice(item: StreamChunk, index: int) -> StreamChunk:
+    item.index = index
+    return item
+
+
+def fair_logprobs(piece: str) -> list[TokenLogprob]:
+    """Return the logprobs of a piece that is one token of probability 0.5; so is "other"."""
+    half, text = math.log(0.5), piece.encode()
+    top = [LikelyToken(1, half, text), LikelyToken(2, half, b"other")]
+    return [TokenLogprob(1, half, text, top)]

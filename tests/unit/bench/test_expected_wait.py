@@ -1,0 +1,37 @@
+"""Expected waits against the waits that follow, in simulated time, which is deterministic."""
+
+import pytest
+
+from bench.expected_wait import MIN_WAIT_S, WaitErrors, WaitSample, main
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--slots 16 --request-rate 30", "--slots 32 --request-rate 20"],
+)
+def test_of_1000_requests_the_median_error_is_below_25_percent(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--input-len", "16:64", "--max-new-tokens", "8:64"]
+    assert main(["--simulate", "--limit", "0.25", *lengths, *flags.split()]) == 0
+    assert "in the median" in capsys.readouterr().out
+
+
+def test_errors_count_requests_that_wait_and_have_an_estimate() -> None:
+    samples = [WaitSample(2.0, 4.0), WaitSample(5.0, 4.0), WaitSample(None, 9.0)]
+    errors = WaitErrors.of([*samples, WaitSample(7.0, MIN_WAIT_S / 2)])
+    assert (errors.num_asked, errors.num_unknown, errors.num_counted) == (4, 1, 2)
+    assert errors.median == pytest.approx(0.375)
+    assert errors.bias == pytest.approx(0.875)
+
+
+def test_a_median_over_the_limit_fails_and_so_does_a_run_without_waits() -> None:
+    assert main(["--simulate", "--num-requests", "300", "--limit", "0.0001"]) == 1
+    assert main(["--simulate", "--num-requests", "3"]) == 1
+
+
+def test_a_rate_that_is_none_is_an_error_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--simulate", "--request-rate", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "bench.expected_wait: --request-rate is 0.0: it must be positive\n"
+    )

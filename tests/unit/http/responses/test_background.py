@@ -1,0 +1,317 @@
+"""Responses in the background: polled, streamed, cancelled, and made again after a death."""
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from http_proc.apis.responses.background import run as background_run
+from http_proc.apis.responses.stored import database
+from quadriga.errors import PromptTooLong, QueueFull
+from tests.unit.http.responses.asking import ASK, check_events, refused, run, turns_of
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+
+BACKGROUND_ASK: Any = {**ASK, "background": True}
+
+
+@asynccontextmanager
+async def client_of(ring: ScriptedRing, path: Path, **flags: Any) -> AsyncIterator[Any]:
+    async with (
+        gateway_before(ring, data_dir=str(path), **flags) as (url, _),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def ended(client: Any, response_id: str) -> Any:
+    """Poll a response until it has ended."""
+    while True:
+        response = await client.responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        await asyncio.sleep(0.01)
+
+
+def finish(ring: ScriptedRing, piece: str) -> None:
+    """Let the last request of a ring end with a piece."""
+    ring.handles[-1].done = True
+    ring.sinks[-1](chunk(piece, ring._completion()))
+
+
+def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No", " rain."])
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        assert created.status == "queued" and created.background and created.output == []
+        done = await ended(client, created.id)
+        assert done.status == "completed" and done.output_text == "No rain."
+        assert done.id == created.id and done.created_at == created.created_at
+        items = (await client.responses.input_items.list(created.id)).data
+        assert [item.content[0].text for item in items] == ["Rain?"]
+        await client.responses.create(**ASK, previous_response_id=created.id)
+        assert len(turns_of(ring)) == 3
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+
+        async def read(after: int | None = None) -> list[Any]:
+            query = {} if after is None else {"starting_after": after}
+            stream = await client.responses.retrieve(created.id, stream=True, **query)
+            return [event async for event in stream]
+
+        first, second = asyncio.create_task(read()), asyncio.create_task(read(3))
+        while (now := await client.responses.retrieve(created.id)).output_text != "No":
+            await asyncio.sleep(0.01)
+        assert now.status == "in_progress" and now.output[0].status == "incomplete"
+        finish(ring, " rain.")
+        events = await first
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert kinds[:3] == ["created", "queued", "in_progress"]
+        assert [event.response.status for event in events[:3]] == [
+            "queued",
+            "queued",
+            "in_progress",
+        ]
+        assert [one.sequence_number for one in events] == list(range(len(events)))
+        assert events[-1].response.output_text == "No rain."
+        assert await second == events[4:] == await read(3)
+        assert await read() == events
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
+        seen = [await anext(stream) for _ in range(4)]
+        await stream.close()
+        finish(ring, " rain.")
+        rest = await client.responses.retrieve(
+            seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number
+        )
+        events = seen + [event async for event in rest]
+        assert events[-1].response.output_text == "No rain."
+        assert [one.sequence_number for one in events] == list(range(len(events)))
+        assert not ring.handles[0].aborted
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK, stream=True)
+        events = [await anext(created) for _ in range(6)]
+        response_id = events[0].response.id
+        cancelled = await client.responses.cancel(response_id)
+        assert cancelled.status == "cancelled" and cancelled.output_text == "No"
+        assert ring.handles[0].aborted
+        events += [event async for event in created]
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.status == "cancelled"
+        assert await client.responses.retrieve(response_id) == cancelled
+        assert await client.responses.cancel(response_id) == cancelled
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_a_response_is_cancelled_before_it_begins(tmp_path: Path) -> None:
+    ring = ScriptedRing([])
+    ring.error = QueueFull("full")
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        assert (await client.responses.cancel(created.id)).status == "cancelled"
+        stream = await client.responses.retrieve(created.id, stream=True)
+        assert [event.type async for event in stream][-1] == "response.incomplete"
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_an_error_of_the_request_is_that_of_the_response(tmp_path: Path) -> None:
+    ring = ScriptedRing([])
+    ring.error = PromptTooLong("prompt has 9000 tokens")
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        failed = await ended(client, created.id)
+        assert failed.status == "failed" and failed.error.code == "context_length_exceeded"
+        assert "9000 tokens" in failed.error.message
+        events = [one async for one in await client.responses.retrieve(created.id, stream=True)]
+        assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_a_full_queue_delays_the_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_run, "RETRY_AFTER_S", 0.0)
+    ring = ScriptedRing(["No"])
+    ring.error = QueueFull("full")
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        while len(ring.handles) < 2:
+            assert (await client.responses.retrieve(created.id)).status == "queued"
+            await asyncio.sleep(0.01)
+        ring.error = None
+        done = await ended(client, created.id)
+        assert done.output_text == "No"
+        stream = [one async for one in await client.responses.retrieve(created.id, stream=True)]
+        assert [one.sequence_number for one in stream] == list(range(len(stream)))
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
+    async def test() -> None:
+        ring = ScriptedRing(["No"])
+        ring.leaves_open = True
+        async with client_of(ring, tmp_path) as client:
+            first = await client.responses.create(**ASK, background=True, instructions="Be brief.")
+            stream = await client.responses.create(
+                **BACKGROUND_ASK, stream=True, extra_body={"seed": 5}
+            )
+            seen = [await anext(stream) for _ in range(5)]
+            second = seen[0].response
+        again = ScriptedRing(["No", " rain."])
+        async with client_of(again, tmp_path) as client:
+            for created in (first, second):
+                done = await ended(client, created.id)
+                assert done.output_text == "No rain." and done.created_at == created.created_at
+            rest = await client.responses.retrieve(second.id, stream=True, starting_after=4)
+            events = [*seen, *[event async for event in rest]]
+            again_events = await client.responses.retrieve(second.id, stream=True)
+            assert events == [event async for event in again_events]
+        # The same is asked under the same ids, with the same seed also where none was given.
+        kept = [[options["kept"] for *_, options in one.submitted] for one in (ring, again)]
+        assert [one._replace(is_resent=True) for one in kept[0]] == kept[1]
+        seeds = [params.seed for _, params, _ in ring.submitted]
+        assert [params.seed for _, params, _ in again.submitted] == seeds
+        assert seeds[1] == 5 and seeds[0] is not None
+        assert [turns for turns, *_ in again.submitted] == [turns for turns, *_ in ring.submitted]
+        third = ScriptedRing(["No"])
+        async with client_of(third, tmp_path) as client:
+            assert (await client.responses.retrieve(first.id)).output_text == "No rain."
+        assert third.submitted == []
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        with pytest.raises(openai.ConflictError, match="has not ended"):
+            await client.responses.create(**ASK, previous_response_id=created.id)
+        while not ring.handles:
+            await asyncio.sleep(0.01)
+        await client.responses.delete(created.id)
+        assert ring.handles[0].aborted
+        with pytest.raises(openai.NotFoundError, match="was deleted"):
+            await client.responses.retrieve(created.id)
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_the_number_of_open_responses_is_bounded(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        for _ in range(2):
+            await client.responses.create(**BACKGROUND_ASK)
+        with pytest.raises(openai.RateLimitError, match="--max-background-responses"):
+            await client.responses.create(**BACKGROUND_ASK)
+
+    run(ring, test, data_dir=str(tmp_path), max_background_responses=2)
+
+
+def test_open_responses_outlive_the_bounds_of_the_store(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        while not ring.handles:
+            await asyncio.sleep(0.01)
+        ring.leaves_open = False
+        for _ in range(3):
+            await client.responses.create(**ASK)
+        assert (await client.responses.retrieve(created.id)).status == "in_progress"
+
+    run(ring, test, data_dir=str(tmp_path), max_stored_responses=1)
+
+
+def test_an_end_that_cannot_be_stored_is_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "RETRY_S", 0.0)
+    monkeypatch.setattr(background_run, "RETRY_S", 0.01)
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK)
+        while not ring.handles:
+            await asyncio.sleep(0.01)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        try:
+            finish(ring, " rain.")
+            assert (await ended(client, created.id)).output_text == "No rain."
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        ids.append(created.id)
+
+    async def read(client: Any) -> None:
+        assert (await client.responses.retrieve(ids[0])).output_text == "No rain."
+
+    ids: list[str] = []
+    run(ring, test, data_dir=str(tmp_path))
+    run(ScriptedRing(["No", " rain."]), read, data_dir=str(tmp_path))
+
+
+def test_wrong_uses_of_the_background_are_refused(tmp_path: Path) -> None:
+    async def with_store(client: Any) -> None:
+        await refused(client, "store", "must be true", background=True, store=False)
+
+    async def without_store(client: Any) -> None:
+        await refused(client, "background", "--data-dir", background=True)
+
+    run(ScriptedRing(["No"]), with_store, data_dir=str(tmp_path))
+    run(ScriptedRing(["No"]), without_store)
+
+
+def test_the_events_of_a_response_in_the_background_add_up(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No", " rain", "."])
+
+    async def test(client: Any) -> None:
+        stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
+        events = [event async for event in stream]
+        queued = [event for event in events if event.type == "response.queued"]
+        assert len(queued) == 1 and events[1] is queued[0]
+        for number, event in enumerate(rest := [events[0], *events[2:]]):
+            event.sequence_number = number
+        check_events(rest)
+
+    run(ring, test, data_dir=str(tmp_path))

@@ -1,0 +1,54 @@
+"""The metrics of several replicas have the label `replica`, and those of one have not."""
+
+from typing import Any
+
+from prometheus_client.core import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from http_proc.endpoints.metrics import Collector
+from http_proc.observe.request_metrics import RequestMetrics
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.worker import WorkerReady
+from scheduler_proc.scheduler import Scheduler
+
+
+class NoSender:
+    def send(self, message: object) -> None:
+        """Do nothing."""
+
+
+def info_of(ready: bool = True) -> dict[str, Any]:
+    """Return what a scheduler reports."""
+    scheduler = Scheduler(SchedulerArgs(), frozenset(), NoSender(), NoSender(), lambda: 1.0)
+    if ready:
+        scheduler.step([], [WorkerReady(10, 16, 4, "float32", "cpu", prefill_tokens=64)])
+    return dict(scheduler.info())
+
+
+def text_of(info: dict[str, Any]) -> list[str]:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector("m", info, 0, RequestMetrics()))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_every_metric_of_the_ring_names_its_replica_once() -> None:
+    replicas = [{"replica": number, **info_of()} for number in (0, 2)]
+    text = text_of({**info_of(), "replicas": replicas, "num_replicas": 3, "requests_moved": 7})
+    for number in (0, 2):
+        assert f'quadriga:steps_total{{model_name="m",replica="{number}"}} 0.0' in text
+        assert f'quadriga:replica_up{{model_name="m",replica="{number}"}} 1.0' in text
+    assert 'quadriga:replica_up{model_name="m",replica="1"} 0.0' in text
+    assert 'quadriga:requests_moved_total{model_name="m"} 7.0' in text
+    helps = [line for line in text if line.startswith("# HELP")]
+    assert len(helps) == len(set(helps))
+    alone = {line.split()[2] for line in text_of(info_of()) if line.startswith("# HELP")}
+    several = {line.split()[2] for line in helps}
+    assert several - alone == {"quadriga:replica_up", "quadriga:requests_moved_total"}
+    assert alone <= several
+
+
+def test_a_replica_without_a_worker_is_not_up_and_one_alone_has_no_label() -> None:
+    replicas = [{"replica": 0, **info_of()}, {"replica": 1, **info_of(ready=False)}]
+    text = text_of({**info_of(), "replicas": replicas, "num_replicas": 2, "requests_moved": 0})
+    assert 'quadriga:replica_up{model_name="m",replica="1"} 0.0' in text
+    assert not any('replica="' in line for line in text_of(info_of()))

@@ -1,0 +1,281 @@
+"""Requests at several replicas: sent, aborted, moved with their tokens, and drained."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from quadriga.config.replica_args import IN_TURN
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.public import (
+    Info,
+    ProgressAnswer,
+    RequestProgress,
+    RequestState,
+)
+from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
+from quadriga.wire.messages.to_detok import Delivered, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_scheduler import (
+    CLIENT,
+    CLIENT_LOST,
+    AbortRequest,
+    ChoiceProgress,
+    Drain,
+    EndsDelivered,
+    InfoRequest,
+    MovedSubmit,
+    ProgressRequest,
+    Submit,
+)
+from quadriga.wire.sockets import Outbox, encode
+from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.router import Router
+
+BLOCK, PAGE = 64, 16
+
+
+@dataclass
+class FakeOutbox:
+    """Keeps what is sent.
+
+    Attributes:
+        num_renewals: number of calls of `renew`.
+    """
+
+    sent: list[msgspec.Struct] = field(default_factory=list)
+    num_renewals: int = 0
+    socket: Any = field(default_factory=lambda: SimpleNamespace(close=lambda linger: None))
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sent.append(message)
+
+    def renew(self) -> None:
+        self.num_renewals += 1
+
+    def take(self) -> list[msgspec.Struct]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class World:
+    """Two replicas in turn, whose messages a test makes."""
+
+    def __init__(self, num_replicas: int = 2, is_known: bool = True) -> None:
+        self.outboxes = [FakeOutbox() for _ in range(num_replicas)]
+        self.delivered: list[tuple[bytes, bytes, Delivered]] = []
+        router = Router[Name](IN_TURN, num_replicas, BLOCK, PAGE, 100)
+        self.replicas = Replicas(
+            cast("list[Outbox]", self.outboxes),
+            router,
+            BLOCK,
+            lambda *it: self.delivered.append(it),
+        )
+        self.router = router
+        for number in range(num_replicas if is_known else 0):
+            self.news(number, restates=True)
+
+    def submit(self, request_id: str, n: int = 1, retry: bool = False, **params: Any) -> int:
+        """Submit a request, and return the replica that got it; -1 for none."""
+        sampling = SamplingParams(max_new_tokens=9, seed=0, n=n, **params)
+        prompt = pack_ids(range(10))
+        self.replicas.send(
+            Submit(b"c", request_id, prompt, sampling, True, 1.0, 2.0, client_retry=retry)
+        )
+        got = [n for n, outbox in enumerate(self.outboxes) if self._has(outbox, request_id)]
+        for outbox in self.outboxes:
+            outbox.take()
+        return got[0] if got else -1
+
+    @staticmethod
+    def _has(outbox: FakeOutbox, request_id: str) -> bool:
+        return any(isinstance(m, Submit) and m.request_id == request_id for m in outbox.sent)
+
+    def news(
+        self,
+        number: int,
+        started: list[tuple[int, str, int]] | None = None,
+        tokens: dict[int, int] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Report a step: started choices as (seq, id, index), and tokens by seq."""
+        choices = [
+            HeldChoice(seq, b"c", name, index, b"", 5.0) for seq, name, index in started or ()
+        ]
+        seqs = list(tokens or {})
+        step = StepNews(ReplicaNews(**fields), choices, seqs, pack_ids((tokens or {}).values()))
+        self.replicas.on_delivery(number, [b"", b"", encode(step)])
+
+    def end(self, number: int, request_id: str, index: int = 0, settled: int = 0) -> None:
+        delivered = ReplicaDelivered([request_id], 3, [settled], False, [2], indexes=[index])
+        self.replicas.on_delivery(number, [b"c", b"text", encode(delivered)])
+
+
+def moved(messages: list[msgspec.Struct]) -> list[MovedSubmit]:
+    return [message for message in messages if isinstance(message, MovedSubmit)]
+
+
+def test_a_request_goes_on_at_another_replica_with_the_tokens_that_its_client_may_have() -> None:
+    world = World()
+    home = world.submit("a")
+    world.news(home, [(70, "a", 0)], {70: 11})
+    world.news(home, None, {70: 12})
+    world.replicas.on_lost(home)
+    (message,) = moved(world.outboxes[1 - home].take())
+    assert message.progress == [ChoiceProgress(0, pack_ids([11, 12]), 5.0)]
+    assert message.frontend_retry
+    assert not message.client_retry
+    # The other one restates it with a number of its own, and it may be lost, too.
+    world.news(1 - home, None, {}, held=[HeldChoice(5, b"c", "a", 0, pack_ids([11, 12]), 5.0)])
+    world.news(1 - home, None, {5: 13})
+    world.end(1 - home, "a", settled=5)
+    assert world.delivered[-1] == (b"c", b"text", Delivered(["a"], 3, generated=[2]))
+    assert EndsDelivered([5]) in world.outboxes[1 - home].take()
+    assert world.router.ledger.costs == [0.0, 0.0]
+
+
+def test_a_lost_replica_delivers_nothing_more() -> None:
+    world = World()
+    home = world.submit("a")
+    world.replicas.on_lost(home)
+    world.end(home, "a")
+    assert world.delivered == []
+
+
+def test_choices_that_have_ended_do_not_move() -> None:
+    world = World()
+    home = world.submit("a", n=3)
+    world.news(home, [(7, "a", 0), (8, "a", 1)], {7: 1, 8: 2})
+    world.end(home, "a", index=0)
+    world.replicas.on_lost(home)
+    (message,) = moved(world.outboxes[1 - home].take())
+    assert message.progress == [ChoiceProgress(1, pack_ids([2]), 5.0), ChoiceProgress(2)]
+
+
+def test_a_request_with_logprobs_begins_anew() -> None:
+    world = World()
+    home = world.submit("a", logprobs=1)
+    world.news(home, [(7, "a", 0)], {7: 1})
+    world.replicas.on_lost(home)
+    (message,) = moved(world.outboxes[1 - home].take())
+    assert message.progress == [ChoiceProgress(0)]
+
+
+def test_an_abort_follows_its_request() -> None:
+    world = World()
+    home = world.submit("a")
+    other = world.submit("b")
+    world.replicas.send(AbortRequest(b"c", "a", CLIENT))
+    assert world.outboxes[home].take() == [AbortRequest(b"c", "a", CLIENT)]
+    assert world.outboxes[other].take() == []
+    world.replicas.on_lost(home)
+    assert AbortRequest(b"c", "a", CLIENT) in world.outboxes[other].take()
+    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    assert world.outboxes[other].take() == [AbortRequest(b"c", "", CLIENT_LOST)]
+
+
+def test_a_new_scheduler_is_sent_what_its_replica_has() -> None:
+    world = World()
+    home = world.submit("a")
+    world.submit("b")
+    world.news(home, [(7, "a", 0)], {7: 1})
+    world.replicas.on_died(home, "scheduler_proc")
+    assert [world.submit(f"{n}") for n in range(3)] == [1 - home] * 3
+    world.replicas.on_restarted(home, "scheduler_proc")
+    assert world.outboxes[home].num_renewals == 1
+    (message,) = moved(world.outboxes[home].take())
+    assert (message.request_id, message.progress) == (
+        "a",
+        [ChoiceProgress(0, pack_ids([1]), 5.0)],
+    )
+    assert home in [world.submit(f"later-{n}") for n in range(2)]
+
+
+def test_a_new_frontend_sends_a_request_to_the_replica_that_has_it() -> None:
+    world = World(is_known=False)
+    assert world.submit("queued", retry=True) == -1
+    assert world.submit("ended", retry=True) == -1
+    assert world.submit("unknown", retry=True) == -1
+    assert world.submit("new") >= 0
+    held = [HeldChoice(3, b"c", "queued", 0), HeldChoice(4, b"c", "left", 0, pack_ids([5]), 1.0)]
+    world.news(1, restates=True, held=held)
+    assert world.outboxes[1].take() == []
+    world.news(0, restates=True, ended=[EndedRequest(b"c", "ended")])
+    sent = [
+        {m.request_id for m in outbox.take() if isinstance(m, Submit)} for outbox in world.outboxes
+    ]
+    assert "queued" in sent[1]
+    assert "ended" in sent[0]
+    assert "unknown" in sent[0] | sent[1]
+    # The client of `left` never comes back: its end is not passed on as one of this frontend's.
+    world.end(1, "left")
+    assert world.submit("left", retry=True) == 1
+
+
+def test_a_replica_that_is_lost_does_not_keep_others_waiting() -> None:
+    world = World(is_known=False)
+    world.submit("a", retry=True)
+    world.news(1, restates=True)
+    world.replicas.on_lost(0)
+    assert [m.request_id for m in world.outboxes[1].take() if isinstance(m, Submit)] == ["a"]
+
+
+def test_an_answer_to_a_question_is_made_of_all_replicas() -> None:
+    world = World()
+    world.replicas.send(InfoRequest(b"c", "q", {"model": "m", "pids": {"tokenizer_proc": 1}}))
+    for number in range(2):
+        values = {
+            "model": "m", "requests_moved": 0, "running": 2 + number, "ready": number == 1,
+            "page_size": 16, "stage_seconds": {"queue": {"1": 1, "sum": 0.5}}, "dtype": "float32",
+            "pids": {"tokenizer_proc": 1, "scheduler_proc": 10 + number},
+        }  # fmt: skip
+        info = encode(Info("q", values))
+        answered = encode(ReplicaDelivered(inspected=True))
+        assert world.delivered == []
+        world.replicas.on_delivery(number, [b"c", info, answered])
+    (client, payload, delivered) = world.delivered[0]
+    found = msgspec.msgpack.decode(payload, type=Info).values
+    assert (client, delivered) == (b"c", Delivered(inspected=True))
+    assert (found["running"], found["ready"], found["page_size"]) == (5, True, 16)
+    assert found["stage_seconds"] == {"queue": {"1": 2, "sum": 1.0}}
+    assert found["pids"] == {"tokenizer_proc": 1, "scheduler_proc/0": 10, "scheduler_proc/1": 11}
+    assert [(one["replica"], one["running"]) for one in found["replicas"]] == [(0, 2), (1, 3)]
+
+
+def test_progress_is_that_of_the_replica_which_has_the_request() -> None:
+    world = World()
+    world.replicas.send(ProgressRequest(b"c", "q", ["a", "b"]))
+    known, unknown = RequestProgress(RequestState.DECODING), RequestProgress(RequestState.UNKNOWN)
+    for number, values in enumerate([[unknown, known], [known, unknown]]):
+        answer = encode(ProgressAnswer("q", values))
+        world.replicas.on_delivery(number, [b"c", answer, encode(ReplicaDelivered(inspected=True))])
+    answer_type = msgspec.msgpack.decode(world.delivered[0][1], type=ProgressAnswer)
+    assert answer_type.values == [known, known]
+
+
+def test_a_replica_that_dies_does_not_keep_an_answer_back() -> None:
+    world = World()
+    world.replicas.send(InfoRequest(b"c", "q", {}))
+    info = encode(Info("q", {"running": 2}))
+    world.replicas.on_delivery(1, [b"c", info, encode(ReplicaDelivered(inspected=True))])
+    assert world.delivered == []
+    world.replicas.on_died(0, "worker_proc")
+    assert len(world.delivered) == 1
+    world.replicas.send(InfoRequest(b"c", "r", {}))
+    info = encode(Info("r", {"running": 2}))
+    world.replicas.on_delivery(1, [b"c", info, encode(ReplicaDelivered(inspected=True))])
+    assert len(world.delivered) == 2
+
+
+def test_the_server_has_drained_when_every_replica_has() -> None:
+    world = World()
+    home = world.submit("a")
+    world.replicas.send(Drain())
+    world.replicas.on_delivery(1 - home, [b"", b"", b""])
+    assert world.delivered == []
+    world.replicas.on_lost(home)  # its request is at the other one now, which says it again
+    assert world.delivered == []
+    world.replicas.on_delivery(1 - home, [b"", b"", b""])
+    assert world.delivered == [(b"", b"", Delivered())]

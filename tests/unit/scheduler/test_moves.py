@@ -1,0 +1,130 @@
+"""A request that moves to another scheduler goes on from its tokens, and is journaled with them."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_detok import ReplicaOutput
+from quadriga.wire.messages.to_scheduler import (
+    ChoiceProgress,
+    DetokReady,
+    FrontendRestarted,
+    MovedSubmit,
+    Submit,
+)
+from scheduler_proc.events import StepEvents
+from scheduler_proc.observe.replica_report import ReplicaReport
+from tests.unit.journal_runs import Run, outline, release_journal
+from tests.unit.simulation import World, reference, submit
+
+PROMPT = [5, 6, 7]
+
+
+def moved(message: Submit, *progress: ChoiceProgress, num_losses: int = 1) -> MovedSubmit:
+    fields = msgspec.structs.asdict(message) | {"frontend_retry": True}
+    return MovedSubmit(**fields, progress=list(progress), num_losses=num_losses)
+
+
+def known(tokens: list[int], index: int = 0) -> ChoiceProgress:
+    return ChoiceProgress(index, pack_ids(tokens), 3.0)
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 5, 11])
+def test_it_goes_on_from_the_tokens_that_its_client_has(num_known: int) -> None:
+    world, expected = World(SchedulerArgs()), reference(PROMPT, 12, True)
+    message = submit("a", PROMPT, 12, ignore_eos=True)
+    world.send(moved(message, known(expected[:num_known])))
+    world.run()
+    assert world.detok.tokens["a"] == expected
+    assert world.detok.closed["a"].finish_reason == "length"
+    assert world.scheduler.info()["pages_held"] == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "tokens", "reason", "matched"),
+    [
+        (submit("a", PROMPT, 3, ignore_eos=True), reference(PROMPT, 3, True), "length", None),
+        (submit("a", PROMPT, 9, stop_token_ids=[77]), [70, 77], "stop", 77),
+    ],
+)
+def test_one_that_has_all_of_its_tokens_ends_at_once(
+    message: Submit, tokens: list[int], reason: str, matched: int | None
+) -> None:
+    world = World(SchedulerArgs())
+    world.send(moved(message, known(tokens)))
+    world.run()
+    assert world.detok.tokens["a"] == tokens
+    closed = world.detok.closed["a"]
+    assert (closed.finish_reason, closed.matched_stop) == (reason, matched)
+    assert world.scheduler.info()["steps"] == 0
+
+
+def test_only_the_choices_that_go_on_run() -> None:
+    world = World(SchedulerArgs())
+    message = submit("a", PROMPT, 6, ignore_eos=True)
+    message = msgspec.structs.replace(message, params=msgspec.structs.replace(message.params, n=3))
+    world.send(moved(message, ChoiceProgress(2)))
+    world.run()
+    assert [replay.opening.index for replay in world.detok.replayed] == [2]
+    assert world.scheduler.info()["ended"]["length"] == 1
+
+
+def test_a_scheduler_takes_a_moved_request_once() -> None:
+    world = World(SchedulerArgs())
+    message = moved(submit("a", PROMPT, 12, ignore_eos=True), known([]))
+    world.send(message, message)
+    world.run()
+    assert world.detok.tokens["a"] == reference(PROMPT, 12, True)
+
+
+def test_one_that_was_at_two_lost_replicas_runs_alone() -> None:
+    world = World(SchedulerArgs())
+    message = submit("a", PROMPT, 12, ignore_eos=True)
+    world.send(moved(message, known([]), num_losses=2), submit("b", [9], 12, ignore_eos=True))
+    world.step()
+    assert len(world.scheduler.lifecycle.core.quarantine) == 1
+    world.run()
+    assert world.detok.tokens["a"] == reference(PROMPT, 12, True)
+
+
+def test_its_journal_has_its_tokens_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    message = moved(run_message(), known([11, 12], 1))
+    (request,) = run.requests.add(message)
+    run.journal.append(StepEvents(accepted=[(message, [request])]))
+    run.generate(request, 13)
+    run.journal.commit()
+    expected = [("m", 1, [11, 12, 13], False, False)]
+    assert outline(run.recovered()) == expected
+    run.journal.compact()
+    assert outline(run.recovered()) == expected
+    release_journal(run.journal)
+
+
+def run_message() -> Submit:
+    message = submit("m", [7, 8], 20)
+    return msgspec.structs.replace(
+        message, params=msgspec.structs.replace(message.params, n=2, seed=1)
+    )
+
+
+def test_a_replica_reports_what_it_holds_to_a_new_frontend_and_to_a_new_detokenizer() -> None:
+    seen: list[msgspec.Struct] = []
+    world = World(SchedulerArgs(), observe=lambda _link, message: seen.append(message))
+    world.scheduler.lifecycle.report = ReplicaReport()
+    world.send(submit("a", PROMPT, 12, ignore_eos=True), submit("ended", [9], 1))
+    for _ in range(6):
+        world.step()
+    for message in (FrontendRestarted(), DetokReady(world.detok.session)):
+        seen.clear()
+        world.send(message)
+        world.step()
+        news = [m.news for m in seen if isinstance(m, ReplicaOutput) and m.news is not None]
+        (restated,) = [one for one in news if one.restates]
+        assert [(held.request_id, held.index) for held in restated.held] == [("a", 0)]
+        assert len(restated.held[0].token_ids) > 0
+        assert [ended.request_id for ended in restated.ended] == ["ended"]
+    world.run()

@@ -1,0 +1,381 @@
+"""The replicas, as the frontend sees them: one scheduler to send to, and one source of results.
+
+Each request is at one replica at a time. When a replica is lost, its requests go on at the others
+from the tokens that are noted here (placed.py).
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quadriga.errors import InvalidRequest
+from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.replica_news import HeldChoice
+from quadriga.wire.messages.to_detok import Delivered, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_scheduler import (
+    AbortRequest,
+    Drain,
+    EndsDelivered,
+    InfoRequest,
+    ProgressRequest,
+    Submit,
+    WatchSteps,
+)
+from quadriga.wire.sockets import Outbox, encode
+from tokenizer_proc.open_requests import ClientRequests
+from tokenizer_proc.replicas.placed import Name, PlacedChoice, PlacedRequest
+from tokenizer_proc.replicas.questions import MergedAnswer, Questions
+from tokenizer_proc.replicas.router import Router
+
+# Ended requests of each replica whose place is remembered, for clients that ask for them again.
+MAX_ENDED = 4096
+Deliver = Callable[[bytes, bytes, Delivered], None]
+
+_decode_news = msgspec.msgpack.Decoder(StepNews).decode
+_decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What is known of a replica.
+
+    Attributes:
+        outbox: to its scheduler.
+        dead: its processes that are being restarted.
+        is_lost: it has ended for good.
+        is_known: it has said which requests it holds, since this frontend began.
+        has_drained: it has nothing left after the last Drain.
+        num_waiting: length of its waiting queue, as it was last reported.
+        wait_s: expected wait of one more request there; None while its queue is far from full.
+        choices: open choices by the scheduler's numbers.
+    """
+
+    outbox: Outbox
+    dead: set[str] = field(default_factory=set)
+    is_lost: bool = False
+    is_known: bool = False
+    has_drained: bool = False
+    num_waiting: int = 0
+    wait_s: float | None = None
+    choices: dict[int, PlacedChoice] = field(default_factory=dict)
+
+
+class Replicas:
+    """Send requests to their replicas, and pass on what these deliver.
+
+    Args:
+        outboxes: to the schedulers, in the order of the replicas.
+        router: chooses the replicas.
+        block_tokens: tokens of a block of the router's index.
+        deliver: called with address, message and Delivered of each result for a client. An empty
+            address stands for Drained.
+    """
+
+    def __init__(
+        self, outboxes: list[Outbox], router: Router[Name], block_tokens: int, deliver: Deliver
+    ) -> None:
+        self._router = router
+        self._block_tokens = block_tokens
+        self._deliver = deliver
+        self._replicas = [ReplicaState(outbox) for outbox in outboxes]
+        self._placed = ClientRequests[PlacedRequest]()
+        self._waiting: dict[Name, PlacedRequest] = {}
+        self._ended: OrderedDict[Name, int] = OrderedDict()
+        self._questions = Questions()
+        self._is_draining = False
+        self.num_moved = 0
+
+    # --- to the schedulers ------------------------------------------------------------------------
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message of the frontend to the schedulers that it concerns."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case AbortRequest():
+                self._abort(message)
+            case InfoRequest() | ProgressRequest():
+                self._ask(message)
+            case WatchSteps():
+                raise InvalidRequest(
+                    f"this server has {len(self._replicas)} replicas (--dp), and the live feed is"
+                    " made of one: watch a server that is started without --dp"
+                )
+            case Drain():
+                self._is_draining = True
+                self._send_drain()
+            case _:
+                self._broadcast(message)
+
+    def _ask(self, question: InfoRequest | ProgressRequest) -> None:
+        if isinstance(question, InfoRequest):
+            values = {
+                **question.values,
+                "num_replicas": len(self._replicas),
+                "requests_moved": self.num_moved,
+            }
+            question = msgspec.structs.replace(question, values=values)
+        self._questions.ask(question, (n for n, r in self._live() if not r.dead))
+        self._broadcast(question)
+
+    def renew(self) -> None:
+        """Send everything to new schedulers."""
+        for number, _ in list(self._live()):
+            self._resend(number)
+
+    def _live(self) -> Iterator[tuple[int, ReplicaState]]:
+        return ((n, replica) for n, replica in enumerate(self._replicas) if not replica.is_lost)
+
+    def _broadcast(self, message: msgspec.Struct) -> None:
+        for _, replica in self._live():
+            replica.outbox.send(message)
+
+    def _submit(self, submit: Submit) -> None:
+        name = submit.client, submit.request_id
+        placed = self._placed.find(*name)
+        if placed is None:
+            placed = PlacedRequest(name)
+            self._placed.put(*name, placed)
+        placed.submit = submit
+        if submit.client_retry:
+            placed.ended.clear()  # all choices end once more
+        if placed.replica is not None:
+            self._replicas[placed.replica].outbox.send(submit)
+        elif submit.client_retry and not self._all_known:
+            self._waiting[name] = placed
+        else:
+            self._place(placed, submit)
+
+    @property
+    def _all_known(self) -> bool:
+        return all(replica.is_known for _, replica in self._live())
+
+    def _place(self, placed: PlacedRequest, submit: Submit) -> None:
+        """Send a request to a replica: where it has ended before, or to the router's choice."""
+        prompt, earlier = placed.prompt(self._block_tokens), self._ended.get(placed.name)
+        if submit.client_retry and earlier is not None and not self._replicas[earlier].is_lost:
+            self._router.count(placed.name, earlier, prompt)
+            placed.replica = earlier
+        else:
+            placed.replica = self._router.place(placed.name, prompt).replica
+        replica = self._replicas[placed.replica]
+        replica.outbox.send(submit)
+        if placed.aborted_by:
+            replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
+
+    def _abort(self, message: AbortRequest) -> None:
+        for request_id, placed in self._placed.of_client(message.client).items():
+            if message.request_id in ("", request_id):
+                placed.aborted_by = message.by
+        placed_one = self._placed.find(message.client, message.request_id)
+        if placed_one is not None and placed_one.replica is not None:
+            self._replicas[placed_one.replica].outbox.send(message)
+        else:
+            self._broadcast(message)
+
+    def _send_drain(self) -> None:
+        """Make every replica report when it has nothing left; it may have got more meanwhile."""
+        if self._is_draining and not self._waiting:
+            for _, replica in self._live():
+                replica.has_drained = False
+                replica.outbox.send(Drain())
+
+    # --- from the detokenizers --------------------------------------------------------------------
+
+    def on_delivery(self, number: int, frames: list[bytes]) -> None:
+        """Take in three frames of a replica's detokenizer."""
+        replica = self._replicas[number]
+        client, payload, delivered_frame = frames
+        if replica.is_lost:
+            return
+        if client:
+            self._on_result(number, client, payload, _decode_delivered(delivered_frame))
+        elif delivered_frame:
+            self._on_news(number, _decode_news(delivered_frame))
+        else:
+            replica.has_drained = True
+            self._report_drained()
+
+    def _report_drained(self) -> None:
+        if self._is_draining and all(replica.has_drained for _, replica in self._live()):
+            self._deliver(b"", b"", Delivered())
+
+    def _on_result(
+        self, number: int, client: bytes, payload: bytes, delivered: ReplicaDelivered
+    ) -> None:
+        replica = self._replicas[number]
+        if delivered.inspected:
+            answer = self._questions.take(number, client, payload)
+            if answer is not None:
+                self._deliver_answer(answer)
+            return
+        if delivered.waiting is not None:
+            replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
+        for request_id, index in zip(delivered.ended, delivered.indexes, strict=True):
+            self._on_end(number, (client, request_id), index)
+        if delivered.settled:
+            replica.outbox.send(EndsDelivered(delivered.settled))
+        waiting = sum(replica.num_waiting for _, replica in self._live())
+        passed_on = Delivered(
+            delivered.ended, waiting, generated=delivered.generated, wait_s=self._wait_s()
+        )
+        self._deliver(client, payload, passed_on)
+
+    def _wait_s(self) -> float | None:
+        """Return the shortest expected wait; None while some queue is far from full."""
+        waits = [replica.wait_s for _, replica in self._live()]
+        known = [wait_s for wait_s in waits if wait_s is not None]
+        return min(known) if known and len(known) == len(waits) else None
+
+    def _deliver_answer(self, answer: MergedAnswer) -> None:
+        self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
+
+    def _on_end(self, number: int, name: Name, index: int) -> None:
+        placed = self._placed.find(*name)
+        if placed is None or placed.replica != number:
+            return
+        placed.ended.add(index)
+        self._router.on_end(name, index)
+        choice = placed.choices.pop(index, None)
+        if choice is not None:
+            self._replicas[number].choices.pop(choice.seq, None)
+        if placed.has_ended:
+            self._forget(placed)
+            self._remember_ended(name, number)
+
+    def _forget(self, placed: PlacedRequest) -> None:
+        self._router.forget(placed.name)
+        self._placed.remove(*placed.name)
+
+    def _remember_ended(self, name: Name, number: int) -> None:
+        self._ended.pop(name, None)
+        self._ended[name] = number
+        while len(self._ended) > MAX_ENDED * len(self._replicas):
+            self._ended.popitem(last=False)
+
+    # --- what a replica reports -------------------------------------------------------------------
+
+    def _on_news(self, number: int, step: StepNews) -> None:
+        """Note the tokens of a step, whose texts follow."""
+        replica, news = self._replicas[number], step.news
+        self._router.on_news(number, news)
+        if news.restates:
+            replica.choices.clear()
+            for ended in news.ended:
+                self._remember_ended((ended.client, ended.request_id), number)
+        for held in news.held:
+            self._hold(number, held)
+        for started in step.started:
+            self._hold(number, started)
+        choices = replica.choices
+        for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
+            if (choice := choices.get(seq)) is not None:
+                choice.token_ids.append(token)
+        if news.restates and not replica.is_known:
+            replica.is_known = True
+            self._place_waiting()
+
+    def _hold(self, number: int, held: HeldChoice) -> None:
+        """Note that a replica has a choice of a request, and its tokens."""
+        name = held.client, held.request_id
+        placed = self._placed.find(*name)
+        if placed is None:  # its client comes back to this frontend, which replaces another one
+            placed = PlacedRequest(name)
+            self._placed.put(*name, placed)
+        if placed.replica is None:
+            placed.replica = number
+            self._router.count(name, number, placed.prompt(self._block_tokens))
+        if placed.replica != number or held.index in placed.ended:
+            return
+        choice = placed.choice(held.index)
+        choice.seq = held.seq
+        choice.token_ids = unpack_ids(held.token_ids)
+        choice.first_token_at = choice.first_token_at or held.first_token_at
+        self._replicas[number].choices[held.seq] = choice
+        if held.first_token_at:
+            self._router.on_start(name, held.index)
+
+    def _place_waiting(self) -> None:
+        """Send the requests that have waited, once every replica has said what it holds."""
+        if not self._all_known:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for placed in waiting.values():
+            assert placed.submit is not None
+            if placed.replica is None:
+                self._place(placed, placed.submit)
+            else:
+                self._replicas[placed.replica].outbox.send(placed.submit)
+        if waiting:
+            self._send_drain()
+
+    # --- deaths -----------------------------------------------------------------------------------
+
+    def on_died(self, number: int, process: str) -> None:
+        """Take in that a process of a replica has died, and is being restarted."""
+        self._replicas[number].dead.add(process)
+        self._set_up()
+        self._give_up_answers(number)
+
+    def on_restarted(self, number: int, process: str) -> None:
+        """Take in that a process of a replica is ready again."""
+        self._replicas[number].dead.discard(process)
+        self._set_up()
+        if process == "scheduler_proc":
+            self._resend(number)
+
+    def _resend(self, number: int) -> None:
+        """Send everything of a replica to its new scheduler, which knows what it had journaled."""
+        replica = self._replicas[number]
+        replica.outbox.renew()
+        replica.choices.clear()
+        for placed in self._of_replica(number):
+            replica.outbox.send(placed.moved())
+            if placed.aborted_by:
+                replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
+        self._send_drain()
+
+    def on_lost(self, number: int) -> None:
+        """Move the requests of a replica that has ended for good to the others."""
+        replica = self._replicas[number]
+        if replica.is_lost:
+            return
+        replica.is_lost = True
+        replica.outbox.socket.close(linger=0)
+        self._set_up()
+        self._give_up_answers(number)
+        if not self._router.has_replica:
+            return  # the server ends
+        moved = self._of_replica(number)
+        for placed in moved:
+            self._move(placed)
+        for placed in [p for p in self._placed if p.replica == number]:
+            self._placed.remove(*placed.name)  # its client sends it again
+        logging.warning("replica %d is lost: %d requests go on at others", number, len(moved))
+        self._place_waiting()
+        self._send_drain()
+        self._report_drained()
+
+    def _of_replica(self, number: int) -> list[PlacedRequest]:
+        return [p for p in self._placed if p.replica == number and p.submit is not None]
+
+    def _move(self, placed: PlacedRequest) -> None:
+        self.num_moved += 1
+        placed.num_losses += 1
+        for choice in placed.choices.values():
+            choice.seq = -1
+        self._place(placed, placed.moved())
+
+    def _set_up(self) -> None:
+        """Give new requests to the replicas that run; without any, to those that come back."""
+        has_running = any(not replica.dead for _, replica in self._live())
+        for number, replica in enumerate(self._replicas):
+            is_up = not replica.is_lost and not (replica.dead and has_running)
+            self._router.set_up(number, is_up)
+
+    def _give_up_answers(self, number: int) -> None:
+        for answer in list(self._questions.give_up(number)):
+            self._deliver_answer(answer)
