@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 NUM_STREAMS = 32
 TIMEOUT_S = 60.0
 # The pauses between two cuts are up to this long.
-PAUSE_S = 0.4
+PAUSE_S = 0.1
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from http_proc.apis.responses.background.job import BackgroundJob, new_job
 from http_proc.apis.responses.background.run import BackgroundRun
 from http_proc.apis.responses.plan import ResponsePlan
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE
+from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, Items
 from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
@@ -27,6 +27,7 @@ class BackgroundResponses:
         self._gateway = gateway
         self._store = store
         self._runs: dict[str, BackgroundRun] = {}
+        self._opening: set[asyncio.Task[BackgroundRun]] = set()
         self._going_on = asyncio.create_task(self._go_on())
 
     @property
@@ -45,21 +46,36 @@ class BackgroundResponses:
         self._check_room()
         job, response = new_job(plan, body, head), plan.answer(head).response
         response.store = True
-        await self._store.open_response(response, plan.given, msgspec.msgpack.encode(job))
-        run = self._start(job, response, is_resent=False)
+        # What is stored must be made, also if the client leaves while it is being stored.
+        opening = asyncio.create_task(self._open(job, response, plan.given))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opened)
+        run = await asyncio.shield(opening)
         return await send_events(request, run, 0) if plan.call.stream else json_response(response)
+
+    async def _open(
+        self, job: BackgroundJob, response: ResponseObject, given: Items
+    ) -> BackgroundRun:
+        await self._store.open_response(response, given, msgspec.msgpack.encode(job))
+        return self._start(job, response, is_resent=False)
+
+    def _opened(self, opening: "asyncio.Task[BackgroundRun]") -> None:
+        self._opening.discard(opening)
+        if not opening.cancelled():
+            opening.exception()  # its client has it, unless the client has left
 
     async def stop(self) -> None:
         """End all runs; they are made again at the next start."""
         self._going_on.cancel()
         await asyncio.wait([self._going_on])
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await asyncio.gather(*(run.stop() for run in list(self._runs.values())))
 
     def _check_room(self) -> None:
         if self._gateway.is_draining:
             raise from_ring(ServerStopping("the server is stopping and takes no new requests"), {})
         limit = self._gateway.args.max_background_responses
-        if self.num_open >= limit:
+        if self.num_open + len(self._opening) >= limit:
             raise ApiError(
                 429,
                 f"{limit} responses are made in the background, the limit of this server"

@@ -12,6 +12,7 @@ import pytest
 
 from http_proc.apis.responses.background import run as background_run
 from http_proc.apis.responses.stored import database
+from http_proc.apis.responses.stored.response_store import StoredResponses
 from quadriga.errors import PromptTooLong, QueueFull
 from tests.unit.http.responses.asking import ASK, check_events, refused, run, turns_of
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
@@ -111,6 +112,31 @@ def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -
         assert not ring.handles[0].aborted
 
     run(ring, test, data_dir=str(tmp_path))
+
+
+def test_a_client_that_leaves_while_its_response_is_stored_finds_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StoredResponses.open_response
+    is_storing, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def open_slowly(*args: Any) -> None:
+        await store(*args)
+        is_storing.set()
+        await may_go_on.wait()
+
+    async def test(client: Any) -> None:
+        name = {"X-Request-Id": "rain"}
+        asking = asyncio.create_task(client.responses.create(**BACKGROUND_ASK, extra_headers=name))
+        await is_storing.wait()
+        asking.cancel()
+        for _ in range(20):  # meanwhile the gateway sees that the connection is closed
+            assert (await client.responses.retrieve("resp_rain")).status == "queued"
+        may_go_on.set()
+        assert (await ended(client, "resp_rain")).output_text == "No rain."
+
+    monkeypatch.setattr(StoredResponses, "open_response", open_slowly)
+    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path))
 
 
 def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
