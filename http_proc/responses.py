@@ -18,7 +18,8 @@ from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.public import Accepted
 
-DONE = b"data: [DONE]\n\n"
+END_OF_EVENT = b"\n\n"
+DONE = b"data: [DONE]" + END_OF_EVENT
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -43,7 +44,12 @@ def json_response(body: Any) -> web.Response:
 
 def event(body: bytes) -> bytes:
     """Return a JSON body as a server-sent event."""
-    return b"data: " + body + b"\n\n"
+    return b"data: " + body + END_OF_EVENT
+
+
+def named_event(name: bytes, body: bytes) -> bytes:
+    """Return a JSON body as a server-sent event with a name."""
+    return b"event: " + name + b"\n" + event(body)
 
 
 class Template:

@@ -97,18 +97,13 @@ class SchedulerCore:
 
     @property
     def width(self) -> int:
-        """Number of requests that take part in a decode step."""
+        """Largest number of decode rows of a step."""
         return self._width
 
     @property
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
         return self._budget
-
-    @property
-    def decode_width(self) -> int:
-        """Largest number of decode rows of a step."""
-        return self._width
 
     @property
     def has_work(self) -> bool:

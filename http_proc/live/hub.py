@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from http_proc.live.history import LiveHistory
+from http_proc.responses import named_event
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.live.as_json import server_to_json, step_to_json
 from quadriga.errors import QuadrigaError, QueueFull
@@ -20,7 +21,7 @@ from quadriga.wire.messages.live import LiveMessage, LiveStep
 
 MAX_VIEWERS = 256
 FLUSH_S = 0.1
-# Events that a viewer may be behind; then it loses all of them and begins anew.
+# Events that a viewer may be behind; then it loses all of them and begins with the next.
 MAX_BEHIND = 64
 # The events since the last whole step, which a new viewer gets at once.
 MAX_RECENT_EVENTS = 200
@@ -173,4 +174,4 @@ class LiveHub:
 
 def sse(name: str, body: Any) -> bytes:
     """Return a server-sent event with a name."""
-    return b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n"
+    return named_event(name.encode(), _encode(body))

@@ -1,15 +1,12 @@
 """Streams of a gateway that has died: those that ran go on, and those that had ended can be read.
 
 A stream is started again with the body of its request, by the handler that answered it first. The
-handler needs an aiohttp request, which aiohttp's own server makes, over a Unix socket in a
-directory that only the server's user can enter.
+handler needs an aiohttp request, so that this process sends itself one (loopback.py).
 """
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +15,7 @@ from http_proc.caller import Caller, set_caller
 from http_proc.endpoints.endpoint import Handler
 from http_proc.endpoints.request_body import read_bytes
 from http_proc.gateway import GATEWAY, REQUEST_ID, Gateway, without_prefix
+from http_proc.loopback import LoopbackServer
 from http_proc.observe.request_log import RECORD, RequestLogRecord
 from http_proc.protocol.errors import ApiError
 from http_proc.streams.stream_answer import HANDLERS, answer_of
@@ -125,37 +123,22 @@ class EarlierStreams:
             await self._server.stop()
 
 
-class _OwnRequests:
+class _OwnRequests(LoopbackServer):
     """Requests of this process to itself, which `take` gets."""
 
     def __init__(self, app: web.Application, take: Handler) -> None:
-        self._app = web.Application(client_max_size=app[GATEWAY].args.max_body_bytes)
+        own_app = web.Application(client_max_size=app[GATEWAY].args.max_body_bytes)
         for key, value in app.items():  # what the handlers find in the application of clients
-            self._app[key] = value
-        self._app.router.add_post("/{path:.*}", take)
-        self._run_dir = app[GATEWAY].run_dir
-
-    async def start(self) -> None:
-        """Listen, and connect."""
-        self._directory = tempfile.TemporaryDirectory(prefix="streams-", dir=self._run_dir)
-        path = str(Path(self._directory.name) / "streams")
-        self._runner = web.AppRunner(self._app, access_log=None, handle_signals=False)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, path).start()
-        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
+            own_app[key] = value
+        own_app.router.add_post("/{path:.*}", take)
+        super().__init__(own_app, app[GATEWAY].run_dir, "streams")
 
     async def send(self, row: StreamRow) -> None:
         """Send the request of a row. Raise an ApiError if it is not taken."""
         url, headers = f"http://streams{row.path}", {NAME_HEADER: row.id}
-        async with self._session.post(url, data=row.body, headers=headers) as response:
+        async with self.session.post(url, data=row.body, headers=headers) as response:
             if response.status != 202:
                 raise ApiError(503, await response.text(), "server_error", code="too_many_streams")
-
-    async def stop(self) -> None:
-        """Disconnect, and close the socket."""
-        await self._session.close()
-        await self._runner.cleanup()
-        self._directory.cleanup()
 
 
 EARLIER_STREAMS = web.AppKey("earlier_streams", EarlierStreams)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-END_OF_EVENT = b"\n\n"
+from http_proc.responses import END_OF_EVENT
 
 
 class EventLog:

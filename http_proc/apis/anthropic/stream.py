@@ -11,15 +11,10 @@ from http_proc.apis.anthropic.errors import error_body
 from http_proc.gateway import ResponseHead
 from http_proc.protocol.errors import ApiError
 from http_proc.protocol.timings import timings_body
-from http_proc.responses import SERVER_SENT_EVENTS
+from http_proc.responses import SERVER_SENT_EVENTS, named_event
 from quadriga.client.types import Completion, StreamChunk
 
 _encode = msgspec.json.encode
-
-
-def named_event(name: bytes, body: bytes) -> bytes:
-    """Return a JSON body as a server-sent event with a name."""
-    return b"event: " + name + b"\ndata: " + body + b"\n\n"
 
 
 class MessageStream:

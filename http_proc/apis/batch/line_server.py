@@ -1,15 +1,7 @@
-"""LineServer: answer lines by the code of the HTTP endpoints.
+"""LineServer: answer lines by the code of the HTTP endpoints, which are served a second time."""
 
-The handlers are served a second time, over a Unix socket in a directory that only the server's user
-can enter: without TLS, API keys and the limit of connections, which are for clients. The handlers
-need an aiohttp request, which aiohttp's own server makes.
-"""
-
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -18,6 +10,7 @@ from http_proc.apis.openai.completions import completions
 from http_proc.apis.responses.create import create_response
 from http_proc.caller import Caller, set_caller
 from http_proc.gateway import GATEWAY, Gateway
+from http_proc.loopback import LoopbackServer
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from quadriga.sampling.limits import LIMITS
 
@@ -29,7 +22,6 @@ ENDPOINTS = {
 # The end of a body; the last of several fields of one name counts.
 _PRIORITY = f'"priority":{LIMITS["priority"].minimum}}}'.encode()
 CALLER_HEADER, HAS_USERS_HEADER = "X-Caller", "X-Caller-Has-Users"
-NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
 class LineAnswer(NamedTuple):
@@ -54,28 +46,15 @@ async def take_caller(request: web.Request, handler: Handler) -> web.StreamRespo
     return await handler(request)
 
 
-class LineServer:
+class LineServer(LoopbackServer):
     """The endpoints for lines of batches."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def start(self) -> None:
-        """Listen, and connect."""
-        gateway = self._gateway
         max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
         app = web.Application(middlewares=[request_scope, take_caller], client_max_size=max_bytes)
         app[GATEWAY], app[ERROR_BODIES] = gateway, {}
         app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
-        self._directory = tempfile.TemporaryDirectory(prefix="batch-", dir=gateway.run_dir)
-        path = str(Path(self._directory.name) / "lines")
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, handle_signals=False
-        )
-        await self._runner.setup()
-        await web.UnixSite(self._runner, path).start()
-        connector = aiohttp.UnixConnector(path, limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=NO_TIMEOUT)
+        super().__init__(app, gateway.run_dir, "lines")
 
     async def answer(
         self, endpoint: str, body: bytes, request_id: str, caller: Caller
@@ -91,12 +70,6 @@ class LineServer:
             headers[HAS_USERS_HEADER] = "1"
         data = with_lowest_priority(body)
         url = f"http://lines{endpoint}"
-        async with self._session.post(url, data=data, headers=headers) as response:
+        async with self.session.post(url, data=data, headers=headers) as response:
             retry_after = float(response.headers.get("Retry-After", 0))
             return LineAnswer(response.status, await response.read(), retry_after)
-
-    async def stop(self) -> None:
-        """Disconnect, which ends the requests, and close the socket."""
-        await self._session.close()
-        await self._runner.cleanup()
-        self._directory.cleanup()

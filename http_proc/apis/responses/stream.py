@@ -8,7 +8,7 @@ from http_proc.answer.events import AnswerEvent
 from http_proc.apis.responses.answer import ResponseAnswer
 from http_proc.apis.responses.output import StreamEvent
 from http_proc.protocol.errors import ApiError
-from http_proc.responses import SERVER_SENT_EVENTS
+from http_proc.responses import SERVER_SENT_EVENTS, named_event
 from quadriga.client.types import StreamChunk
 
 # The last event of a stream, by the response's status.
@@ -82,7 +82,7 @@ class ResponseStream:
         kind: str = body["type"]
         data = _encode({"type": kind, "sequence_number": self._num_events, **body})
         self._num_events += 1
-        out = b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        out = named_event(kind.encode(), data)
         if self._on_end is not None:
             self._sent.append(out)
         return out

@@ -65,7 +65,7 @@ def _running(lifecycle: RequestLifecycle, plan: Plan) -> Skipped:
             yield SkipReason.TURN if is_decode_step else SkipReason.PAGES, request
         elif not batch.num_decodes:
             yield SkipReason.TURN, request
-        elif batch.num_decodes >= core.decode_width:
+        elif batch.num_decodes >= core.width:
             yield SkipReason.WIDTH, request
         else:
             yield SkipReason.PAGES, request

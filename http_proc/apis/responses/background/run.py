@@ -16,10 +16,10 @@ from http_proc.caller import set_caller
 from http_proc.chat.answers import read_chat
 from http_proc.gateway import Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring
+from http_proc.responses import END_OF_EVENT
 from http_proc.resumption import Resumption, set_resumption
 from quadriga.errors import QuadrigaError
 
-EVENT_END = b"\n\n"
 # A full queue, and a ring that cannot be reached now: the request is sent again.
 _RETRIED = (429, 503)
 
@@ -146,9 +146,9 @@ class BackgroundRun:
         self._answer, self._stream, self._num_written = answer, ResponseStream(answer), 0
 
     def _write(self, data: bytes) -> None:
-        for event in data.split(EVENT_END)[:-1]:
+        for event in data.split(END_OF_EVENT)[:-1]:
             if self._num_written == len(self._events):
-                self._events.append(event + EVENT_END)
+                self._events.append(event + END_OF_EVENT)
             self._num_written += 1
         if data:
             self._wake()

@@ -155,7 +155,7 @@ class Database:
             is_damaged = type(error) is sqlite3.DatabaseError
             if is_damaged:
                 self._close()
-            remedy = "; move it away to begin anew" if is_damaged else ""
+            remedy = "; move it away, and an empty one is made" if is_damaged else ""
             raise self._outage.begin(f"{error}{remedy}") from None
 
     def _opened(self) -> sqlite3.Connection:

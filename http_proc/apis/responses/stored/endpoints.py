@@ -13,10 +13,9 @@ from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem
 from http_proc.endpoints.endpoint import Endpoint
 from http_proc.protocol.errors import ApiError, invalid
-from http_proc.responses import HEADERS, SERVER_SENT_EVENTS, json_response
+from http_proc.responses import END_OF_EVENT, HEADERS, SERVER_SENT_EVENTS, json_response
 
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
-EVENT_END = b"\n\n"
 
 
 class ItemList(msgspec.Struct):
@@ -66,9 +65,9 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     first = _starting_after(request) + 1
     if run is not None:
         return await send_events(request, run, first)
-    events = (await store.events(response_id)).split(EVENT_END)[first:]
+    events = (await store.events(response_id)).split(END_OF_EVENT)[first:]
     headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
-    return web.Response(body=EVENT_END.join(events), headers=headers)
+    return web.Response(body=END_OF_EVENT.join(events), headers=headers)
 
 
 async def delete_response(request: web.Request) -> web.Response:
