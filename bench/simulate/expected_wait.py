@@ -1,4 +1,6 @@
-"""Compare the expected waits of requests with their real ones: `python -m bench.expected_wait`.
+"""Compare the expected waits of requests with their real ones.
+
+    python -m bench.simulate.expected_wait
 
 Each request is asked about --ask-after seconds after it was sent. What counts are the requests that
 are queued then and wait at least one more second: |estimate / wait - 1|, in the median and at p90.
@@ -176,7 +178,7 @@ def report(errors: WaitErrors, limit: float) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("bench.expected_wait", __doc__)
+    parser = command_parser("bench.simulate.expected_wait", __doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--simulate", action="store_true", help="in simulated time")
     where.add_argument("--endpoint", help="of a server")
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
             return report(errors, arguments.limit)
         return run_until_signal(measure(arguments))
 
-    return run_command("bench.expected_wait", work)
+    return run_command("bench.simulate.expected_wait", work)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class PlacedRequest:
     def moved(self) -> MovedSubmit:
         """Return the request as it goes on at another scheduler.
 
-        It begins anew there if it asks for logprobs, which are not noted here.
+        It is computed from its first token there if it asks for logprobs, which are not noted here.
         """
         submit = self.submit
         assert submit is not None

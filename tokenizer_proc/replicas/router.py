@@ -3,7 +3,7 @@
     cost(replica) = UNCACHED_WEIGHT * uncached prompt tokens + load + tokens without a free page
 
 The least costly replica gets the request. So a prefix stays where it is cached until the queue
-there costs more than computing it anew, and is cached at two replicas from then on (Preble,
+there costs more than computing it again, and is cached at two replicas from then on (Preble,
 Srivatsa et al., ICLR 2025). The load is counted here (ledger.py) and not reported, because a report
 is late, and overwrites what was sent meanwhile.
 """
@@ -20,7 +20,7 @@ from tokenizer_proc.replicas.page_index import MAX_BLOCKS, PageIndex
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-# A token that is computed anew delays this request, and all that come after it.
+# A token that is computed again delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2
 # Holders of one length of a prefix that are compared.
 MAX_CANDIDATES = 32

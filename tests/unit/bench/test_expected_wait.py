@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.expected_wait import MIN_WAIT_S, WaitErrors, WaitSample, main
+from bench.simulate.expected_wait import MIN_WAIT_S, WaitErrors, WaitSample, main
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_median_over_the_limit_fails_and_so_does_a_run_without_waits() -> None
 def test_a_rate_that_is_none_is_an_error_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--simulate", "--request-rate", "0"]) == 2
     assert capsys.readouterr().err == (
-        "bench.expected_wait: --request-rate is 0.0: it must be positive\n"
+        "bench.simulate.expected_wait: --request-rate is 0.0: it must be positive\n"
     )
