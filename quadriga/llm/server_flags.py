@@ -86,6 +86,9 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    cluster: Literal["none", "ray"]
+    ray_address: str
+    replica_cpus: float
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float
