@@ -24,6 +24,7 @@ from quadriga.wire.messages.to_detok import (
     DetokMessage,
     Drained,
     ForecastStepOutput,
+    HandedBack,
     InfoReply,
     LiveFrame,
     ProgressReply,
@@ -73,20 +74,33 @@ def serve(
                 severity = logging.WARNING if detokenizer.num_open else logging.DEBUG
                 logging.log(severity, "stopping with %d open requests", detokenizer.num_open)
                 return
-            if isinstance(message, Drained):
-                delivery.send_frames(b"", b"", b"")
-            elif isinstance(message, SchedulerRestarted):
+            if isinstance(message, SchedulerRestarted):
                 session = _begin_session(detokenizer, scheduler)
-            elif isinstance(message, InfoReply):
-                info = encode(_with_own_pid(message.info))
-                delivery.send_frames(message.client, info, encode(Delivered(inspected=True)))
-            elif isinstance(message, ProgressReply):
-                progress = encode(message.progress)
-                delivery.send_frames(message.client, progress, encode(Delivered(inspected=True)))
-            elif isinstance(message, LiveFrame):
-                delivery.send_frames(b"", message.frame, b"")
-            elif message.session == session:
-                deliver(message, detokenizer, delivery, scheduler)
+            elif isinstance(message, ForecastStepOutput):
+                if message.session == session:
+                    deliver(message, detokenizer, delivery, scheduler)
+            else:
+                if isinstance(message, HandedBack):
+                    detokenizer.forget(message.seqs)
+                delivery.send_frames(*_passed_on(message))
+
+
+def _passed_on(
+    message: InfoReply | ProgressReply | LiveFrame | Drained | HandedBack,
+) -> tuple[bytes, bytes, bytes]:
+    """Return the frames of a message of the scheduler that has no text."""
+    match message:
+        case InfoReply():
+            info = encode(_with_own_pid(message.info))
+            return message.client, info, encode(Delivered(inspected=True))
+        case ProgressReply():
+            return message.client, encode(message.progress), encode(Delivered(inspected=True))
+        case LiveFrame():
+            return b"", message.frame, b""
+        case HandedBack():
+            return b"", encode(HandedBack(message.number)), b""
+        case Drained():
+            return b"", b"", b""
 
 
 def _begin_session(detokenizer: Detokenizer, scheduler: Outbox) -> int:

@@ -241,6 +241,28 @@ class RequestLifecycle:
         self.grammars.remove(request)
         self.table.remove(request)
 
+    def hand_back(self, number: int) -> None:
+        """Give every request back to the frontend, for another replica.
+
+        Each is gone from here without an end; its tokens so far have been sent. In the journal it
+        has ended, so that it is not resumed here.
+
+        Args:
+            number: of the recall.
+        """
+        self.publish()
+        requests = list(self.table)
+        seqs = [request.seq for request in requests]
+        for request in requests:
+            self.core.remove(request)
+            request.finish(FinishReason.ABORT)
+            self.grammars.remove(request)
+            self.table.remove(request)
+        self.events.finished += requests
+        self.events.acknowledged += seqs
+        self.publish(to_detok=False)
+        self._detok.send(to_detok.HandedBack(number, seqs))
+
     # --- publish and replay -----------------------------------------------------------------------
 
     def publish(self, to_detok: bool = True) -> None:

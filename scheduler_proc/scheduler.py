@@ -197,6 +197,8 @@ class Scheduler:
                 self._watch_steps(message)
             case to_scheduler.Drain():
                 lifecycle.drain()
+            case to_scheduler.Recall():
+                lifecycle.hand_back(message.number)
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
             case to_scheduler.Shutdown():

@@ -42,6 +42,7 @@ from tokenizer_proc.traces import RingTraces
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
+RING_COMMANDS = (Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL)
 # Time in which the sockets may send what they have taken.
 FLUSH_TIMEOUT_S = 1.0
 
@@ -158,7 +159,7 @@ def _run_commands(child: Child, frontend: Frontend, ring: Ring) -> None:
             frontend.intake.drain()
         elif command is Command.ABORT:
             frontend.intake.abort_incoming(argument)
-        elif command in (Command.RESTARTED, Command.DIED, Command.LOST):
+        elif command in RING_COMMANDS:
             ring.on_process(command, argument, frontend)
         elif command is Command.FAIL:
             frontend.clients.broadcast(ServerFailed(argument))

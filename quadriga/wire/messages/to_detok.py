@@ -2,7 +2,7 @@
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
 A message of the live feed has no address, and three empty frames are the last ones. One replica
-among several sends a StepNews in front of those of a step.
+among several sends a StepNews in front of those of a step, and no live feed, but a HandedBack.
 """
 
 from functools import reduce
@@ -200,6 +200,21 @@ class Drained(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
     """Every request has ended; the frontend learns that it has received all ends."""
 
 
+class HandedBack(msgspec.Struct, tag="handed_back", array_like=True, frozen=True):
+    """The scheduler has given its requests back, and nothing of them follows.
+
+    The detokenizer forgets their texts, and sends this on to the frontend, as an empty address,
+    this, and an empty frame. Everything of these requests has gone out before.
+
+    Attributes:
+        number: of the Recall that it answers.
+        seqs: numbers of the requests.
+    """
+
+    number: int
+    seqs: list[int] = []
+
+
 class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Exit; no message follows."""
 
@@ -263,6 +278,7 @@ DetokMessage = (
     | SchedulerRestarted
     | Drained
     | StopDetok
+    | HandedBack
 )
 
 # The type that is decoded, with the fields of a ReplicaOutput.

@@ -189,6 +189,16 @@ class Shutdown(msgspec.Struct, tag="leave", array_like=True, frozen=True):
     """Exit: the clients have everything, and the frontend exits."""
 
 
+class Recall(msgspec.Struct, tag="recall", array_like=True, frozen=True):
+    """Give every open request back, to go on at another replica; answer HandedBack.
+
+    Attributes:
+        number: of this recall, for its answer.
+    """
+
+    number: int
+
+
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
     """Abort every request now, for this reason."""
 
@@ -208,6 +218,7 @@ SchedulerMessage = (
     | Drain
     | Shutdown
     | AbortAll
+    | Recall
 )
 
 # The type that is decoded, of which a Submit has all fields.
