@@ -91,8 +91,10 @@ LAYERS = {
         "__version__",
         "programs",
         "tenants",
+        "tracing",
         "windows",
     },
+    "tracing": {"__version__", "config", "runtime", "wire"},
 }
 """What each part of quadriga/ may import of the others."""
 
