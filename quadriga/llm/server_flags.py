@@ -86,6 +86,10 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    # Traces (tokenizer_proc, http_proc)
+    otlp_endpoint: str
+    trace_sampling_ratio: float | None
+    keep_traces: Literal["sampled", "all"]
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

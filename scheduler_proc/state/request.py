@@ -16,6 +16,7 @@ from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
+from scheduler_proc.state.span_recorder import SpanRecorder
 
 BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
@@ -42,6 +43,18 @@ class WaitReason(str, enum.Enum):
     SLOTS = "slots"
     PAGES = "pages"
     BUDGET = "budget"
+
+
+class RetractReason(str, enum.Enum):
+    """Why a running request lost its slot and pages.
+
+    PAGES: others needed them. PRIORITY: a request of a higher priority came. QUARANTINE: a request
+    that may crash the worker runs alone.
+    """
+
+    PAGES = "pages"
+    PRIORITY = "priority"
+    QUARANTINE = "quarantine"
 
 
 class FinishReason(str, enum.Enum):
@@ -88,6 +101,7 @@ class Request:
         num_retractions: number of times that the request lost its pages to others.
         worker_crashes: consecutive worker crashes while the request was in a step.
         cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
+        trace: recorder of its spans; None: it is not traced.
     """
 
     seq: int
@@ -134,6 +148,7 @@ class Request:
     num_retractions: int = 0
     worker_crashes: int = 0
     cleared_at: int = 0
+    trace: SpanRecorder | None = None
 
     @classmethod
     def from_submit(
@@ -173,6 +188,7 @@ class Request:
             tenant=message.tenant,
             weight=message.weight,
             cache_salt=message.cache_salt.encode(),
+            trace=_recorder_of(message),
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -292,6 +308,12 @@ class Request:
             seed=sampling.seed,
             rules=slot_params,
         )
+
+
+def _recorder_of(message: Submit) -> SpanRecorder | None:
+    if message.trace is None:
+        return None
+    return SpanRecorder(message.trace, message.received_at, message.tokenized_at)
 
 
 def retraction_key(request: Request) -> tuple[bool, int, int]:

@@ -96,8 +96,10 @@ LAYERS = {
         "__version__",
         "programs",
         "tenants",
+        "tracing",
         "windows",
     },
+    "tracing": {"__version__", "config", "runtime", "wire"},
 }
 """What each part of quadriga/ may import of the others."""
 
