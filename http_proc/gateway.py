@@ -174,18 +174,22 @@ class Gateway:
         """Return whether a request of this id is being answered."""
         return rid in self._groups
 
-    async def abort(self, rid: str | None) -> int:
-        """End the requests of `rid`, or all for None. Return how many web requests that were.
+    def open_groups(self, rid: str | None) -> list[RequestGroup]:
+        """Return what is being answered of `rid`, an answer's id or its X-Request-Id; None: all.
 
         A tenant reaches only its own.
         """
         caller = current_caller().tenant
-        groups = [
+        return [
             group
             for name, group in self._groups.items()
             if (rid is None or _matches(name, rid))
             and (not caller or parent_name(group.tenant) == caller)
         ]
+
+    async def abort(self, rid: str | None) -> int:
+        """End the open groups of `rid`, or all for None. Return how many web requests that were."""
+        groups = self.open_groups(rid)
         for group in groups:
             await group.abort()
         return len(groups)

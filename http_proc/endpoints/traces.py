@@ -18,21 +18,23 @@ async def request_trace(request: web.Request) -> web.Response:
     gateway, name = request.app[GATEWAY], request.match_info["id"]
     trace = gateway.traces.find(name, current_caller().tenant)
     if trace is None:
-        raise _not_found(name, gateway.is_open(name))
+        is_open = bool(gateway.open_groups(name)) or gateway.traces.is_open(name)
+        raise _not_ended(name) if is_open else _not_found(name)
     traces = await all_traces(trace)
     return json_response(chrome_trace(traces, {"request_id": name}))
 
 
-def _not_found(name: str, is_open: bool) -> ApiError:
-    shown = name[:MAX_SHOWN_CHARS]
-    if is_open:
-        reason = f"request {shown!r} has not ended: ask for its trace afterwards"
-    else:
-        reason = (
-            f"there is no trace of {shown!r}: it is unknown, too old, or was not traced; send"
-            " requests with a sampled traceparent, or start the server with --keep-traces all or"
-            " --trace-sampling-ratio"
-        )
+def _not_ended(name: str) -> ApiError:
+    reason = f"request {name[:MAX_SHOWN_CHARS]!r} has not ended: ask for its trace afterwards"
+    return ApiError(404, reason, code="request_not_ended")
+
+
+def _not_found(name: str) -> ApiError:
+    reason = (
+        f"there is no trace of {name[:MAX_SHOWN_CHARS]!r}: it is unknown, too old, or was not"
+        " traced; send requests with a sampled traceparent, or start the server with"
+        " --keep-traces all or --trace-sampling-ratio"
+    )
     return ApiError(404, reason, code="trace_not_found")
 
 

@@ -46,6 +46,11 @@ class WebTrace:
         """The header `traceparent` of the requests that this one causes."""
         return traceparent_of(self.context)
 
+    @property
+    def ring_ids(self) -> list[str]:
+        """Ids of its requests to the ring, which the live feed shows."""
+        return [request_id for _, request_id in self.ring_requests]
+
 
 _current: ContextVar[WebTrace | None] = ContextVar("trace", default=None)
 
@@ -76,6 +81,7 @@ class WebTraces:
     def __init__(self, args: TraceArgs, exporter: NoExporter) -> None:
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
+        self._open: dict[str, WebTrace] = {}  # by the id of the span
         self._kept: OrderedDict[str, WebTrace] = OrderedDict()
 
     def begin(self, traceparent: str) -> WebTrace | None:
@@ -83,10 +89,14 @@ class WebTraces:
         if not traceparent and self._sampling.is_off:
             return None
         context = self._sampling.context(traceparent)
-        return None if context is None else WebTrace(context, clock.now())
+        if context is None:
+            return None
+        trace = self._open[context.span_id] = WebTrace(context, clock.now())
+        return trace
 
     def finish(self, trace: WebTrace, record: RequestLogRecord, attributes: Attributes) -> None:
         """Keep and export the trace of a web request that has ended."""
+        self._open.pop(trace.context.span_id, None)
         trace.trace = RequestTrace(
             trace.context,
             str(attributes["http.route"]),
@@ -96,8 +106,7 @@ class WebTraces:
             attributes | {"gen_ai.request.id": record.id or record.request_id},
             record.error,
         )
-        ring_ids = (request_id for _, request_id in trace.ring_requests)
-        for name in {record.id, record.request_id, *ring_ids} - {""}:
+        for name in {record.id, record.request_id, *trace.ring_ids} - {""}:
             self._kept[name] = trace
             self._kept.move_to_end(name)
         while len(self._kept) > MAX_KEPT:
@@ -114,6 +123,10 @@ class WebTraces:
         if trace is None or (tenant and parent_name(trace.tenant) != tenant):
             return None
         return trace
+
+    def is_open(self, ring_id: str) -> bool:
+        """Return whether a traced web request is being answered that has this id at the ring."""
+        return any(ring_id in trace.ring_ids for trace in self._open.values())
 
     def info(self) -> dict[str, int]:
         """Return the counters of the exporter; empty if nothing is exported."""

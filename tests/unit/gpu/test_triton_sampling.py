@@ -86,12 +86,12 @@ def test_a_row_has_the_token_that_it_has_alone() -> None:
 def test_drawn_tokens_have_the_shares_of_their_weights() -> None:
     state = sampling_of([{"temperature": 1.0}])
     weights = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], device=DEVICE)
-    count = 400
+    count = 150
     logits, slots = weights.log().repeat(count, 1), ints([0] * count)
     known = torch.zeros(1, count + 1, dtype=torch.int32, device=DEVICE)
     token_ids = sample_tokens(logits, slots, ints(list(range(count))), state, known)
     shares = torch.bincount(token_ids, minlength=5) / count
-    assert shares[1] == 0 and (shares - weights).abs().max() < 0.06
+    assert shares[1] == 0 and (shares - weights).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
