@@ -37,7 +37,7 @@ from quadriga.runtime.child import (
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
-from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess
+from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, RecalledReport
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.replicas import ReplicaProcesses
 from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
@@ -162,8 +162,10 @@ class Launcher:
                 case SupervisorEvent.RESTARTED:
                     self._replicas.report_lost(self._supervisor[FRONTEND])
                 case SupervisorEvent.RELOAD:
-                    say("reloading: the worker restarts; requests go on with the new weights")
+                    say(f"reloading: {self._replicas.reload_note}")
                     self._replicas.begin_reload()
+                case RecalledReport():
+                    self._replicas.on_recalled(event, self._supervisor)
             self._replicas.reload_next(self._supervisor)
 
     def _survives(self, death: Death) -> bool:

@@ -1,6 +1,6 @@
 """The core of the detokenizer process, without sockets: steps of token ids in, chunks out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -80,6 +80,11 @@ class Detokenizer:
     def forget_all(self) -> None:
         """Drop every text, which a new scheduler does not know."""
         self._streams.clear()
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Drop the texts of these requests, which go on elsewhere."""
+        for seq in seqs:
+            self._streams.pop(seq, None)
 
     def _open(self, opening: StreamStart) -> TextStream:
         budget = None

@@ -13,6 +13,7 @@ import msgspec
 
 from detok_proc.detokenizer import Detokenizer
 from detok_proc.step_news import step_news
+from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
@@ -23,6 +24,7 @@ from quadriga.wire.messages.to_detok import (
     DetokMessage,
     Drained,
     ForecastStepOutput,
+    HandedBack,
     InfoReply,
     LiveFrame,
     ProgressReply,
@@ -72,20 +74,33 @@ def serve(
                 severity = logging.WARNING if detokenizer.num_open else logging.DEBUG
                 logging.log(severity, "stopping with %d open requests", detokenizer.num_open)
                 return
-            if isinstance(message, Drained):
-                delivery.send_frames(b"", b"", b"")
-            elif isinstance(message, SchedulerRestarted):
+            if isinstance(message, SchedulerRestarted):
                 session = _begin_session(detokenizer, scheduler)
-            elif isinstance(message, InfoReply):
-                info = encode(_with_own_pid(message.info))
-                delivery.send_frames(message.client, info, encode(Delivered(inspected=True)))
-            elif isinstance(message, ProgressReply):
-                progress = encode(message.progress)
-                delivery.send_frames(message.client, progress, encode(Delivered(inspected=True)))
-            elif isinstance(message, LiveFrame):
-                delivery.send_frames(b"", message.frame, b"")
-            elif message.session == session:
-                deliver(message, detokenizer, delivery, scheduler)
+            elif isinstance(message, ForecastStepOutput):
+                if message.session == session:
+                    deliver(message, detokenizer, delivery, scheduler)
+            else:
+                if isinstance(message, HandedBack):
+                    detokenizer.forget(message.seqs)
+                delivery.send_frames(*_passed_on(message))
+
+
+def _passed_on(
+    message: InfoReply | ProgressReply | LiveFrame | Drained | HandedBack,
+) -> tuple[bytes, bytes, bytes]:
+    """Return the frames of a message of the scheduler that has no text."""
+    match message:
+        case InfoReply():
+            info = encode(_with_own_pid(message.info))
+            return message.client, info, encode(Delivered(inspected=True))
+        case ProgressReply():
+            return message.client, encode(message.progress), encode(Delivered(inspected=True))
+        case LiveFrame():
+            return b"", message.frame, b""
+        case HandedBack():
+            return b"", encode(HandedBack(message.number)), b""
+        case Drained():
+            return b"", b"", b""
 
 
 def _begin_session(detokenizer: Detokenizer, scheduler: Outbox) -> int:
@@ -114,6 +129,7 @@ def deliver(
     news = output.news if isinstance(output, ReplicaOutput) else None
     if news is not None:
         delivery.send_frames(b"", b"", encode(step_news(output, news)))
+    traces = open_traces(output) if deliveries.ended else {}
     messages: list[tuple[bytes, SentReplay | SentChunks]] = [
         *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
@@ -127,6 +143,7 @@ def deliver(
             settled=ended_seqs,
             generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
             wait_s=output.wait_s,
+            traces=close_traces(traces, client, message.chunks) if traces else [],
         )
         if news is not None:
             indexes = [chunk.index if isinstance(chunk, Chunk) else 0 for chunk in ended]

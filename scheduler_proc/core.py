@@ -21,6 +21,7 @@ from scheduler_proc.state.request import (
     Request,
     RequestFailure,
     RequestStatus,
+    RetractReason,
     WaitReason,
     priority_retraction_key,
     retraction_key,
@@ -172,7 +173,7 @@ class SchedulerCore:
             return
         self._release_held_back()
         for other in self._running.all_requests:
-            self._retract(other, plan)
+            self._retract(other, RetractReason.QUARANTINE, plan)
         if not plan.in_flight and self.admission.can_admit(request, 0):
             self._admit(request, self._chunk, plan, now)
 
@@ -375,7 +376,7 @@ class SchedulerCore:
             running = self._running.all_requests
             if len(running) > 1:
                 victim = min(running, key=self._retraction_key)
-                self._retract(victim, plan)
+                self._retract(victim, RetractReason.PAGES, plan)
                 if victim is request:
                     return Room.WAIT
             elif not self.kv.free_duplicates(request):
@@ -390,7 +391,7 @@ class SchedulerCore:
         """Retract the decoding request of the lowest priority for a much more urgent one."""
         victim = min(self._running, key=priority_retraction_key, default=None)
         if victim is not None and request.priority - victim.priority >= self._threshold:
-            self._retract(victim, plan)
+            self._retract(victim, RetractReason.PRIORITY, plan)
 
     def _preempt_chunked(self, first: list[Request], plan: Plan) -> None:
         """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
@@ -398,9 +399,9 @@ class SchedulerCore:
         if chunked is not None and any(
             request.priority - chunked.priority >= self._threshold for request in first
         ):
-            self._retract(chunked, plan)
+            self._retract(chunked, RetractReason.PRIORITY, plan)
 
-    def _retract(self, request: Request, plan: Plan) -> None:
+    def _retract(self, request: Request, reason: RetractReason, plan: Plan) -> None:
         """Take a running request's pages for others: it waits again.
 
         What is not cached any more by then is computed again; its stream goes on unchanged.
@@ -409,7 +410,7 @@ class SchedulerCore:
         self.num_retractions += 1
         request.num_retractions += 1
         plan.has_retracted = True
-        plan.retracted.append(request)
+        plan.retracted.append((request, reason))
         self.admission.ratio.on_retract(list(self._running))
         request.status = RequestStatus.RETRACTED
         self.admission.pending_release.add(request.seq)

@@ -24,6 +24,7 @@ from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.observe.tracer import Tracer
 from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
@@ -58,6 +59,7 @@ class RequestLifecycle:
         report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
+        tracer: records the spans of traced requests.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RequestLifecycle:
         self._journal = journal
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
+        self.tracer = Tracer(clock)
         self.feed: EndObserver | None = None
         self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
@@ -96,6 +99,7 @@ class RequestLifecycle:
         for choice in recovered:
             request = self.table.restore(choice)
             self._journal.keep(choice.message, [request], choice.acknowledged)
+            self.tracer.on_restored(request, choice.last_token_at)
             if request.finished:
                 self.outbox.finish(request)
                 self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
@@ -118,6 +122,8 @@ class RequestLifecycle:
         self.outbox.forget_name(message.client, message.request_id)
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
+        if message.trace is not None:
+            self.tracer.on_submit(requests, num_waiting, bool(to_scheduler.progress_of(message)))
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
@@ -151,6 +157,8 @@ class RequestLifecycle:
         """Queue a request, at once or when the worker has compiled its grammar."""
         if request.grammar is None or not self.grammars.add(request):
             self._add_to_core(request)
+        else:
+            self.tracer.on_grammar(request, "waits")
 
     def on_grammar_ready(self, ready: GrammarReady) -> None:
         """Queue or fail the requests that have waited for a grammar."""
@@ -159,6 +167,7 @@ class RequestLifecycle:
                 self.fail(request, RequestFailed(ready.error))
             else:
                 request.waited_for = (WaitReason.GRAMMAR,)
+                self.tracer.on_grammar(request, "compiled")
                 self._add_to_core(request)
 
     def _add_to_core(self, request: Request) -> None:
@@ -228,12 +237,36 @@ class RequestLifecycle:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:
             self.usage_log.on_finish(request, now)
+        if request.trace is not None:
+            self.tracer.on_finish(request, now)
         if self.feed is not None:
             self.feed.on_finish(request)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)
         self.table.remove(request)
+
+    def hand_back(self, number: int) -> None:
+        """Give every request back to the frontend, for another replica.
+
+        Each is gone from here without an end; its tokens so far have been sent. In the journal it
+        has ended, so that it is not resumed here.
+
+        Args:
+            number: of the recall.
+        """
+        self.publish()
+        requests = list(self.table)
+        seqs = [request.seq for request in requests]
+        for request in requests:
+            self.core.remove(request)
+            request.finish(FinishReason.ABORT)
+            self.grammars.remove(request)
+            self.table.remove(request)
+        self.events.finished += requests
+        self.events.acknowledged += seqs
+        self.publish(to_detok=False)
+        self._detok.send(to_detok.HandedBack(number, seqs))
 
     # --- publish and replay -----------------------------------------------------------------------
 
@@ -260,6 +293,7 @@ class RequestLifecycle:
 
     def replay_to_detok(self, session: int) -> None:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
+        self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
         if self.report is not None:
@@ -269,6 +303,7 @@ class RequestLifecycle:
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
+        self.tracer.note("frontend ready")
         if self.report is not None:
             self.publish()
             self.report.restate()

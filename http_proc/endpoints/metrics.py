@@ -24,6 +24,7 @@ from http_proc.apis.responses.store import RESPONSE_STORE
 from http_proc.apis.responses.stored.store_metrics import ResponseStoreCollector
 from http_proc.gateway import GATEWAY
 from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
+from http_proc.observe.trace_metrics import TraceCollector
 from http_proc.streams.stream_metrics import StreamCollector
 from http_proc.streams.stream_table import STREAMS
 from quadriga.errors import QuadrigaError
@@ -304,6 +305,7 @@ async def metrics(request: web.Request) -> web.Response:
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
     registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
     registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
+    registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -47,6 +47,7 @@ from quadriga.wire.messages.public import (
     Generate,
     GetInfo,
     GetProgress,
+    GetTraces,
     Info,
     ProgressAnswer,
     Refused,
@@ -56,7 +57,9 @@ from quadriga.wire.messages.public import (
     Text,
     Tokenize,
     Tokens,
+    Traces,
 )
+from quadriga.wire.messages.trace import RequestTrace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -432,6 +435,28 @@ class AsyncClient:
             lambda name: GetProgress(PROTOCOL_VERSION, name, request_ids), timeout
         )
         return answer.values
+
+    async def traces(self, request_ids: list[str], timeout: float = 10.0) -> list[RequestTrace]:
+        """Return the traces of requests of this client that have ended, as far as they are kept.
+
+            (trace,) = await client.traces([completion.request_id])
+
+        Args:
+            request_ids: `request_id` of handles or completions, at most 64.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            A trace for each choice of each request that was traced.
+
+        Raises:
+            InvalidRequest: there are too many ids.
+            DeadlineExceeded: no answer within the timeout.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        answer: Traces = await self._ask(
+            lambda name: GetTraces(PROTOCOL_VERSION, name, request_ids), timeout
+        )
+        return answer.traces
 
     async def watch(self) -> AsyncGenerator[LiveMessage, None]:
         """Yield what the server does: a LiveStep for each step, a LiveServer each second.

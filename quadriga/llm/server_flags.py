@@ -69,7 +69,7 @@ class ServerFlags(TypedDict, total=False):
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float | None
-    attention_backend: Literal["auto", "native", "triton", "flash", "torch"]
+    attention_backend: Literal["auto", "native", "triton", "flashinfer", "torch"]
     cuda_graph_max_bs: int | None
     disable_cuda_graph: bool
     enable_nvtx: bool
@@ -88,6 +88,10 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    # Traces (tokenizer_proc, http_proc)
+    otlp_endpoint: str
+    trace_sampling_ratio: float | None
+    keep_traces: Literal["sampled", "all"]
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

@@ -69,6 +69,8 @@ class Command(enum.Enum):
         RESTARTED: the process named by the argument died, and its successor is ready.
         DIED: the process named by the argument died, and is restarted. Only with several replicas.
         LOST: the replica of the argument's number has ended for good; its processes are dead.
+        RECALL: move the requests of the replica of the argument's number to the others; answered
+            with the report `recalled`.
     """
 
     DRAIN = "drain"
@@ -78,6 +80,7 @@ class Command(enum.Enum):
     RESTARTED = "restarted"
     DIED = "died"
     LOST = "lost"
+    RECALL = "recall"
 
 
 class ControlChannel:

@@ -49,6 +49,12 @@ class StuckReport(NamedTuple):
     reason: str
 
 
+class RecalledReport(NamedTuple):
+    """The frontend reports that a replica has no requests any more."""
+
+    replica: int
+
+
 class Exit(NamedTuple):
     """How a process ended.
 
@@ -109,8 +115,8 @@ class ChildProcess:
         """Whether its exit has been handled."""
         return self.state is ChildState.EXITED
 
-    def receive(self) -> list[StuckReport] | None:
-        """Process its reports; return those about other processes.
+    def receive(self) -> list[StuckReport | RecalledReport] | None:
+        """Process its reports; return those that are not about itself.
 
         Returns:
             None at the end of the control channel: the process has exited.
@@ -123,7 +129,7 @@ class ChildProcess:
         reports = [self._on_report(json.loads(line)) for line in lines]
         return [report for report in reports if report is not None] if data else None
 
-    def _on_report(self, report: dict[str, Any]) -> StuckReport | None:
+    def _on_report(self, report: dict[str, Any]) -> StuckReport | RecalledReport | None:
         match report.pop("report"):
             case "ready":
                 self.info = report
@@ -142,6 +148,8 @@ class ChildProcess:
                 self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
             case "stuck":
                 return StuckReport(report["process"], report["why"])
+            case "recalled":
+                return RecalledReport(report["replica"])
         return None
 
     def send(self, command: Command, argument: str = "") -> None:

@@ -9,7 +9,7 @@ from quadriga.config.replica_args import journal_dir
 from quadriga.config.server_config import ServerConfig
 from quadriga.runtime.child import Command, replica_of
 from quadriga.runtime.cpu_affinity import num_usable_cores
-from quadriga.supervisor.child_process import ChildProcess
+from quadriga.supervisor.child_process import ChildProcess, RecalledReport
 from quadriga.supervisor.supervisor import Death, Supervisor, say
 
 WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
@@ -30,6 +30,7 @@ class ReplicaProcesses:
         self._lost: set[int] = set()
         self._to_reload: deque[str] = deque()
         self._reloading = ""
+        self._recalling: int | None = None
 
     def _names(self, program: str) -> list[str]:
         if self._count == 1:
@@ -100,23 +101,49 @@ class ReplicaProcesses:
         return True
 
     def report_lost(self, frontend: ChildProcess) -> None:
-        """Say to the frontend, which may be a new one, which replicas are lost."""
+        """Say to the frontend, which may be a new one, which replicas are lost or recalled."""
         for number in sorted(self._lost):
             frontend.send(Command.LOST, str(number))
+        if self._recalling is not None:
+            frontend.send(Command.RECALL, str(self._recalling))
 
     # --- reloads ----------------------------------------------------------------------------------
 
+    @property
+    def reload_note(self) -> str:
+        """What a reload does."""
+        if self._count == 1:
+            return "the worker restarts; requests go on with the new weights"
+        return (
+            "the workers restart one after the other; the requests of each go on at the others"
+            " meanwhile"
+        )
+
     def begin_reload(self) -> None:
-        """Restart the workers, one after the other."""
+        """Restart the workers, one after the other.
+
+        Several replicas give their requests to the others before.
+        """
         self._to_reload = deque(self.workers)
 
     def reload_next(self, supervisor: Supervisor) -> None:
         """Restart the next worker of a reload, once the one before it is ready."""
         if self._reloading:
             child = supervisor[self._reloading]
-            if not (child.is_ready or child.is_abandoned):
+            is_over = child.is_ready and self._recalling is None
+            if not (is_over or child.is_abandoned):
                 return
-            self._reloading = ""
+            self._reloading, self._recalling = "", None
         if self._to_reload:
             self._reloading = self._to_reload.popleft()
+            self._recalling = replica_of(self._reloading)
+            if self._recalling is None:
+                supervisor[self._reloading].stop_for_reload()
+            else:
+                supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
+
+    def on_recalled(self, report: RecalledReport, supervisor: Supervisor) -> None:
+        """Restart the worker of a replica whose requests go on at the others."""
+        if report.replica == self._recalling:
+            self._recalling = None
             supervisor[self._reloading].stop_for_reload()

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from quadriga.supervisor.child_process import (
     ChildProcess,
     ChildState,
     Exit,
+    RecalledReport,
     start_child,
 )
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
@@ -92,6 +94,7 @@ class Supervisor:
         self._notify_on_restart = notify_on_restart
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}
+        self._recalled: deque[RecalledReport] = deque()
         self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
@@ -166,7 +169,9 @@ class Supervisor:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
+    def next_event(
+        self, timeout: Countdown | None
+    ) -> Death | SupervisorEvent | RecalledReport | None:
         """Wait for the next event, at most until the timeout.
 
         Returns:
@@ -175,6 +180,8 @@ class Supervisor:
         """
         if timeout is not None and not timeout.left():
             return SupervisorEvent.TIMEOUT
+        if self._recalled:
+            return self._recalled.popleft()
         now = time.monotonic()
         for name, restart_at in self._restart_at.items():
             if now >= restart_at:
@@ -229,6 +236,9 @@ class Supervisor:
             )  # fmt: skip
             self._children[self._notify_on_restart].send(Command.RESTARTED, child.name)
         for report in reports:
+            if isinstance(report, RecalledReport):
+                self._recalled.append(report)
+                continue
             _, slash, replica = child.name.partition("/")
             other = self._children[report.process + slash + replica]
             if other.is_ready:

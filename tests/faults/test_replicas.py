@@ -104,10 +104,11 @@ def test_a_frontend_that_is_restarted_after_a_loss_knows_of_it(
         )
 
 
-def test_a_reload_takes_one_replica_after_the_other(
+def test_a_reload_moves_the_requests_of_each_replica_to_the_other(
     replicas: Server, undisturbed: list[Completion]
 ) -> None:
     before = [replicas.pid_of(f"worker_proc/{number}") for number in range(2)]
+    num_moved = settle(replicas.endpoint)["requests_moved"]
 
     async def run() -> list[Completion]:
         started = asyncio.Event()
@@ -123,7 +124,7 @@ def test_a_reload_takes_one_replica_after_the_other(
         return 0 not in now and not set(now) & set(before)
 
     wait_until(both_are_new, 60)
-    settle(replicas.endpoint, 60)
+    assert settle(replicas.endpoint, 60)["requests_moved"] >= num_moved + STREAMS // 4
 
 
 def test_requests_of_both_replicas_can_be_aborted(replicas: Server) -> None:

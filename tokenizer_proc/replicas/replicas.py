@@ -14,13 +14,14 @@ import msgspec
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.replica_news import HeldChoice
-from quadriga.wire.messages.to_detok import Delivered, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     Drain,
     EndsDelivered,
     InfoRequest,
     ProgressRequest,
+    Recall,
     Submit,
     WatchSteps,
 )
@@ -33,8 +34,10 @@ from tokenizer_proc.replicas.router import Router
 # Ended requests of each replica whose place is remembered, for clients that ask for them again.
 MAX_ENDED = 4096
 Deliver = Callable[[bytes, bytes, Delivered], None]
+OnRecalled = Callable[[int], None]
 
 _decode_news = msgspec.msgpack.Decoder(StepNews).decode
+_decode_handed_back = msgspec.msgpack.Decoder(HandedBack).decode
 _decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
 
 
@@ -47,6 +50,8 @@ class ReplicaState:
         dead: its processes that are being restarted.
         is_lost: it has ended for good.
         is_known: it has said which requests it holds, since this frontend began.
+        is_held: it gets no new requests until it has been restarted.
+        recall: number of the recall that it has not answered; 0: none.
         has_drained: it has nothing left after the last Drain.
         num_waiting: length of its waiting queue, as it was last reported.
         wait_s: expected wait of one more request there; None while its queue is far from full.
@@ -57,10 +62,17 @@ class ReplicaState:
     dead: set[str] = field(default_factory=set)
     is_lost: bool = False
     is_known: bool = False
+    is_held: bool = False
+    recall: int = 0
     has_drained: bool = False
     num_waiting: int = 0
     wait_s: float | None = None
     choices: dict[int, PlacedChoice] = field(default_factory=dict)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all of its processes run, and none is about to be restarted."""
+        return not (self.dead or self.is_held)
 
 
 class Replicas:
@@ -72,20 +84,28 @@ class Replicas:
         block_tokens: tokens of a block of the router's index.
         deliver: called with address, message and Delivered of each result for a client. An empty
             address stands for Drained.
+        on_recalled: called with the number of a replica that has given its requests back.
     """
 
     def __init__(
-        self, outboxes: list[Outbox], router: Router[Name], block_tokens: int, deliver: Deliver
+        self,
+        outboxes: list[Outbox],
+        router: Router[Name],
+        block_tokens: int,
+        deliver: Deliver,
+        on_recalled: OnRecalled,
     ) -> None:
         self._router = router
         self._block_tokens = block_tokens
         self._deliver = deliver
+        self._on_recalled = on_recalled
         self._replicas = [ReplicaState(outbox) for outbox in outboxes]
         self._placed = ClientRequests[PlacedRequest]()
         self._waiting: dict[Name, PlacedRequest] = {}
         self._ended: OrderedDict[Name, int] = OrderedDict()
         self._questions = Questions()
         self._is_draining = False
+        self._num_recalls = 0
         self.num_moved = 0
 
     # --- to the schedulers ------------------------------------------------------------------------
@@ -195,6 +215,8 @@ class Replicas:
             self._on_result(number, client, payload, _decode_delivered(delivered_frame))
         elif delivered_frame:
             self._on_news(number, _decode_news(delivered_frame))
+        elif payload:
+            self._on_handed_back(number, _decode_handed_back(payload))
         else:
             replica.has_drained = True
             self._report_drained()
@@ -322,10 +344,14 @@ class Replicas:
 
     def on_restarted(self, number: int, process: str) -> None:
         """Take in that a process of a replica is ready again."""
-        self._replicas[number].dead.discard(process)
+        replica = self._replicas[number]
+        replica.dead.discard(process)
+        replica.is_held = replica.is_held and process != "worker_proc"
         self._set_up()
         if process == "scheduler_proc":
             self._resend(number)
+        if replica.recall:  # the answer may be lost with what died
+            self._recall(number)
 
     def _resend(self, number: int) -> None:
         """Send everything of a replica to its new scheduler, which knows what it had journaled."""
@@ -349,31 +375,66 @@ class Replicas:
         self._give_up_answers(number)
         if not self._router.has_replica:
             return  # the server ends
-        moved = self._of_replica(number)
-        for placed in moved:
-            self._move(placed)
-        for placed in [p for p in self._placed if p.replica == number]:
-            self._placed.remove(*placed.name)  # its client sends it again
-        logging.warning("replica %d is lost: %d requests go on at others", number, len(moved))
+        for placed in self._of_replica(number):
+            placed.num_losses += 1
+        num_moved = self._move_all(number)
+        logging.warning("replica %d is lost: %d requests go on at others", number, num_moved)
         self._place_waiting()
         self._send_drain()
         self._report_drained()
+
+    # --- recalls ----------------------------------------------------------------------------------
+
+    def recall(self, number: int) -> None:
+        """Move the requests of a replica to the others, before its worker is restarted.
+
+        They stay, and pause, where no other replica takes requests.
+        """
+        self._replicas[number].is_held = True
+        self._set_up()
+        if self._router.is_up(number):
+            self._on_recalled(number)
+        else:
+            self._recall(number)
+
+    def _recall(self, number: int) -> None:
+        self._num_recalls += 1
+        self._replicas[number].recall = self._num_recalls
+        self._replicas[number].outbox.send(Recall(self._num_recalls))
+
+    def _on_handed_back(self, number: int, answer: HandedBack) -> None:
+        """Send the requests of a replica to others; everything that it had sent has come."""
+        replica = self._replicas[number]
+        if answer.number != replica.recall:
+            return
+        replica.recall = 0
+        self._move_all(number)
+        self._on_recalled(number)
+
+    def _move_all(self, number: int) -> int:
+        """Move the requests of a replica that has them no more. Return their number."""
+        moved = self._of_replica(number)
+        for placed in moved:
+            self._move(placed)
+        for placed in [p for p in self._placed if p.replica == number and p.submit is None]:
+            self._placed.remove(*placed.name)  # its client sends it again
+        self._send_drain()
+        return len(moved)
 
     def _of_replica(self, number: int) -> list[PlacedRequest]:
         return [p for p in self._placed if p.replica == number and p.submit is not None]
 
     def _move(self, placed: PlacedRequest) -> None:
         self.num_moved += 1
-        placed.num_losses += 1
         for choice in placed.choices.values():
             choice.seq = -1
         self._place(placed, placed.moved())
 
     def _set_up(self) -> None:
         """Give new requests to the replicas that run; without any, to those that come back."""
-        has_running = any(not replica.dead for _, replica in self._live())
+        has_running = any(replica.is_running for _, replica in self._live())
         for number, replica in enumerate(self._replicas):
-            is_up = not replica.is_lost and not (replica.dead and has_running)
+            is_up = not replica.is_lost and (replica.is_running or not has_running)
             self._router.set_up(number, is_up)
 
     def _give_up_answers(self, number: int) -> None:

@@ -39,7 +39,11 @@ class Ring:
         router = Router[Name](
             method, len(outboxes), block_tokens, page_size, limits.max_queued_requests
         )
-        return Replicas(outboxes, router, block_tokens, self._deliver)
+
+        def on_recalled(number: int) -> None:
+            child.control.report("recalled", replica=number)
+
+        return Replicas(outboxes, router, block_tokens, self._deliver, on_recalled)
 
     def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         assert self._frontend is not None
@@ -58,7 +62,7 @@ class Ring:
             ]
 
     def on_process(self, command: Command, argument: str, frontend: Frontend) -> None:
-        """Take in a RESTARTED, DIED or LOST of the launcher."""
+        """Take in a RESTARTED, DIED, LOST or RECALL of the launcher."""
         name, _, number = argument.partition("/")
         replicas = self._replicas
         if replicas is None:
@@ -66,6 +70,8 @@ class Ring:
                 frontend.intake.on_scheduler_restarted()
         elif command is Command.LOST:
             replicas.on_lost(int(argument))
+        elif command is Command.RECALL:
+            replicas.recall(int(argument))
         elif number and command is Command.DIED:
             replicas.on_died(int(number), name)
         elif number:

@@ -87,6 +87,10 @@ class Router(Generic[KeyT]):
         """Set whether a replica takes requests."""
         self._is_up[replica] = is_up
 
+    def is_up(self, replica: int) -> bool:
+        """Return whether a replica takes requests."""
+        return self._is_up[replica]
+
     @property
     def has_replica(self) -> bool:
         """Whether any replica takes requests."""

@@ -67,6 +67,11 @@ class SlotLogits:
             or bool(params.bias_ids or params.allowed_ids or params.bad_words)
         )
 
+    @property
+    def only_filters(self) -> bool:
+        """Whether the logits are taken as they are, and no logprobs are returned."""
+        return not (self._always_changes_logits or self.grammar) and self.num_top_logprobs is None
+
     def changes_logits(self, grammar: SlotConstraint | None) -> bool:
         """Return whether the processors, in this state of the grammar, change the logits."""
         return self._always_changes_logits or (grammar is not None and grammar.masks)

@@ -9,10 +9,11 @@ import msgspec
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.trace import TraceContext
 
 
 class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenized request of no tenant.
+    """A validated, tokenized request of no tenant, and without a trace.
 
     Attributes:
         client: the client's address at the public ROUTER socket.
@@ -46,18 +47,20 @@ class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
         tenant: name of its tenant, with its user where there is one; "" without tenants.
         weight: the tenant's share, in proportion to the weights of the others.
         cache_salt: what cached prefixes are kept apart by; "" for the common ones.
+        trace: place of the request in its trace; None: it is not traced.
     """
 
     tenant: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    trace: TraceContext | None = None
 
     def written(self) -> "Submit":
-        """Return the form that is journaled: a PlainSubmit where there is no tenant.
+        """Return the form that is journaled: a PlainSubmit without a tenant and a trace.
 
         The fields of PlainSubmit are the first ones, so that both are read as a Submit.
         """
-        if self.tenant or self.cache_salt:
+        if self.tenant or self.cache_salt or self.trace:
             return self
         fields = PlainSubmit.__struct_fields__
         return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
@@ -186,6 +189,16 @@ class Shutdown(msgspec.Struct, tag="leave", array_like=True, frozen=True):
     """Exit: the clients have everything, and the frontend exits."""
 
 
+class Recall(msgspec.Struct, tag="recall", array_like=True, frozen=True):
+    """Give every open request back, to go on at another replica; answer HandedBack.
+
+    Attributes:
+        number: of this recall, for its answer.
+    """
+
+    number: int
+
+
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
     """Abort every request now, for this reason."""
 
@@ -205,6 +218,7 @@ SchedulerMessage = (
     | Drain
     | Shutdown
     | AbortAll
+    | Recall
 )
 
 # The type that is decoded, of which a Submit has all fields.

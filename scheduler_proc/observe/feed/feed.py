@@ -86,7 +86,7 @@ class StepFeed:
 
     def on_plan(self, plan: Plan, now: float) -> None:
         """Send a message about a step that was planned."""
-        for request in plan.retracted:
+        for request, _ in plan.retracted:
             self._add_event(EventKind.RETRACTED, request)
         if plan.admitted:
             batch = plan.batch

@@ -23,6 +23,7 @@ from quadriga.wire.messages.public import (
 from quadriga.wire.messages.to_detok import (
     Delivered,
     Drained,
+    HandedBack,
     InfoReply,
     ProgressReply,
     StepOutput,
@@ -101,6 +102,8 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
         InfoReply(b"me", info),
         ProgressReply(b"me", progress),
         Drained(),
+        HandedBack(4, [2]),
+        StepOutput(4.0, [], [2], ids("ab"), [], session=session),  # a step that was in flight
         StopDetok(),
     ):
         neighbours["detok"].send(encode(message))
@@ -120,4 +123,6 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     assert receive(delivery) == (b"me", info)
     assert receive(delivery) == (b"me", progress)
     assert delivery.recv_multipart() == [b"", b"", b""]
+    assert delivery.recv_multipart() == [b"", encode(HandedBack(4)), b""]
     assert process.wait(timeout=30) == 0
+    assert delivery.poll(0) == 0

@@ -16,7 +16,7 @@ from quadriga.wire.messages.public import (
     RequestState,
 )
 from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
-from quadriga.wire.messages.to_detok import Delivered, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
@@ -27,6 +27,7 @@ from quadriga.wire.messages.to_scheduler import (
     InfoRequest,
     MovedSubmit,
     ProgressRequest,
+    Recall,
     Submit,
 )
 from quadriga.wire.sockets import Outbox, encode
@@ -66,12 +67,14 @@ class World:
     def __init__(self, num_replicas: int = 2, is_known: bool = True) -> None:
         self.outboxes = [FakeOutbox() for _ in range(num_replicas)]
         self.delivered: list[tuple[bytes, bytes, Delivered]] = []
+        self.recalled: list[int] = []
         router = Router[Name](IN_TURN, num_replicas, BLOCK, PAGE, 100)
         self.replicas = Replicas(
             cast("list[Outbox]", self.outboxes),
             router,
             BLOCK,
             lambda *it: self.delivered.append(it),
+            lambda number: self.recalled.append(number),
         )
         self.router = router
         for number in range(num_replicas if is_known else 0):
@@ -111,6 +114,9 @@ class World:
     def end(self, number: int, request_id: str, index: int = 0, settled: int = 0) -> None:
         delivered = ReplicaDelivered([request_id], 3, [settled], False, [2], indexes=[index])
         self.replicas.on_delivery(number, [b"c", b"text", encode(delivered)])
+
+    def hand_back(self, number: int, recall: int) -> None:
+        self.replicas.on_delivery(number, [b"", encode(HandedBack(recall)), b""])
 
 
 def moved(messages: list[msgspec.Struct]) -> list[MovedSubmit]:
@@ -279,3 +285,46 @@ def test_the_server_has_drained_when_every_replica_has() -> None:
     assert world.delivered == []
     world.replicas.on_delivery(1 - home, [b"", b"", b""])
     assert world.delivered == [(b"", b"", Delivered())]
+
+
+def test_the_requests_of_a_recalled_replica_move_when_it_has_sent_everything() -> None:
+    world = World()
+    home = world.submit("a")
+    world.news(home, [(7, "a", 0)], {7: 11})
+    world.replicas.recall(home)
+    assert world.outboxes[home].take() == [Recall(1)]
+    assert [world.submit(f"{n}") for n in range(3)] == [1 - home] * 3
+    world.news(home, None, {7: 12})
+    assert world.recalled == []
+    world.hand_back(home, 1)
+    assert world.recalled == [home]
+    (message,) = moved(world.outboxes[1 - home].take())
+    assert message.progress == [ChoiceProgress(0, pack_ids([11, 12]), 5.0)]
+    assert message.num_losses == 0
+    world.replicas.on_died(home, "worker_proc")
+    world.replicas.on_restarted(home, "worker_proc")
+    assert home in [world.submit(f"later-{n}") for n in range(2)]
+
+
+def test_a_recall_is_repeated_where_its_answer_may_be_lost() -> None:
+    world = World()
+    home = world.submit("a")
+    world.replicas.recall(home)
+    world.replicas.on_died(home, "detok_proc")
+    world.replicas.on_restarted(home, "detok_proc")
+    assert world.outboxes[home].take() == [Recall(1), Recall(2)]
+    world.hand_back(home, 1)
+    assert world.recalled == []
+    world.hand_back(home, 2)
+    world.hand_back(home, 2)
+    assert world.recalled == [home]
+    assert len(moved(world.outboxes[1 - home].take())) == 1
+
+
+def test_the_requests_of_the_only_replica_that_runs_stay_there() -> None:
+    world = World()
+    home = world.submit("a")
+    world.replicas.on_lost(1 - home)
+    world.replicas.recall(home)
+    assert world.recalled == [home]
+    assert moved(world.outboxes[home].take()) == []

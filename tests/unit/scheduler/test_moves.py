@@ -7,16 +7,18 @@ import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import ReplicaOutput
+from quadriga.wire.messages.to_detok import HandedBack, ReplicaOutput
 from quadriga.wire.messages.to_scheduler import (
     ChoiceProgress,
     DetokReady,
     FrontendRestarted,
     MovedSubmit,
+    Recall,
     Submit,
 )
 from scheduler_proc.events import StepEvents
 from scheduler_proc.observe.replica_report import ReplicaReport
+from scheduler_proc.state.request import FinishReason
 from tests.unit.journal_runs import Run, outline, release_journal
 from tests.unit.simulation import World, reference, submit
 
@@ -128,3 +130,52 @@ def test_a_replica_reports_what_it_holds_to_a_new_frontend_and_to_a_new_detokeni
         assert len(restated.held[0].token_ids) > 0
         assert [ended.request_id for ended in restated.ended] == ["ended"]
     world.run()
+
+
+def test_a_recalled_request_is_gone_without_an_end_and_goes_on_elsewhere() -> None:
+    seen: list[msgspec.Struct] = []
+    world = World(SchedulerArgs(), observe=lambda _link, message: seen.append(message))
+    message, expected = submit("a", PROMPT, 12, ignore_eos=True), reference(PROMPT, 12, True)
+    world.send(message, submit("waits", [8], 12), submit("ended", [9], 1))
+    for _ in range(4):
+        world.step()
+    world.send(Recall(7))
+    (answer,) = [message for message in seen if isinstance(message, HandedBack)]
+    assert (answer.number, len(answer.seqs)) == (7, 2)
+    tokens = list(world.detok.tokens["a"])
+    assert 0 < len(tokens) < 12
+    world.run()
+    assert world.detok.closed.keys() == {"ended"}
+    assert world.detok.tokens["a"] == tokens
+    assert world.scheduler.info()["pages_held"] == 0
+    assert world.scheduler.info()["ended"]["abort"] == 0
+    other = World(SchedulerArgs())
+    other.send(moved(message, known(tokens), num_losses=0))
+    other.run()
+    assert other.detok.tokens["a"] == expected
+
+
+def test_a_recalled_request_may_come_back() -> None:
+    world, expected = World(SchedulerArgs()), reference(PROMPT, 12, True)
+    message = submit("a", PROMPT, 12, ignore_eos=True)
+    world.send(message)
+    for _ in range(4):
+        world.step()
+    tokens = list(world.detok.tokens["a"])
+    world.send(Recall(1), moved(message, known(tokens), num_losses=0))
+    world.run()
+    assert world.detok.tokens["a"] == expected
+
+
+def test_a_recalled_request_is_not_resumed_from_the_journal(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    message = run_message()
+    requests = run.requests.add(message)
+    run.journal.append(StepEvents(accepted=[(message, requests)]))
+    for request in requests:
+        request.finish(FinishReason.ABORT)
+    seqs = [request.seq for request in requests]
+    run.journal.append(StepEvents(finished=requests, acknowledged=seqs))
+    run.journal.commit()
+    assert [line[-2:] for line in outline(run.recovered())] == [(True, True)] * 2
+    release_journal(run.journal)
