@@ -15,14 +15,14 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from bench.speculation.loads import LOADS, Task, tasks_of
+from bench.speculation.loads import LOADS, GuessTask, tasks_of
 from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.llm.llm import LLM
 
 EXIT_SLOWER = 1
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """One load on one server.
 
     Attributes:
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     guesses: tuple[int, int, int]
 
 
-def run(llm: LLM, tasks: list[Task]) -> Run:
+def run(llm: LLM, tasks: list[GuessTask]) -> TimedRun:
     """Send all tasks at once, and wait for the answers."""
     before = guesses_of(llm)
     chats = [[{"role": "user", "content": task.question}] for task in tasks]
@@ -46,7 +46,9 @@ def run(llm: LLM, tasks: list[Task]) -> Run:
     num_tokens = sum(answer.usage.completion_tokens for answer in answers)
     after = guesses_of(llm)
     rows, guessed, right = (end - begin for begin, end in zip(before, after, strict=True))
-    return Run(num_tokens / took_s, [answer.text for answer in answers], (rows, guessed, right))
+    return TimedRun(
+        num_tokens / took_s, [answer.text for answer in answers], (rows, guessed, right)
+    )
 
 
 def guesses_of(llm: LLM) -> list[int]:

@@ -44,14 +44,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Task(NamedTuple):
+class GuessTask(NamedTuple):
     """A question, and how it is answered."""
 
     question: str
     params: SamplingParams
 
 
-def edit(draw: random.Random, max_tokens: int) -> Task:
+def edit(draw: random.Random, max_tokens: int) -> GuessTask:
     """Return code whose answer repeats most of it."""
     names = draw.sample(NAMES, 4)
     code = "\n".join(
@@ -60,10 +60,10 @@ def edit(draw: random.Random, max_tokens: int) -> Task:
         for name in names
     )
     question = f"Repeat this code, but rename item to thing. Write only code.\n\n{code}"
-    return Task(question, SamplingParams(temperature=0, max_tokens=max_tokens))
+    return GuessTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def extraction(draw: random.Random, max_tokens: int) -> Task:
+def extraction(draw: random.Random, max_tokens: int) -> GuessTask:
     """Return a text with facts that are wanted as JSON of a schema."""
     orders = ". ".join(
         f"Customer {draw.choice(NAMES).title()} {draw.choice(NAMES).title()} from"
@@ -71,35 +71,35 @@ def extraction(draw: random.Random, max_tokens: int) -> Task:
         for _ in range(4)
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens, json_schema=SCHEMA)
-    return Task(f"List the orders as JSON: {orders}.", params)
+    return GuessTask(f"List the orders as JSON: {orders}.", params)
 
 
-def summary(draw: random.Random, max_tokens: int) -> Task:
+def summary(draw: random.Random, max_tokens: int) -> GuessTask:
     """Return a text to be summarized."""
     text = " ".join(
         f"{draw.choice(SUBJECTS)} {draw.choice(VERBS)} {draw.choice(OBJECTS)}." for _ in range(25)
     )
     question = f"Summarize this text about {draw.choice(CITIES)}:\n\n{text}"
-    return Task(question, SamplingParams(temperature=0, max_tokens=max_tokens))
+    return GuessTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def chat(draw: random.Random, max_tokens: int) -> Task:
+def chat(draw: random.Random, max_tokens: int) -> GuessTask:
     """Return a short question, answered in the model's own words."""
     question = f"Tell me something about {draw.choice(TOPICS)} and {draw.choice(CITIES)}."
     params = SamplingParams(temperature=0.8, seed=draw.randrange(2**31), max_tokens=max_tokens)
-    return Task(question, params)
+    return GuessTask(question, params)
 
 
-def noise(draw: random.Random, max_tokens: int) -> Task:
+def noise(draw: random.Random, max_tokens: int) -> GuessTask:
     """Return a question without sense, whose answer is drawn from nearly all tokens."""
     question = " ".join(f"{draw.choice(NAMES)}{draw.randrange(1000)}" for _ in range(40))
     params = SamplingParams(
         temperature=3.0, seed=draw.randrange(2**31), max_tokens=max_tokens, ignore_eos=True
     )
-    return Task(question, params)
+    return GuessTask(question, params)
 
 
-LOADS: dict[str, Callable[[random.Random, int], Task]] = {
+LOADS: dict[str, Callable[[random.Random, int], GuessTask]] = {
     "edit": edit,
     "extraction": extraction,
     "summary": summary,
@@ -108,7 +108,7 @@ LOADS: dict[str, Callable[[random.Random, int], Task]] = {
 }
 
 
-def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[Task]:
+def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[GuessTask]:
     """Return tasks that differ from those of another seed."""
     draw = random.Random(f"{load}/{seed}")
     return [LOADS[load](draw, max_tokens) for _ in range(count)]
