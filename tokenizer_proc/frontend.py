@@ -131,7 +131,10 @@ class Frontend:
                 self.intake.abort(client, message.request_id)
             case Ping():
                 self.clients.answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
-            case GetInfo() | FlushCache():
+            case FlushCache():
+                self._owners.check_operator(client, "the cache is that of")
+                self._send_info_request(client, message)
+            case GetInfo():
                 self._send_info_request(client, message)
             case GetProgress():
                 self._send_progress_request(client, message)
@@ -140,7 +143,7 @@ class Frontend:
                 self.clients.answer(client, self.traces.answer(client, message))
             case Watch():
                 validation.check_request_id(message.request_id)
-                self._owners.check_viewer(client)
+                self._owners.check_operator(client, "the live feed shows requests of")
                 self._viewers.watch(client, message)
             case Tokenize() | Detokenize():
                 self.clients.answer(client, self._preparation.preparer.convert(message))

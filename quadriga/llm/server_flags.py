@@ -67,7 +67,7 @@ class ServerFlags(TypedDict, total=False):
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float | None
-    attention_backend: Literal["auto", "native", "triton", "flash", "torch"]
+    attention_backend: Literal["auto", "native", "triton", "flashinfer", "torch"]
     cuda_graph_max_bs: int | None
     disable_cuda_graph: bool
     enable_nvtx: bool

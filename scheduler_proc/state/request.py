@@ -199,6 +199,12 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     @property
+    def can_stop(self) -> bool:
+        """Whether a token or a text can end the answer before its limit."""
+        params = self.sampling.params
+        return bool(self.stop_ids or params.stop_strings or params.stop_regexes)
+
+    @property
     def is_background(self) -> bool:
         """Whether the request runs only as far as others leave room, such as a line of a batch."""
         return self.priority == BACKGROUND_PRIORITY

@@ -18,8 +18,13 @@ BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
     "engine.py",
     "formats.py",
+    "kernel_cases.py",
+    "kernels.py",
     "permuted.py",
+    "profile.py",
+    "random_weights.py",
     "transformers_batching.py",
+    "versions.py",
     "worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""

@@ -66,6 +66,11 @@ class SlotLogits:
         )
 
     @property
+    def only_filters(self) -> bool:
+        """Whether the logits are taken as they are, and no logprobs are returned."""
+        return not (self._always_changes_logits or self.grammar) and self.num_top_logprobs is None
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the processors change the logits of the next token."""
         grammar = self.grammar

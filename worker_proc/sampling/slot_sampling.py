@@ -19,10 +19,12 @@ class SamplingState:
     """Sampling parameters of every slot.
 
     Attributes:
-        temperature, top_k, top_p, min_p, seed: [slots] on the device; top_k 0 is off.
+        temperature, top_k, top_p, min_p, seed: [slots] on the device; temperature 0 is greedy,
+            top_k 0 is off.
         greedy: [slots] on the host.
         greedy_only: [slots] on the host: greedy, without logits processors and logprobs.
-        unfiltered: [slots] on the host: greedy_only, or drawn with only a temperature and a seed.
+        unprocessed: [slots] on the host: without logits processors and logprobs. The token follows
+            from the model's logits and the parameters above.
         uses_min_p: [slots] on the host.
         prompt_logprobs: Parameters of the slots that ask for prompt logprobs.
         compiled: Grammars that slots can have, by key.
@@ -37,7 +39,7 @@ class SamplingState:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
         self.greedy_only = np.zeros(num_slots, dtype=np.bool_)
-        self.unfiltered = np.zeros(num_slots, dtype=np.bool_)
+        self.unprocessed = np.zeros(num_slots, dtype=np.bool_)
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
         self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
         self._logits: dict[int, SlotLogits] = {}
@@ -50,17 +52,18 @@ class SamplingState:
             greedy = request.temperature < GREEDY_BELOW_TEMPERATURE or request.top_k == 1
             self.greedy[slot] = greedy
             self.greedy_only[slot] = greedy and rules is None
-            unfiltered = request.top_k <= 0 and request.top_p >= 1
-            self.unfiltered[slot] = rules is None and (greedy or unfiltered)
+            self.unprocessed[slot] = True
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
                 grammar = self._grammar(request, rules) if rules.grammar else None
-                self._logits[slot] = SlotLogits(rules, self._device, grammar)
+                self._logits[slot] = of_slot = SlotLogits(rules, self._device, grammar)
+                self.unprocessed[slot] = of_slot.only_filters
                 if rules.prompt_logprobs is not None:
                     self.prompt_logprobs[slot] = rules
+        temperatures = [0.0 if self.greedy[one.slot] else one.temperature for one in new]
         slots = send(np.array([request.slot for request in new], dtype=np.int64), self._device)
         for table, values, dtype in (
-            (self.temperature, [request.temperature for request in new], np.float32),
+            (self.temperature, temperatures, np.float32),
             (self.top_k, [max(request.top_k, 0) for request in new], np.int64),
             (self.top_p, [request.top_p for request in new], np.float32),
             (self.min_p, [r.rules.min_p if r.rules else 0.0 for r in new], np.float32),

@@ -7,7 +7,11 @@ NO_STEP = -1  # no plan of the scheduler has this number
 
 
 def prefill_plan(
-    num_tokens: int, page_size: int, num_rows: int = 1, temperature: float = 0.0
+    num_tokens: int,
+    page_size: int,
+    num_rows: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> StepPlan:
     """Return a plan that admits prompts of `num_tokens` tokens to slots 0 to `num_rows` - 1.
 
@@ -23,7 +27,7 @@ def prefill_plan(
             pages=pack_ids(range(slot * num_pages, (slot + 1) * num_pages)),
             temperature=temperature,
             top_k=-1,
-            top_p=1.0,
+            top_p=top_p,
             seed=slot,
         )
         for slot in range(num_rows)

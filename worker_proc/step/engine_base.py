@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,16 +17,21 @@ from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pend
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import RunningStep
 
+if TYPE_CHECKING:
+    from worker_proc.distributed.tp_group import TPGroup
+
 
 class Engine(ABC):
     """A loaded model with its KV pages. The runner calls `execute`, one step at a time.
 
     An engine must implement `forward` and `logits`. It takes a faster path by overriding `execute`
     (from the plan to the tokens in one call), `forward_and_sample` (sampling inside of the kernels
-    or graphs) or `sample`.
+    or graphs), `sample_slots` or `sample`.
 
     Attributes:
         name: The value of --attention-backend, or of --model-impl, that selects the engine.
+        ranks: The processes with the other parts of the model, if there are any.
+        stores_tokens: `sample_slots` writes the tokens to the slot table.
         last_replay: Launches the last step again, as it was, for measurements; None if it was not
             a graph.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
@@ -33,6 +39,8 @@ class Engine(ABC):
     """
 
     name: str
+    ranks: "TPGroup | None" = None
+    stores_tokens = False
     last_replay: Callable[[], None] | None = None
     supports_jump_forward = True
 
@@ -59,6 +67,8 @@ class Engine(ABC):
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
         if len(inputs.samples):
             slots, positions = inputs.sampled_slots, inputs.sample_positions
+            if self.ranks is not None:
+                self.ranks.check_tokens(sampled.token_ids)
             if not sampled.stored:
                 table.write_tokens(slots, positions, sampled.token_ids)
             table.num_known[slots] = positions + 1
@@ -103,9 +113,14 @@ class Engine(ABC):
         changing = [row for row in rules if row.rules.changes_logits]
         if changing:
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
-        token_ids = self.sample(logits, table.sampling.sampling_rows(slots, positions))
+        token_ids = self.sample_slots(logits, inputs)
         logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows)
-        return SampledTokens(token_ids, logprobs, constrained(rules))
+        return SampledTokens(token_ids, logprobs, constrained(rules), self.stores_tokens)
+
+    def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:
+        """Sample `[samples]` int64 from logits `[samples, vocab_size]` by the slots' parameters."""
+        rows = inputs.table.sampling.sampling_rows(inputs.sampled_slots, inputs.sample_positions)
+        return self.sample(logits, rows)
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""

@@ -167,10 +167,10 @@ def test_with_tenants_only_the_gateway_may_watch(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
     owners = RequestOwners(TenantArgs(keys=str(file)))
-    owners.check_viewer(gateway_address().bytes)
-    with pytest.raises(InvalidRequest, match="by the web gateway"):
-        owners.check_viewer(b"0123456789abcdef")
-    RequestOwners(TenantArgs()).check_viewer(b"0123456789abcdef")
+    owners.check_operator(gateway_address().bytes, "it shows")
+    with pytest.raises(InvalidRequest, match="ask the web gateway"):
+        owners.check_operator(b"0123456789abcdef", "it shows")
+    RequestOwners(TenantArgs()).check_operator(b"0123456789abcdef", "it shows")
 
 
 @pytest.mark.parametrize(
